@@ -20,24 +20,24 @@ _MOST_IN_ORDER = 0.05
 
 
 class CheckFailed(Exception):
-    """A loader gives something else than shuffled sequences of the corpus."""
+    """A loader gives something else than shuffled samples of the corpus."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """How the first `num_sequences` of an epoch lie.
+    """How the first `num_samples` of an epoch lie.
 
     in_order  share of them that are near their predecessor in the corpus, too
     spread    mean distance in the corpus of what is neighbours in the epoch, as a share of what it is in a uniform shuffle
     """
 
-    num_sequences: int
+    num_samples: int
     in_order: float
     spread: float
 
 
-def check(batches: Iterable[torch.Tensor], corpus: Corpus, num_sequences: int) -> Order:
-    """Looks at the first `num_sequences` of an epoch: int64 on the CPU, as generated, none twice, not in order.
+def check(batches: Iterable[torch.Tensor], corpus: Corpus, num_samples: int) -> Order:
+    """Looks at the first `num_samples` of an epoch: int64 on the CPU, as generated, none twice, not in order.
 
     Each batch is looked at once the next has come, and has to be whole until then. Raises CheckFailed: one of these does not
     hold.
@@ -46,25 +46,25 @@ def check(batches: Iterable[torch.Tensor], corpus: Corpus, num_sequences: int) -
     for batch, _ in pairwise(chain(batches, [None])):
         assert batch is not None
         seen.append(check_batch(batch, corpus))
-        if len(seen) * BATCH_SIZE >= num_sequences:
+        if len(seen) * BATCH_SIZE >= num_samples:
             break
     numbers = np.concatenate(seen) if seen else np.empty(0, np.int64)
-    if len(numbers) < num_sequences:
-        raise CheckFailed(f"the epoch ended after {len(numbers):,} of {num_sequences:,} sequences")
+    if len(numbers) < num_samples:
+        raise CheckFailed(f"the epoch ended after {len(numbers):,} of {num_samples:,} samples")
     if twice := len(numbers) - len(np.unique(numbers)):
-        raise CheckFailed(f"{twice:,} of {len(numbers):,} sequences came twice within one epoch")
+        raise CheckFailed(f"{twice:,} of {len(numbers):,} samples came twice within one epoch")
     return _order(numbers, corpus)
 
 
 def check_batch(batch: torch.Tensor, corpus: Corpus) -> npt.NDArray[np.int64]:
-    """The numbers of a batch's sequences. Raises CheckFailed: it is not of the corpus."""
+    """The numbers of a batch's samples. Raises CheckFailed: it is not of the corpus."""
     found = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)} on {batch.device}"
     wanted = f"int64 {[BATCH_SIZE, SEQ_LEN]} on cpu"
     if found != wanted:
         raise CheckFailed(f"a batch is {found}, not {wanted}")
     array = batch.numpy()
     numbers = numbers_of(array)
-    if (numbers >= corpus.num_sequences).any() or not np.array_equal(corpus.tokens[numbers], array):
+    if (numbers >= corpus.num_samples).any() or not np.array_equal(corpus.tokens[numbers], array):
         raise CheckFailed("a batch has tokens that are not those of the corpus")
     return numbers
 
@@ -73,5 +73,5 @@ def _order(numbers: npt.NDArray[np.int64], corpus: Corpus) -> Order:
     steps = np.diff(numbers)
     in_order = float((np.abs(steps) <= _NEAR).mean())
     if in_order > _MOST_IN_ORDER:
-        raise CheckFailed(f"{in_order:.0%} of the sequences come in the order of the corpus: they are not shuffled")
-    return Order(num_sequences=len(numbers), in_order=in_order, spread=float(np.abs(steps).mean() / (corpus.num_sequences / 3)))
+        raise CheckFailed(f"{in_order:.0%} of the samples come in the order of the corpus: they are not shuffled")
+    return Order(num_samples=len(numbers), in_order=in_order, spread=float(np.abs(steps).mean() / (corpus.num_samples / 3)))

@@ -1,6 +1,6 @@
-"""The corpus that every loader reads: sequences of token ids, each with its own number in its first two tokens.
+"""The corpus that every loader reads: samples of token ids, each with its own number in its first two tokens.
 
-folder/tokens.bin                      uint16 [num_sequences, SEQ_LEN], the corpus as it is; what is read is checked by it
+folder/tokens.bin                      uint16 [num_samples, SEQ_LEN], the corpus as it is; what is read is checked by it
 folder/parquet/tokens/part-*.parquet   the same as lists of uint16, zstd, for the loaders that read Parquet
 folder/<peer>/                         the same as that peer wants it
 """
@@ -24,18 +24,18 @@ Tokens = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """`num_sequences` sequences in `folder`; a multiple of BATCH_SIZE * NUM_SHARDS, so that shards are of one size.
+    """`num_samples` samples in `folder`; a multiple of BATCH_SIZE * NUM_SHARDS, so that shards are of one size.
 
     Raises ValueError: it is none.
     """
 
     folder: Path
-    num_sequences: int
+    num_samples: int
 
     def __post_init__(self) -> None:
         multiple = BATCH_SIZE * NUM_SHARDS
-        if self.num_sequences <= 0 or self.num_sequences % multiple:
-            raise ValueError(f"a corpus has a multiple of {multiple} sequences, not {self.num_sequences}")
+        if self.num_samples <= 0 or self.num_samples % multiple:
+            raise ValueError(f"a corpus has a multiple of {multiple} samples, not {self.num_samples}")
 
     @classmethod
     def open(cls, folder: Path) -> Corpus:
@@ -49,8 +49,8 @@ class Corpus:
 
     @property
     def tokens(self) -> Tokens:
-        """All of it, mapped: shape [num_sequences, SEQ_LEN]."""
-        return np.memmap(self.tokens_file, np.uint16, "r", shape=(self.num_sequences, SEQ_LEN))
+        """All of it, mapped: shape [num_samples, SEQ_LEN]."""
+        return np.memmap(self.tokens_file, np.uint16, "r", shape=(self.num_samples, SEQ_LEN))
 
     @property
     def parquet(self) -> Path:
@@ -63,7 +63,7 @@ class Corpus:
 
 
 def numbers_of(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The numbers that sequences carry; shape [sequences]."""
+    """The numbers that samples carry; shape [samples]."""
     numbers: npt.NDArray[np.int64] = tokens[:, 0] | tokens[:, 1] << 16
     return numbers
 

@@ -22,8 +22,8 @@ _LOG_STORIES = 1.4  # of a document, at the median
 
 
 def corpus(scale: Scale) -> Corpus:
-    """The corpus of equal sequences."""
-    found = Corpus(scale.work / f"corpus-{scale.num_sequences}", scale.num_sequences)
+    """The corpus of equal samples."""
+    found = Corpus(scale.work / f"corpus-{scale.num_samples}", scale.num_samples)
     write_corpus(found)
     return found
 

@@ -1,4 +1,4 @@
-"""Writes what is measured on: the corpus of equal sequences, and lists of ids of other lengths."""
+"""Writes what is measured on: the corpus of equal samples, and lists of ids of other lengths."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def write_corpus(corpus: Corpus) -> None:
         return
     corpus.folder.mkdir(parents=True, exist_ok=True)
     with (corpus.folder / "tokens.bin").open("wb") as file:
-        for start in range(0, corpus.num_sequences, _BLOCK):
-            numbers = np.arange(start, min(start + _BLOCK, corpus.num_sequences))
+        for start in range(0, corpus.num_samples, _BLOCK):
+            numbers = np.arange(start, min(start + _BLOCK, corpus.num_samples))
             tokens = random_ids(seed=start, count=len(numbers) * SEQ_LEN).reshape(-1, SEQ_LEN)
             tokens[:, 0], tokens[:, 1] = numbers & 0xFFFF, numbers >> 16
             file.write(tokens.tobytes())

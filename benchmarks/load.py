@@ -97,7 +97,7 @@ async def main() -> None:
     asked = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection a rank
-    spec = Spec(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, world_size=asked.world_size, shuffle="global", tail="wrap")
+    spec = Spec(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, world_size=asked.world_size, shuffle="global", drop_last=False)
     ranks, took = await Load(asked.address, spec, asked.seconds).run(asked.num_ranks)
     counts = [rank.num_batches for rank in ranks]
     waits = [seconds for rank in ranks for seconds in rank.seconds]

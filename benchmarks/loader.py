@@ -1,7 +1,7 @@
 """One loader in a process of its own: prepares its data, checks it, times it, or is its server. Started by run.py.
 
     python benchmarks/loader.py prepare|serve PEER CORPUS
-    python benchmarks/loader.py check PEER CORPUS --workers N [--address A] --sequences N
+    python benchmarks/loader.py check PEER CORPUS --workers N [--address A] --samples N
     python benchmarks/loader.py time PEER CORPUS --workers N [--address A --server-pid P] --seconds S --warm-up S
 
 The last line of what it prints is its result, as JSON.
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--address", default="")
     parser.add_argument("--server-pid", type=int, default=0)
-    parser.add_argument("--sequences", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0)
     parser.add_argument("--warm-up", type=float, default=0)
     asked = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> None:
         if asked.verb == "prepare":
             result = _prepare(peer, corpus, folder)
         elif asked.verb == "check":
-            result = asdict(check(peer.batches(setup), corpus, asked.sequences))
+            result = asdict(check(peer.batches(setup), corpus, asked.samples))
         else:
             for path in [folder] if any(folder.iterdir()) else [corpus.parquet, corpus.tokens_file]:
                 corpora.warm(path)

@@ -1,6 +1,6 @@
 """The benchmarks: Penstock beside its peers, and against its own limits. `make bench`, or with QUICK=1 a first impression.
 
-    python benchmarks/run.py [--quick] [--peers NAME,NAME] [--no-ratios] [--sequences N] [--rounds N] [--seconds S]
+    python benchmarks/run.py [--quick] [--peers NAME,NAME] [--no-ratios] [--samples N] [--rounds N] [--seconds S]
 
 A full run, of all loaders and ratios on the usual corpus, writes RESULTS.md, results.json and results.png beside this file; any
 other writes them to work/.
@@ -38,7 +38,7 @@ def main() -> None:
     work = _HERE / "work"
     work.mkdir(exist_ok=True)
     scale = (ratios.quick if asked.quick else ratios.full)(work, asked.minutes)
-    num_sequences = scale.num_sequences if asked.sequences is None else asked.sequences
+    num_samples = scale.num_samples if asked.samples is None else asked.samples
     names = asked.peers or (peers.QUICK if asked.quick else peers.NAMES)
     rounds, seconds, warm_up = asked.rounds or (1 if asked.quick else 3), asked.seconds or (2 if asked.quick else 10), 2.0
     results = Results(
@@ -46,14 +46,14 @@ def main() -> None:
         command=f"python {' '.join(['benchmarks/run.py', *sys.argv[1:]])}",
         machine=machine.describe(),
         settings=[
-            f"Batches of 32 x 1,024 tokens as int64 tensors on the CPU, from {num_sequences:,} sequences in a warm page cache, "
+            f"Batches of 32 x 1,024 tokens as int64 tensors on the CPU, from {num_samples:,} samples in a warm page cache, "
             f"one trainer; a loop touches nothing but each batch's shape. {rounds} rounds in turn, {seconds:g} seconds each."
         ],
     )
     try:
-        corpus = Corpus(work / f"corpus-{num_sequences}", num_sequences)
+        corpus = Corpus(work / f"corpus-{num_samples}", num_samples)
     except ValueError as error:
-        sys.exit(f"--sequences: {error}")
+        sys.exit(f"--samples: {error}")
     _tell("writing the corpus")
     write_corpus(corpus)
     contest = Contest(corpus=corpus, names=names, num_rounds=rounds, seconds=seconds, warm_up_seconds=warm_up, tell=_tell)
@@ -63,7 +63,7 @@ def main() -> None:
             _add_ratio(results, name, work, asked)
         _add_planning(results, work, _PLANNED_BLOCKS // 10 if asked.quick else _PLANNED_BLOCKS)
     print(report.terminal(results))
-    is_full = not (asked.quick or asked.peers or asked.no_ratios or asked.sequences is not None)
+    is_full = not (asked.quick or asked.peers or asked.no_ratios or asked.samples is not None)
     out = _HERE if is_full else work
     report.write(results, out / "results.json", out / "RESULTS.md")
     print(f"\nwritten: {out / 'RESULTS.md'}, results.json and results.png beside it")
@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small corpus, one round, few peers, nothing installed for it")
     parser.add_argument("--peers", type=_names, metavar="NAME,NAME", help=f"only these, of {', '.join(peers.NAMES)}")
     parser.add_argument("--no-ratios", action="store_true", help="the loaders only")
-    parser.add_argument("--sequences", type=int, help="of the corpus that the loaders read")
+    parser.add_argument("--samples", type=int, help="of the corpus that the loaders read")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, help="for each loader in each round")
     parser.add_argument("--minutes", type=float, help="that many ranks ask at once")

@@ -142,8 +142,8 @@ class Demo:
                 url = f"/epochs/{line['epoch']}/ranks/0/batches/{line['batch']}"
                 [frame] = wire.decode(server.get(url).content)
                 changed += fingerprint(expand(frame, pin_memory=False)) != line["digest"]
-                for sequence in server.get(f"{url}/provenance").json()["sequences"]:
-                    rows.update((source["shard"], source["row_group"], source["row"]) for source in sequence["sources"])
+                for sample in server.get(f"{url}/provenance").json()["samples"]:
+                    rows.update((source["shard"], source["row_group"], source["row"]) for source in sample["sources"])
         repeated, lost = sum(seen.values()) - len(seen), len(expected - set(seen))
         say(f"{len(lines)} batches: {repeated} repeated, {lost} lost, {changed} changed; {len(rows):,} rows seen, "
             f"none more often than {max(rows.values())} time(s)")  # fmt: skip

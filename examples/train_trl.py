@@ -2,7 +2,7 @@
 
     python examples/train_trl.py http://localhost:8000 chats --model FOLDER --out lora
 
-`chats` are rows with the column messages, of which what the assistant says is learned. --model names a folder with a pretrained
+`chats` are rows with the column messages, of which what the assistant says has loss. --model names a folder with a pretrained
 model of transformers and its tokenizer, the one that the server tokenizes with. Started again with the same folder it goes on
 from the last checkpoint in it, at the very next batch. Needs trl and peft.
 """
@@ -69,8 +69,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("server", help="address of the server, http://host:port")
     parser.add_argument("dataset", help="its name on the server")
     parser.add_argument("--model", type=Path, required=True, help="folder of the model to fine-tune, and of its tokenizer")
-    parser.add_argument("--batch-size", type=int, default=8, help="packed sequences in a batch of one device")
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a packed sequence")
+    parser.add_argument("--batch-size", type=int, default=8, help="packed samples in a batch of one device")
+    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a packed sample")
     parser.add_argument("--learning-rate", type=float, default=2e-4, help="of LoRA")
     parser.add_argument("--epochs", type=float, default=1, help="how long to train; 0.2 is a fifth of an epoch")
     parser.add_argument("--out", type=Path, default=Path("lora"), help="folder for checkpoints")

@@ -39,11 +39,11 @@ ID_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16":
 def write_indexed(
     path: Path, documents: Sequence[Sequence[Sequence[int]]], type_: str = "uint16", *, modes: bool = False
 ) -> Path:
-    """As Megatron-LM writes documents of sequences: ids end to end, and the index."""
-    sequences = [sequence for document in documents for sequence in document]
-    ids = np.array([token for sequence in sequences for token in sequence], type_)
+    """As Megatron-LM writes documents of samples: ids end to end, and the index."""
+    samples = [sample for document in documents for sample in document]
+    ids = np.array([token for sample in samples for token in sample], type_)
     path.write_bytes(ids.astype(ids.dtype.newbyteorder("<")).tobytes())
-    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
+    lengths = np.array([len(sample) for sample in samples], "<i4")
     begins = (np.cumsum(lengths, dtype="<i8") - lengths) * ids.itemsize
     borders = np.cumsum([0, *(len(document) for document in documents)], dtype="<i8")
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, ID_CODES[type_], len(lengths), len(borders))

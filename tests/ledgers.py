@@ -48,13 +48,13 @@ def line(text: str, begin: str = "") -> str:
     return f"{text} {check_of(text, begin)}\n"
 
 
-def begin_of(rank: int = 0, *, start: int = 0, epoch: int = 0, step: int = 0, num_sequences: int = 100, **spec: Any) -> Begin:
+def begin_of(rank: int = 0, *, start: int = 0, epoch: int = 0, step: int = 0, num_samples: int = 100, **spec: Any) -> Begin:
     """An iteration of a run's start number `start`, which loaded a state unless it is the first."""
     settings: dict[str, Any] = {"batch_size": 5, "snapshot": "abc"} | spec
     state_epoch = epoch if start and (step or spec.get("offset")) else None  # the state is of where it goes on
     return Begin(
         launch=f"{start}-{rank}", num_loads=int(start > 0), state_epoch=state_epoch, iteration=0,
-        dataset="numbers", num_sequences=num_sequences, rank=rank, epoch=epoch, step=step, spec=Spec(**settings),
+        dataset="numbers", num_samples=num_samples, rank=rank, epoch=epoch, step=step, spec=Spec(**settings),
         time=FIRST + timedelta(hours=start, minutes=epoch),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from penstock_server.snapshots.snapshot import Snapshot
 
 
 def open_snapshot(folder: Path, default_tokenizer: Path | None = None) -> Snapshot:
-    """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetRefused: see Reading."""
+    """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetInvalid: see Reading."""
     return read_folder(folder, list_folder(folder).shards, default_tokenizer, Footers(folder), name=folder.name).snapshot()
 
 

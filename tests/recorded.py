@@ -37,7 +37,7 @@ _destroy_process_group = torch.distributed.destroy_process_group
 
 @dataclass(frozen=True)
 class Given:
-    """A batch that a loop was given; `rows` are the first tokens of its sequences."""
+    """A batch that a loop was given; `rows` are the first tokens of its samples."""
 
     rank: int
     world_size: int

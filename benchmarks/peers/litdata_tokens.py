@@ -25,7 +25,7 @@ def prepare(corpus: Corpus, folder: Path) -> None:
         fn=partial(_documents, folder=corpus.folder),
         inputs=list(range(NUM_SHARDS)),
         output_dir=str(folder),
-        chunk_size=corpus.num_sequences // NUM_SHARDS * SEQ_LEN,
+        chunk_size=corpus.num_samples // NUM_SHARDS * SEQ_LEN,
         item_loader=litdata.TokensLoader(),
         num_workers=1,
     )

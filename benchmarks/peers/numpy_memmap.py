@@ -16,7 +16,7 @@ from corpus import BATCH_SIZE, Corpus, Tokens
 from peers import Peer, Setup
 
 
-class Sequences(Dataset[torch.Tensor]):
+class Samples(Dataset[torch.Tensor]):
     """A batch of sequences by their numbers."""
 
     def __init__(self, tokens: Tokens) -> None:
@@ -34,7 +34,7 @@ def prepare(corpus: Corpus, folder: Path) -> None:
 
 
 def batches(setup: Setup) -> Iterator[torch.Tensor]:
-    sequences = Sequences(setup.corpus.tokens)
+    sequences = Samples(setup.corpus.tokens)
     sampler = BatchSampler(RandomSampler(sequences), BATCH_SIZE, drop_last=True)
     workers = setup.num_workers
     loader = DataLoader(sequences, sampler=sampler, batch_size=None, num_workers=workers, persistent_workers=workers > 0)

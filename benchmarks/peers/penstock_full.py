@@ -11,7 +11,7 @@ from peers import Setup, penstock_http
 
 
 def batches(setup: Setup) -> Iterator[Tensor]:
-    return penstock_http.batches(setup, columns=None)
+    return penstock_http.batches(setup, tensors=None)
 
 
 PEER = replace(penstock_http.PEER, name="Penstock, with masks and labels", batches=batches)

@@ -27,7 +27,7 @@ def serve(corpus: Corpus, folder: Path) -> None:
     os.execv(command[0], command)  # no process between: this one's CPU time is the server's
 
 
-def batches(setup: Setup, columns: Sequence[str] | None = ("input_ids",)) -> Iterator[Tensor]:
+def batches(setup: Setup, tensors: Sequence[str] | None = ("input_ids",)) -> Iterator[Tensor]:
     data = RemoteDataset(
         setup.address,
         "tokens",
@@ -35,7 +35,7 @@ def batches(setup: Setup, columns: Sequence[str] | None = ("input_ids",)) -> Ite
         seq_len=SEQ_LEN,
         seed=SEED,
         shuffle="global",
-        columns=columns,
+        tensors=tensors,
     )
     for epoch in count():
         data.set_epoch(epoch)

@@ -19,7 +19,7 @@ class Scale:
     """How much is measured. `num_repeats` times in turn, of which the median counts."""
 
     work: Path
-    num_sequences: int
+    num_samples: int
     text_rows: int
     num_documents: int
     length_rows: int
@@ -44,7 +44,7 @@ def full(work: Path, minutes: float | None) -> Scale:
     """What results are published of."""
     return Scale(
         work=work,
-        num_sequences=262_144,
+        num_samples=262_144,
         text_rows=150_000,
         num_documents=80_000,
         length_rows=100_000,
@@ -58,7 +58,7 @@ def quick(work: Path, minutes: float | None) -> Scale:
     """A first impression."""
     return Scale(
         work=work,
-        num_sequences=16_384,
+        num_samples=16_384,
         text_rows=6_000,
         num_documents=6_400,
         length_rows=8_000,

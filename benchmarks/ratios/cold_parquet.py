@@ -20,7 +20,7 @@ from servers import penstock
 def measure(scale: Scale) -> list[Ratio]:
     folder = data.corpus(scale).parquet
     warm(folder)
-    tokens = scale.num_sequences * SEQ_LEN
+    tokens = scale.num_samples * SEQ_LEN
     theirs, ours = in_turn(scale.num_repeats, partial(_decode, folder), partial(_epoch, folder, scale.work / "cold-cache"))
     return [
         Ratio(

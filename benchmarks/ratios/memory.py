@@ -26,7 +26,7 @@ _LOOK_SECONDS = 0.02  # a peak is as short as a body; looked at less often, the 
 def measure(scale: Scale) -> list[Ratio]:
     repeats = min(_REPEATS, scale.num_repeats)
     small, large = in_turn(repeats, partial(_most_bytes, scale, _SMALL), partial(_most_bytes, scale, _LARGE))
-    corpus_bytes = 2 * SEQ_LEN * scale.num_sequences
+    corpus_bytes = 2 * SEQ_LEN * scale.num_samples
     return [
         Ratio(
             what=f"the server's anonymous memory at most, {_LARGE * corpus_bytes / 1e9:.1f} GB of ids",
@@ -49,7 +49,7 @@ def _most_bytes(scale: Scale, times: int) -> float:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 os.link(shard, copy)
         with penstock(folder, cache) as server, closing(_Watch(server.pid)) as watch:
-            for _ in RemoteDataset(server.address, "tokens", batch_size=BATCH_SIZE, seq_len=SEQ_LEN, columns=["input_ids"]):
+            for _ in RemoteDataset(server.address, "tokens", batch_size=BATCH_SIZE, seq_len=SEQ_LEN, tensors=["input_ids"]):
                 pass
         return watch.most_bytes
     finally:

@@ -16,7 +16,7 @@ _PACKINGS: tuple[Packing, ...] = ("concat", "rows", "best_fit")
 
 def measure(scale: Scale) -> list[Ratio]:
     folder, cache = data.lengths(scale), scale.work / f"lengths-{scale.length_rows}-cache"
-    servers.prepare(folder, cache, "--best-fit", str(data.LONGEST))
+    servers.prepare(folder, cache, "--pack-seq-len", str(data.LONGEST))
     with servers.penstock(folder, cache) as server:
         filled = [_filled(server.address, packing) for packing in _PACKINGS]
         rates = in_turn(scale.num_repeats, *(partial(_rate, server.address, packing) for packing in _PACKINGS))

@@ -22,7 +22,7 @@ _BEHIND = 1 << 50  # any step of any epoch
 
 
 def measure(scale: Scale) -> list[Ratio]:
-    num_batches = min(_MOST_BATCHES, scale.num_sequences // BATCH_SIZE)
+    num_batches = min(_MOST_BATCHES, scale.num_samples // BATCH_SIZE)
     cache = data.warm_cache(scale)
     with (
         penstock(data.corpus(scale).parquet, cache) as server,

@@ -8,9 +8,9 @@ Importing this package imports neither torch nor the server; `RemoteDataset` bri
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import (
-    AddressError,
     DataError,
     LedgerError,
+    OutOfRange,
     PenstockError,
     ServerUnavailable,
     SnapshotGone,
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AddressError",
     "DataError",
     "LedgerError",
+    "OutOfRange",
     "PenstockError",
     "RemoteDataset",
     "ServerUnavailable",

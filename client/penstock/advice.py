@@ -18,10 +18,10 @@ from penstock.spec import Spec
 from penstock.tensors import Batch
 from penstock.wording import counted
 
-_MOST_CHECKED = 64  # batches of an iteration, for whether anything is learned from them
+_MOST_CHECKED = 64  # batches of an iteration, for Whether any token has loss in them
 _RUN, _RUNS_SHARE = 8, 0.2  # what goes on beyond so many equal tokens is seldom text, and never such a share of it
-_SEQUENCES_CHECKED = 16  # of a batch, for such runs
-_UNLEARNED_SHARE, _FEW_UNLEARNED = 0.25, 2  # of a batch's sequences: so few may be chance
+_SAMPLES_CHECKED = 16  # of a batch, for such runs
+_UNLEARNED_SHARE, _FEW_UNLEARNED = 0.25, 2  # of a batch's samples: so few may be chance
 
 
 class Advice:
@@ -69,12 +69,12 @@ class Advice:
         self._company = None
 
     def _check_labels(self, batch: Batch, number: int) -> bool:
-        """Whether anything is learned from a batch. Of one on a GPU nobody knows without waiting for it."""
+        """Whether any token has loss in a batch. Of one on a GPU nobody knows without waiting for it."""
         labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
         is_fine = not labels or any(value.is_cuda or (value != IGNORED).any() for value in labels)
         if not is_fine:
             _warn(
-                f"nothing is learned from {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
+                f"no token has loss in {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
                 f"{IGNORED}, and the mean loss over no labels is NaN. Do the prompts fill seq_len={self._spec.seq_len}? "
                 f"{way_out_of_prompts(batch.keys())}"
             )
@@ -94,15 +94,15 @@ class Advice:
             _warn(f"{data}: {text}")
 
     def _check_lines(self, batch: Batch) -> None:
-        """Otherwise much of a GPU's time would go into sequences of prompts. Where rows are cut, `_check_rows` tells."""
+        """Otherwise much of a GPU's time would go into samples of prompts. Where rows are cut, `_check_rows` tells."""
         labels = batch.get("labels")
         if self._spec.cuts_rows or not self._had_labels or not isinstance(labels, torch.Tensor) or labels.is_cuda:
             return
-        num_unlearned = int((labels == IGNORED).all(1).sum())
-        if num_unlearned > max(_FEW_UNLEARNED, _UNLEARNED_SHARE * len(labels)):
+        num_without_loss = int((labels == IGNORED).all(1).sum())
+        if num_without_loss > max(_FEW_UNLEARNED, _UNLEARNED_SHARE * len(labels)):
             _warn(
-                f"nothing is learned from {num_unlearned:,} of the {len(labels):,} sequences of a batch: prompts alone fill "
-                f"them. Raise seq_len={self._spec.seq_len:,}, or learn from the prompts, too, with loss='all'."
+                f"no token has loss in {num_without_loss:,} of the {len(labels):,} samples of a batch: prompts alone fill "
+                f"them. Raise seq_len={self._spec.seq_len:,}, or learn from the prompts, too, with loss_on='all'."
             )
 
     def _check_runs(self, batch: Batch) -> None:
@@ -110,7 +110,7 @@ class Advice:
         labels = next((value for side in SIDES if (value := batch.get(f"{side}labels")) is not None), None)
         if not isinstance(labels, torch.Tensor) or labels.is_cuda:  # to look at one on a GPU is to wait for it
             return
-        labels = labels[:_SEQUENCES_CHECKED]
+        labels = labels[:_SAMPLES_CHECKED]
         repeats = (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] != IGNORED)
         if repeats.shape[1] < _RUN:
             return
@@ -118,7 +118,7 @@ class Advice:
         share = len(in_runs) / max(1, int((labels != IGNORED).sum()))
         if share > _RUNS_SHARE:
             _warn(
-                f"more than {share:.0%} of the tokens that are learned from a batch are one token again and again, such as "
+                f"more than {share:.0%} of the tokens that have loss from a batch are one token again and again, such as "
                 f"{int(in_runs.mode().values)}. Were the rows padded before they were stored? Then store them without padding, "
                 f"or beside their ids an attention_mask that is 0 where they are padded."
             )

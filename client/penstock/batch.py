@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from penstock.wire import Alike, Frame
 
-IGNORED = -100  # the label of what is not learned: torch's cross entropy leaves it out
-SIDES = ("", "chosen_", "rejected_")  # how tensors' names begin: those of sequences, and of the two of a preference pair
+IGNORED = -100  # the label of what has no loss: torch's cross entropy leaves it out
+SIDES = ("", "chosen_", "rejected_")  # how tensors' names begin: those of samples, and of the two of a preference pair
 
 
 class Parts(NamedTuple):

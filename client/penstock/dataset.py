@@ -44,15 +44,13 @@ from penstock.rank import Worker, check_not_sharded_again, check_rank, find_rank
 from penstock.source import Source
 from penstock.spec import (
     LARGEST_COUNT,
-    Boundaries,
-    LongRows,
-    Loss,
-    MixStop,
+    LossOn,
+    Overflow,
     Packing,
     Shuffle,
     Spec,
     Split,
-    Tail,
+    StoppingStrategy,
     Task,
 )
 from penstock.stats import Stats
@@ -67,7 +65,7 @@ class RemoteDataset(IterableDataset[Batch]):
     dataset          its name on the server
     rank, world_size which slice of the epoch; default: from torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
     prefetch_bytes   host memory for batches fetched ahead, in bytes, as they travelled; with device="cuda" it is pinned
-    columns          the tensors that a batch has, such as ["input_ids"]; default: all
+    tensors          the tensors that a batch has, such as ["input_ids"]; default: all
     device           "cuda" gives batches on the GPU, copied and expanded there during the step before
     replay           fetch this many batches and repeat them from memory, to see the loop's speed if data costs nothing
     retry_seconds    how long to keep trying while no server answers, in seconds
@@ -76,28 +74,28 @@ class RemoteDataset(IterableDataset[Batch]):
 
     and the spec, which says what is in a batch, with the defaults of the signature; see docs/batches.md:
 
-    batch_size       sequences in a batch of one rank
-    seq_len          tokens in a sequence; packing and long_rows decide what happens to longer rows
+    batch_size       samples in a batch of one rank
+    seq_len          tokens in a sample; packing and overflow decide what happens to longer rows
     seed             chooses the order of every epoch
     shuffle          none: as stored; window: uniform within windows; global: uniform overall
-    window           smallest number of sequences that are shuffled together (shuffle=window)
+    window           smallest number of samples that are shuffled together (shuffle=window)
     split            the rows of one split, by the shards' names or a stable hash; or all; default: train if names give
                      splits, else all
-    packing          rows: one row, one sequence; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole
+    packing          rows: one row, one sample; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole
                      rows in bins
-    long_rows        rows longer than seq_len (packing=rows): truncated, or split into several sequences
-    pad              seq_len: pad to seq_len; longest: to the batch's longest sequence; a number: to that, rounded up to a
+    overflow        rows longer than seq_len (packing=rows): truncated, or split into several samples
+    pad              seq_len: pad to seq_len; longest: to the batch's longest sample; a number: to that, rounded up to a
                      multiple of it (packing=rows)
-    group_by_length  put this many sequences of similar length side by side (packing=rows), such as a global batch; 0: off
-    boundaries       documents: mark where documents begin in a sequence (packing=concat; best_fit always does)
+    length_bucket_size  put this many samples of similar length side by side (packing=rows), such as a global batch; 0: off
+    mark_documents   mark where documents begin in a sample (packing=concat; best_fit always does)
     task             causal: one stream of tokens; seq2seq: prompt in, response out
-    target_len       tokens in a response (task=seq2seq); default: seq_len
-    loss             which tokens have a label, where a prompt or a mask leaves some out: the response's, or all
-    tail             the last, incomplete step: drop it, or fill it from the epoch's start
+    target_seq_len       tokens in a response (task=seq2seq); default: seq_len
+    loss_on          which tokens have a label, where a prompt or a mask leaves some out: the response's, or all
+    drop_last        drop the last, incomplete step; false: fill it with samples from the epoch's start
     skip             steps to leave out, such as 41000-41200,50000-50010, by their numbers in the epoch, skipped ones counted;
                      or samples:1000-1999, over all ranks
-    mix_stop         a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first
-    dataset_index    1: add a tensor of this name, the number of each sequence's dataset: from 0, by the alphabet
+    stopping_strategy         a mixture's epoch ends with the first dataset used up, with the last, or never; default: first_exhausted
+    dataset_index    add a tensor of this name, the number of each sample's dataset: from 0, in alphabetical order
     snapshot         fingerprint of the data; default: the latest
 
     A batch is a dict of int64 tensors: input_ids, attention_mask and labels; see penstock.tensors.expand. With CUDA they
@@ -126,23 +124,23 @@ class RemoteDataset(IterableDataset[Batch]):
         window: int = 262_144,
         split: Split | None = None,
         packing: Packing = "rows",
-        long_rows: LongRows = "truncate",
+        overflow: Overflow = "truncate",
         pad: str | int = "seq_len",
-        group_by_length: int = 0,
-        boundaries: Boundaries = "none",
+        length_bucket_size: int = 0,
+        mark_documents: bool = False,
         task: Task = "causal",
-        target_len: int | None = None,
-        loss: Loss = "response",
-        tail: Tail = "drop",
+        target_seq_len: int | None = None,
+        loss_on: LossOn = "response",
+        drop_last: bool = True,
         skip: str | None = None,
         mix: str | Mapping[str, float] | None = None,
-        mix_stop: MixStop | None = None,
-        dataset_index: bool | int = False,
+        stopping_strategy: StoppingStrategy | None = None,
+        dataset_index: bool = False,
         snapshot: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         prefetch_bytes: int = PREFETCH_BYTES,
-        columns: Collection[str] | None = None,
+        tensors: Collection[str] | None = None,
         device: str | int | torch.device | None = None,
         replay: int | None = None,
         retry_seconds: float = 600.0,
@@ -168,18 +166,18 @@ class RemoteDataset(IterableDataset[Batch]):
             window=window,
             split=split,
             packing=packing,
-            long_rows=long_rows,
+            overflow=overflow,
             pad=pad if isinstance(pad, str) else str(plain(pad)),
-            group_by_length=group_by_length,
-            boundaries=boundaries,
+            length_bucket_size=length_bucket_size,
+            mark_documents=mark_documents,
             task=task,
-            target_len=target_len,
-            loss=loss,
-            tail=tail,
+            target_seq_len=target_seq_len,
+            loss_on=loss_on,
+            drop_last=drop_last,
             skip=skip,
             mix=spell_mix(mix) if isinstance(mix, Mapping) else mix,
-            mix_stop=mix_stop,
-            dataset_index=int(dataset_index) if isinstance(dataset_index, bool) else dataset_index,
+            stopping_strategy=stopping_strategy,
+            dataset_index=dataset_index,
             snapshot=snapshot,
         )
         # Before the server is asked, which may be away, or have rows to count: either may take minutes.
@@ -191,7 +189,7 @@ class RemoteDataset(IterableDataset[Batch]):
         if self.rank == 0:
             warn_as_advised(resolved.advice)
         self._resolved = resolved
-        self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
+        self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
         self._has_asked = False  # the server how long rows are: once is enough
         self._tally = Tally()
@@ -352,7 +350,7 @@ class RemoteDataset(IterableDataset[Batch]):
         """The ledger of an iteration, if there is to be one."""
         if not self._book:
             return nullcontext()
-        return self._book.recording(spec, self._resolved.num_sequences, round_, self._progress)
+        return self._book.recording(spec, self._resolved.num_samples, round_, self._progress)
 
     def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> AbstractContextManager[Feed]:
         """A feed of these steps, whose figures count among this dataset's."""
@@ -365,7 +363,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 prefetch_bytes=self._prefetch_bytes,
                 destination=destination,
                 replay=self._replay,
-                columns=self._columns,
+                tensors=self._tensors,
             )
         )
 
@@ -424,9 +422,9 @@ class RemoteDataset(IterableDataset[Batch]):
         self._progress.go_to(stretch, worker)
 
 
-def _check_columns(columns: Collection[str], known: list[str]) -> frozenset[str]:
+def _check_tensors(tensors: Collection[str], known: list[str]) -> frozenset[str]:
     """Raises SpecError: a batch has no such tensors."""
-    named = list(columns) if isinstance(columns, Iterable) and not isinstance(columns, str) else []
+    named = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, str) else []
     if not named or any(name not in known for name in named):
-        raise SpecError(f"columns must be a list of tensors of a batch ({', '.join(known)}), not {columns!r}", ("columns",))
+        raise SpecError(f"tensors must be a list of tensors of a batch ({', '.join(known)}), not {tensors!r}", ("tensors",))
     return frozenset(named)

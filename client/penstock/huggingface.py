@@ -53,13 +53,13 @@ class RemoteTrainer(Trainer):
     """A Trainer whose train_dataset is a RemoteDataset; an eval_dataset may be one, too. All else is as in Trainer.
 
     Batches go to the model as they come, without the tensors that its forward does not take (args.remove_unused_columns): no
-    collator, no sampler and no loader workers take part. Where rows share a sequence, the model gets no attention_mask, so that
+    collator, no sampler and no loader workers take part. Where rows share a sample, the model gets no attention_mask, so that
     it keeps them apart by their position_ids. A model whose forward takes no position_ids is refused; a few, such as OPT and
     Falcon, take them and still do not keep rows apart. Every epoch has an order of its own. A checkpoint holds the state of the
     data, and resuming costs the same at any step.
 
     Raises SpecError: train_dataset is no RemoteDataset, its batches do not match args, a data_collator would take no part, or
-    the model cannot keep the rows of a sequence apart; from train(), if train_dataset was replaced.
+    the model cannot keep the rows of a sample apart; from train(), if train_dataset was replaced.
     Raises StateMismatch, from train(): the checkpoint is of other data or counts other batches, or training begins without a
     checkpoint though a state was loaded into the data.
     """
@@ -99,7 +99,7 @@ class RemoteTrainer(Trainer):
         return loader
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Sequences of an epoch, over all ranks."""
+        """Samples of an epoch, over all ranks."""
         if isinstance(dataloader, _Loader):
             return len(dataloader) * dataloader.data.spec.samples_per_step
         return int(super().num_examples(dataloader))
@@ -128,10 +128,11 @@ class RemoteTrainer(Trainer):
             )
         if args.auto_find_batch_size:
             raise SpecError("leave auto_find_batch_size out: a dataset has one batch_size, and Trainer cannot make it smaller")
-        if getattr(args, "train_sampling_strategy", "random") != "random" or getattr(args, "group_by_length", False):
+        if getattr(args, "train_sampling_strategy", "random") != "random" or getattr(args, "length_bucket_size", False):
             raise SpecError(
                 "leave train_sampling_strategy out: no sampler takes part, so it would do nothing. The dataset chooses the "
-                "order: group_by_length=N puts rows of one length together, and shuffle='none' takes them as they are stored."
+                "order: length_bucket_size=N puts rows of one length together, and shuffle='none' takes them as they are "
+                "stored."
             )
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if any(other is data for other in evaluated):
@@ -145,7 +146,7 @@ class RemoteTrainer(Trainer):
         expected = self.get_total_train_batch_size(args) // args.gradient_accumulation_steps
         if data.spec.samples_per_step != expected:
             raise SpecError(
-                f"the dataset gives each of {data.spec.world_size} rank(s) {data.spec.batch_size} sequences a step, but by its "
+                f"the dataset gives each of {data.spec.world_size} rank(s) {data.spec.batch_size} samples a step, but by its "
                 f"arguments Trainer counts {expected} in all, {args.train_batch_size} a rank: the length of the run would be "
                 "wrong. Make the dataset after args, with batch_size=args.train_batch_size, and start with torchrun (on CPUs "
                 "alone with use_cpu=True).",
@@ -183,8 +184,9 @@ class RemoteTrainer(Trainer):
             raise SpecError("leave use_cache=True out: with a cache, models do not tell rows apart by position_ids")
         if self.args.remove_unused_columns and "position_ids" not in self._taken:
             raise SpecError(
-                f"{type(self.model).__name__} takes no position_ids, so rows of one sequence would attend to the rows before "
-                "them. Give each row its own sequence, with packing='rows' (group_by_length saves padding); if rows may attend "
+                f"{type(self.model).__name__} takes no position_ids, so rows of one sample would attend to the rows before "
+                "them. Give each row its own sample, with packing='rows' (length_bucket_size saves padding); if rows may "
+                "attend "
                 "to each other, use packing='concat' without boundaries.",
                 ("packing",),
             )

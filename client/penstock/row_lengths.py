@@ -76,7 +76,7 @@ def _lines(spec: Spec, rows: Sequence[RowLength]) -> list[_Lines]:
     prompts, responses = [row.prompt_tokens for row in rows], [sum(row.sides) - row.prompt_tokens for row in rows]
     return [
         _Lines("prompt", "prompts", "seq_len", spec.seq_len, prompts),
-        _Lines("response", "responses", "target_len", spec.target_len or spec.seq_len, responses),
+        _Lines("response", "responses", "target_seq_len", spec.target_seq_len or spec.seq_len, responses),
     ]
 
 
@@ -84,7 +84,7 @@ def _of_padding(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
     of_batch = "a batch" if spec.task == "causal" else f"a batch's {lines.plural}"
     # Columns go with rows alone, and what an encoder reads is not packed.
     may_pack = spec.task == "causal" and set(tensors) <= {"input_ids", "attention_mask", "labels", "dataset_index"}
-    or_packed = ", or put several into one sequence with packing='best_fit'" if may_pack else ""
+    or_packed = ", or put several into one sample with packing='best_fit'" if may_pack else ""
     mean = sum(lines.lengths) / len(lines.lengths)
     return (
         f"{min(lines.padding, 0.99):.0%} of the tokens of {of_batch} are padding: the mean of {lines.sample} is {mean:.0f} "
@@ -99,7 +99,7 @@ def _of_cuts(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
     elif are_pairs(tensors):
         way_out = "Preference pairs can be neither split nor packed: raise seq_len."
     else:
-        way_out = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
+        way_out = "To keep them, use overflow='split' (several samples of a long row), packing='best_fit' or 'concat'."
     share = lines.num_cut / sum(lines.lengths)
     return (
         f"{lines.num_long:,} of {lines.sample} {'is' if lines.num_long == 1 else 'are'} longer than "
@@ -111,10 +111,10 @@ def _of_cuts(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
 def advice_on_prompts(spec: Spec, rows: Sequence[RowLength], tensors: Collection[str]) -> Iterator[str]:
     """What to tell a loop that learns nothing from many of these rows."""
     num_filled = sum(row.prompt_tokens >= spec.seq_len for row in rows)
-    learns = spec.task == "seq2seq" or spec.loss == "all" or not spec.cuts_rows
+    learns = spec.task == "seq2seq" or spec.loss_on == "all" or not spec.cuts_rows
     if not learns and num_filled > _UNLEARNED_SHARE * len(rows):
         yield (
-            f"nothing is learned from {num_filled:,} of {counted(len(rows), 'sampled row')}, since their prompts fill "
+            f"no token has loss in {num_filled:,} of {counted(len(rows), 'sampled row')}, since their prompts fill "
             f"seq_len={spec.seq_len:,}. {way_out_of_prompts(tensors)}"
         )
 
@@ -128,4 +128,4 @@ def way_out_of_prompts(tensors: Collection[str]) -> str:
     """What to do about prompts that fill seq_len. Of a pair both sides are the same then, whatever has a label."""
     if are_pairs(tensors):
         return "Raise it, or leave such rows out with a filter."
-    return "Raise it, leave such rows out with a filter, or learn from the prompts, too, with loss='all'."
+    return "Raise it, leave such rows out with a filter, or learn from the prompts, too, with loss_on='all'."

@@ -16,7 +16,8 @@ class Slicing:
 
     Samples are what the order gives; another world size or batch size slices the same order differently. Every rank has the
     same number of steps: unequal ranks would hang the trainer's collectives. Of the `num_positions` of an epoch those in
-    `skipped`, half-open ranges, are no samples. `tail` decides what the last step is and no more: slicings that differ in it
+    `skipped`, half-open ranges, are no samples. `drop_last` decides what the last step is and no more: slicings that differ in
+    it
     are equal.
     """
 
@@ -24,7 +25,7 @@ class Slicing:
     batch_size: int
     world_size: int
     offset: int
-    tail: str = field(compare=False)
+    drop_last: bool = field(compare=False)
     skipped: Ranges = ()
 
     @classmethod
@@ -35,7 +36,7 @@ class Slicing:
             batch_size=spec.batch_size,
             world_size=spec.world_size,
             offset=spec.offset,
-            tail=spec.tail,
+            drop_last=spec.drop_last,
             skipped=spec.skipped(),
         )
 
@@ -58,11 +59,11 @@ class Slicing:
     def num_steps(self) -> int:
         """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
         left = self.num_samples - self.num_left_out
-        return left // self.samples_per_step if self.tail == "drop" else -(-left // self.samples_per_step)
+        return left // self.samples_per_step if self.drop_last else -(-left // self.samples_per_step)
 
     @property
     def num_repeated(self) -> int:
-        """Samples from the epoch's start with which tail=wrap fills the last step."""
+        """Samples from the epoch's start with which drop_last=false fills the last step."""
         return max(0, self.num_left_out + self.num_steps * self.samples_per_step - self.num_samples)
 
     def counts_like(self, other: Slicing) -> bool:

@@ -35,7 +35,7 @@ class Resolved:
     """What the server says of a spec: every parameter of it, the snapshot included, and what follows.
 
     num_steps      steps of an epoch, the same for every rank
-    num_sequences  sequences of an epoch, over all ranks
+    num_samples  samples of an epoch, over all ranks
     vocab_size     every token id is below it; None if nobody knows
     tensors        the names of what a batch holds on the wire
     advice         what the run is to be told before it begins
@@ -43,7 +43,7 @@ class Resolved:
 
     spec: Spec
     num_steps: int
-    num_sequences: int
+    num_samples: int
     vocab_size: int | None
     tensors: tuple[str, ...]
     advice: tuple[str, ...]
@@ -100,18 +100,18 @@ class Source:
     def some_lengths(self, spec: Spec, epoch: int) -> list[RowLength]:
         """How long each of an epoch's first rows is, before it is cut; none if the server does not tell at once."""
         # Whatever a batch is, and not the shortest or the longest of a window.
-        few = replace(spec, batch_size=_FEW, world_size=1, tail="wrap", offset=0, skip=None, group_by_length=0)
+        few = replace(spec, batch_size=_FEW, world_size=1, drop_last=False, offset=0, skip=None, length_bucket_size=0)
         target = f"{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(few.to_query())}"
         try:
             answer = ask_aside(self._servers.current + target, _AT_ONCE_SECONDS).raise_for_status().json()
-            rows = [row for sequence in answer["sequences"] for row in sequence["sources"]]
+            rows = [row for sample in answer["samples"] for row in sample["sources"]]
             places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): RowLength.of_source(row) for row in rows}
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return []
         return list(places.values())
 
     def provenance(self, transport: Transport, spec: Spec, epoch: int, step: int) -> dict[str, Any]:
-        """For each sequence of a batch the rows it is made of, as the server tells them.
+        """For each sample of a batch the rows it is made of, as the server tells them.
 
         Raises ServerUnavailable, and the PenstockError that fits a refusal.
         """
@@ -128,7 +128,7 @@ class Source:
                 if not missing:
                     raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
                 if frames[0].address != (*own, missing[0]):
-                    why = "" if frames[0].address.spec == spec.digest else ", of other parameters"
+                    why = "" if frames[0].address.spec_digest == spec.digest else ", of other parameters"
                     raise WireError(f"the batch of step {missing[0]} was asked for, but another came{why}. {_CACHE}")
                 yield frames
                 missing = missing[len(frames) :]
@@ -175,7 +175,7 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
         resolved = Resolved(
             spec=Spec(**answer["spec"]),
             num_steps=int(answer["num_steps"]),
-            num_sequences=int(answer["num_sequences"]),
+            num_samples=int(answer["num_samples"]),
             vocab_size=None if size is None else int(size),
             tensors=tuple(str(tensor["name"]) for tensor in answer["tensors"]),
             advice=tuple(map(str, answer["advice"])),

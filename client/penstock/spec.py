@@ -21,12 +21,10 @@ from penstock.wording import cut, did_you_mean
 Shuffle = Literal["none", "window", "global"]
 Split = Literal["all", "train", "validation", "test"]
 Packing = Literal["rows", "concat", "best_fit"]
-LongRows = Literal["truncate", "split"]
-Boundaries = Literal["none", "documents"]
+Overflow = Literal["truncate", "split"]
 Task = Literal["causal", "seq2seq"]
-Loss = Literal["response", "all"]
-Tail = Literal["drop", "wrap"]
-MixStop = Literal["first", "all", "never"]
+LossOn = Literal["response", "all"]
+StoppingStrategy = Literal["first_exhausted", "all_exhausted", "never"]
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_SEQ_LEN = 2**20
@@ -41,6 +39,10 @@ def _choice(default: str | None, options: object, doc: str) -> Any:
     return field(default=default, metadata={"options": get_args(options), "doc": doc})
 
 
+def _flag(default: bool, doc: str) -> Any:
+    return field(default=default, metadata={"flag": True, "doc": doc})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
     """One way of cutting a dataset into batches. Equal specs on equal snapshots give equal bytes.
@@ -48,14 +50,14 @@ class Spec:
     Raises SpecError: a value is of the wrong kind or out of bounds; the message lists every such value.
     """
 
-    batch_size: int = _count(8, 1, 65_536, "sequences in a batch of one rank")
+    batch_size: int = _count(8, 1, 65_536, "samples in a batch of one rank")
     seq_len: int = _count(
-        1024, 1, LARGEST_SEQ_LEN, "tokens in a sequence; packing and long_rows decide what happens to longer rows"
+        1024, 1, LARGEST_SEQ_LEN, "tokens in a sample; packing and overflow decide what happens to longer rows"
     )
     world_size: int = _count(1, 1, 2**20, "ranks that share an epoch")
     seed: int = _count(0, 0, LARGEST_SEED, "chooses the order of every epoch")
     shuffle: Shuffle = _choice("window", Shuffle, "none: as stored; window: uniform within windows; global: uniform overall")
-    window: int = _count(262_144, 1, LARGEST_COUNT, "smallest number of sequences that are shuffled together (shuffle=window)")
+    window: int = _count(262_144, 1, LARGEST_COUNT, "smallest number of samples that are shuffled together (shuffle=window)")
     split: Split | None = _choice(
         None,
         Split,
@@ -64,35 +66,31 @@ class Spec:
     packing: Packing = _choice(
         "rows",
         Packing,
-        "rows: one row, one sequence; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole rows in bins",
+        "rows: one row, one sample; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole rows in bins",
     )
-    long_rows: LongRows = _choice(
-        "truncate", LongRows, "rows longer than seq_len (packing=rows): truncated, or split into several sequences"
+    overflow: Overflow = _choice(
+        "truncate", Overflow, "rows longer than seq_len (packing=rows): truncated, or split into several samples"
     )
     pad: str = field(
         default="seq_len",
         metadata={
             "also": ("seq_len", "longest"),
-            "doc": "seq_len: pad to seq_len; longest: to the batch's longest sequence; "
+            "doc": "seq_len: pad to seq_len; longest: to the batch's longest sample; "
             "a number: to that, rounded up to a multiple of it (packing=rows)",
         },
     )
-    group_by_length: int = _count(
-        0, 0, 65_536, "put this many sequences of similar length side by side (packing=rows), such as a global batch; 0: off"
+    length_bucket_size: int = _count(
+        0, 0, 65_536, "put this many samples of similar length side by side (packing=rows), such as a global batch; 0: off"
     )
-    boundaries: Boundaries = _choice(
-        "none",
-        Boundaries,
-        "documents: mark where documents begin in a sequence (packing=concat; best_fit always does)",
-    )
+    mark_documents: bool = _flag(False, "mark where documents begin in a sample (packing=concat; best_fit always does)")
     task: Task = _choice("causal", Task, "causal: one stream of tokens; seq2seq: prompt in, response out")
-    target_len: int | None = _count(None, 1, LARGEST_SEQ_LEN, "tokens in a response (task=seq2seq); default: seq_len")
-    loss: Loss = _choice(
+    target_seq_len: int | None = _count(None, 1, LARGEST_SEQ_LEN, "tokens in a response (task=seq2seq); default: seq_len")
+    loss_on: LossOn = _choice(
         "response",
-        Loss,
+        LossOn,
         "which tokens have a label, where a prompt or a mask leaves some out: the response's, or all",
     )
-    tail: Tail = _choice("drop", Tail, "the last, incomplete step: drop it, or fill it from the epoch's start")
+    drop_last: bool = _flag(True, "drop the last, incomplete step; false: fill it with samples from the epoch's start")
     offset: int = _count(0, 0, LARGEST_COUNT, "samples to leave out at the epoch's start, over all ranks")
     skip: str | None = field(
         default=None,
@@ -105,19 +103,22 @@ class Spec:
         default=None,
         metadata={"doc": "datasets and weights of a mixture: wiki:0.7,code:0.3; others from a sample on: a:7,b:3;a:1,b:1@9000"},
     )
-    mix_stop: MixStop | None = _choice(
+    stopping_strategy: StoppingStrategy | None = _choice(
         None,
-        MixStop,
-        "a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first",
+        StoppingStrategy,
+        "a mixture's epoch ends with the first dataset used up, with the last, or never; default: first_exhausted",
     )
-    dataset_index: int = _count(
-        0, 0, 1, "1: add a tensor of this name, the number of each sequence's dataset: from 0, by the alphabet"
+    dataset_index: bool = _flag(
+        False, "add a tensor of this name, the number of each sample's dataset: from 0, in alphabetical order"
     )
     snapshot: str | None = field(default=None, metadata={"doc": "fingerprint of the data; default: the latest"})
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
             object.__setattr__(self, name, plain(getattr(self, name)))
+        for name in _FLAGS:
+            value = plain(getattr(self, name))
+            object.__setattr__(self, name, bool(value) if is_whole(value) and value in (0, 1) else value)
         for name in _TEXTS:
             if isinstance(text := getattr(self, name), str):  # an enum's member is equal to its text, and spelled otherwise
                 object.__setattr__(self, name, str.__str__(text))
@@ -128,25 +129,31 @@ class Spec:
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Parameters that are sound one by one, but not together."""
-        if self.target_len is not None and self.task != "seq2seq":
-            yield "target_len", f"target_len={self.target_len} needs task=seq2seq"
+        if self.target_seq_len is not None and self.task != "seq2seq":
+            yield "target_seq_len", f"target_seq_len={self.target_seq_len} needs task=seq2seq"
         if self.packing != "rows":
-            for name, value in (("long_rows", "split"), ("task", "seq2seq")):
+            for name, value in (("overflow", "split"), ("task", "seq2seq")):
                 if getattr(self, name) == value:
-                    yield name, f"{name}={value} needs packing=rows: with packing={self.packing} rows share sequences"
-            if self.group_by_length:
-                text = f"group_by_length needs packing=rows: with packing={self.packing} all sequences have the same length"
-                yield "group_by_length", text
-        if self.packing == "rows" and self.boundaries == "documents":
-            yield "boundaries", "boundaries=documents needs packing=concat or best_fit: with packing=rows a sequence is one row"
-        if self.group_by_length and self.shuffle != "window":
-            yield "group_by_length", "group_by_length needs shuffle=window: it sorts the sequences of a window"
-        if self.long_rows == "split" and self.task == "seq2seq":
-            yield "long_rows", "long_rows=split needs task=causal: it cuts a single stream of tokens"
+                    yield name, f"{name}={value} needs packing=rows: with packing={self.packing} rows share samples"
+            if self.length_bucket_size:
+                text = f"length_bucket_size needs packing=rows: with packing={self.packing} all samples have the same length"
+                yield "length_bucket_size", text
+        if self.packing == "rows" and self.mark_documents:
+            yield (
+                "mark_documents",
+                "mark_documents=true needs packing=concat or best_fit: with packing=rows a sample is one row",
+            )
+        if self.length_bucket_size and self.shuffle != "window":
+            yield "length_bucket_size", "length_bucket_size needs shuffle=window: it sorts the samples of a window"
+        if self.overflow == "split" and self.task == "seq2seq":
+            yield "overflow", "overflow=split needs task=causal: it cuts a single stream of tokens"
         if self.pad.isdigit() and self.seq_len % int(self.pad):
             yield "pad", f"pad={self.pad} must divide seq_len={self.seq_len}, or the longest rows would not fit"
-        if self.pad.isdigit() and self.target_len and self.target_len % int(self.pad):
-            yield "pad", f"pad={self.pad} must divide target_len={self.target_len}, or the longest responses would not fit"
+        if self.pad.isdigit() and self.target_seq_len and self.target_seq_len % int(self.pad):
+            yield (
+                "pad",
+                f"pad={self.pad} must divide target_seq_len={self.target_seq_len}, or the longest responses would not fit",
+            )
         try:
             self.skipped()
             self.mixed()
@@ -155,12 +162,12 @@ class Spec:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether rows are truncated: each is one sequence, and its tokens past seq_len are in none."""
-        return (self.packing, self.long_rows) == ("rows", "truncate")
+        """Whether rows are truncated: each is one sample, and its tokens past seq_len are in none."""
+        return (self.packing, self.overflow) == ("rows", "truncate")
 
     @property
     def samples_per_step(self) -> int:
-        """Sequences of one step, over all ranks."""
+        """Samples of one step, over all ranks."""
         return self.batch_size * self.world_size
 
     def skipped(self) -> Ranges:
@@ -180,7 +187,7 @@ class Spec:
         Raises SpecError: a parameter is unknown, given twice, or has a wrong value.
         """
         known = {f.name: f for f in fields(cls)}
-        values: dict[str, int | str] = {}
+        values: dict[str, bool | int | str] = {}
         for name, text in pairs:
             if name not in known:
                 raise SpecError(_unknown(name, [*known, *others]), (name,))
@@ -197,21 +204,22 @@ class Spec:
 
     def to_query(self) -> dict[str, str]:
         """Every parameter that is set, as a URL's query spells it."""
-        return {name: str(value) for name, value in self.to_dict().items() if value is not None}
+        return {name: as_text(value) for name, value in self.to_dict().items() if value is not None}
 
     def to_dict(self) -> dict[str, int | str | None]:
-        """Every parameter by its name.
-
-        Those that came later are left out where they have their default: what is sent and noted stays as it was.
-        """
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if value or name not in _LATER}
+        """Every parameter by its name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-_LATER = ("dataset_index",)  # than the first builds; to be added to, or frames and ledgers would name all specs anew
+def as_text(value: object) -> str:
+    """A parameter's value as URLs and options spell it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 _COUNTS = tuple(f.name for f in fields(Spec) if "low" in f.metadata)
-_TEXTS = tuple(f.name for f in fields(Spec) if f.name not in _COUNTS)
-_LINES = (f"    {f.name:15}  {f.metadata['doc']}" for f in fields(Spec))
+_FLAGS = tuple(f.name for f in fields(Spec) if "flag" in f.metadata)
+_TEXTS = tuple(f.name for f in fields(Spec) if f.name not in (*_COUNTS, *_FLAGS))
+_LINES = (f"    {f.name:18}  {f.metadata['doc']}" for f in fields(Spec))
 Spec.__doc__ = "\n".join((f"{Spec.__doc__}", *_LINES))  # for help(); the page of URLs shows the same
 
 
@@ -222,10 +230,8 @@ def _digest_of(spec: Spec) -> str:
 
 def describe() -> list[Mapping[str, Any]]:
     """Each parameter's name, kind, default, bounds or options, and description: for help texts and documentation."""
-    return [
-        {"name": f.name, "kind": "integer" if "low" in f.metadata else "string", "default": f.default, **f.metadata}
-        for f in fields(Spec)
-    ]
+    kinds = dict.fromkeys(_TEXTS, "string") | dict.fromkeys(_COUNTS, "integer") | dict.fromkeys(_FLAGS, "boolean")
+    return [{"name": f.name, "kind": kinds[f.name], "default": f.default, **f.metadata} for f in fields(Spec)]
 
 
 def _problem(parameter: Field[Any], value: object) -> str | None:
@@ -238,6 +244,9 @@ def _problem(parameter: Field[Any], value: object) -> str | None:
             return f"{parameter.name} must be a whole number from {low:,} to {high:,}, not {value!r}"
         if not low <= value <= high:
             return f"{parameter.name} must be from {low:,} to {high:,}, not {value:,}"
+    elif "flag" in about:
+        if not isinstance(value, bool):
+            return f"{parameter.name} must be true or false, not {value!r}"
     elif "options" in about:
         if value not in about["options"]:
             return f"{parameter.name} must be one of {', '.join(about['options'])}, not {value!r}"
@@ -252,7 +261,9 @@ def _problem(parameter: Field[Any], value: object) -> str | None:
     return None
 
 
-def _parse(parameter: Field[Any], text: str) -> int | str:
+def _parse(parameter: Field[Any], text: str) -> bool | int | str:
+    if "flag" in parameter.metadata:
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), cut(text))
     if "low" not in parameter.metadata:
         return text
     digits = text.removeprefix("-")

@@ -13,9 +13,9 @@ class Stats:
     num_tokens      tokens in them, without the padding
     num_bytes       bytes fetched, batches ahead of the loop included
     num_retries     fetches that failed, and were tried again if there was time
-    num_damaged     those among them whose answer was damaged on the way, or was not what was asked for
+    num_corrupted     those among them whose answer was damaged on the way, or was not what was asked for
     wait_seconds    how long the loop waited for batches, a wait that is under way included
-    busy_seconds    how long the loop worked with batches, each time until it asked for the next
+    compute_seconds    how long the loop worked with batches, each time until it asked for the next
     buffered_bytes  host memory of batches that are ready and wait for the loop, as they travelled
     """
 
@@ -23,19 +23,19 @@ class Stats:
     num_tokens: int = 0
     num_bytes: int = 0
     num_retries: int = 0
-    num_damaged: int = 0
+    num_corrupted: int = 0
     wait_seconds: float = 0.0
-    busy_seconds: float = 0.0
+    compute_seconds: float = 0.0
     buffered_bytes: int = 0
 
     @property
-    def wait_share(self) -> float:
+    def wait_fraction(self) -> float:
         """The share of its time that the loop waited for batches, from 0 to 1."""
-        return self.wait_seconds / (self.wait_seconds + self.busy_seconds) if self.wait_seconds else 0.0
+        return self.wait_seconds / (self.wait_seconds + self.compute_seconds) if self.wait_seconds else 0.0
 
     def __repr__(self) -> str:
         amounts = (f"{f.name}={getattr(self, f.name):{',.2f' if f.type == 'float' else ','}}" for f in fields(self))
-        return f"Stats(wait_share={self.wait_share:.1%}, {', '.join(amounts)})"
+        return f"Stats(wait_fraction={self.wait_fraction:.1%}, {', '.join(amounts)})"
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

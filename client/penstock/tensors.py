@@ -30,17 +30,17 @@ class _All(Container[str]):
 ALL: Container[str] = _All()  # tensors of a batch, whatever their names are
 
 
-def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> Batch:
-    """The tensors of a batch that are in `columns`, int64 unless stated otherwise, pinned where asked for.
+def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> Batch:
+    """The tensors of a batch that are in `tensors`, int64 unless stated otherwise, pinned where asked for.
 
     input_ids       [batch_size, width]
     attention_mask  [batch_size, width], 1 on tokens and 0 on padding
-    labels          [batch_size, width], the ids of the tokens that are learned and -100 elsewhere; not shifted, as Hugging
+    labels          [batch_size, width], the ids of the tokens that have loss and -100 elsewhere; not shifted, as Hugging
                     Face's models expect. In seq2seq batches they are the response's, [batch_size, target width]
     position_ids    [batch_size, width], from 0 in each document and in the padding, where boundaries travel (best_fit)
     cu_seqlens      int32 [documents and paddings + 1]: where each begins in the flattened batch, then the size of that
 
-    dataset_index   [batch_size], with dataset_index=1: of which of RemoteDataset.datasets each sequence is
+    dataset_index   [batch_size], with dataset_index=1: of which of RemoteDataset.datasets each sample is
 
     Preference pairs have the first three twice, as chosen_input_ids, rejected_input_ids, ... Columns that travel keep their
     names and values: tensors [batch_size, ...], and lists of str or bytes. Torch cannot calculate with uint16 and uint32, so
@@ -52,34 +52,34 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     arrays, made = travelled(frame, kind), Batch()
     for side in kind.sides:
         ids, mask, labels = side.names
-        if ids in columns:
+        if ids in tensors:
             made[ids] = _copied(arrays[side.parts.input_ids], np.int64, pin_memory)
-        if mask not in columns and labels not in columns:
+        if mask not in tensors and labels not in tensors:
             continue
         lines = Lines(side, arrays, _numbers_of)
-        if mask in columns:
+        if mask in tensors:
             made[mask], ones = _new(lines.ids.shape, np.int64, pin_memory)
             ones[...] = 1 if lines.attended is None else lines.attended
-        if labels in columns:
+        if labels in tensors:
             made[labels], targets = _new(lines.targets.shape, np.int64, pin_memory)
             targets[...] = lines.targets
-            if lines.learned is not None:
-                np.copyto(targets, IGNORED, where=~lines.learned)
+            if lines.in_loss is not None:
+                np.copyto(targets, IGNORED, where=~lines.in_loss)
     if "cu_seqlens" in arrays:
         borders = arrays["cu_seqlens"]
-        if "cu_seqlens" in columns:
+        if "cu_seqlens" in tensors:
             made["cu_seqlens"] = as_tensor(borders, pin_memory)
-        if "position_ids" in columns:
+        if "position_ids" in tensors:
             made["position_ids"], positions = _new(arrays["input_ids"].shape, np.int64, pin_memory)
             begins = np.repeat(borders[:-1], np.diff(borders))
             np.subtract(_numbers(len(begins)), begins, out=positions.reshape(-1))
-        if "labels" in columns:  # what a document begins with does not follow from the one before it
+        if "labels" in tensors:  # what a document begins with does not follow from the one before it
             made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
     for name in kind.columns:
-        if name in columns:
+        if name in tensors:
             made[name] = as_tensor(arrays[name], pin_memory)
     if frame.alike.texts:
-        made |= {name: texts for name, texts in frame.texts.items() if name in columns}
+        made |= {name: texts for name, texts in frame.texts.items() if name in tensors}
     return made
 
 
@@ -93,14 +93,14 @@ def names_of(travelling: Collection[str]) -> list[str]:
 
 
 class _Side(NamedTuple):
-    """The sequences of one side: what their ids, mask and labels are called, and what they are made of."""
+    """The samples of one side: what their ids, mask and labels are called, and what they are made of."""
 
     names: tuple[str, str, str]
     parts: Parts
 
 
 class Lines(Generic[Array]):
-    """The sequences of one side, as arrays of numpy or of torch. `numbers_of(ids)` are the numbers of their columns, [width].
+    """The samples of one side, as arrays of numpy or of torch. `numbers_of(ids)` are the numbers of their columns, [width].
 
     ids, targets  [batch_size, width], as they travelled; the targets are mostly the ids themselves
     """
@@ -113,7 +113,7 @@ class Lines(Generic[Array]):
 
     @property
     def targets(self) -> Array:
-        """What is learned from."""
+        """What has loss from."""
         return self._arrays.get(self._parts.labels, self.ids)
 
     @cached_property
@@ -123,7 +123,7 @@ class Lines(Generic[Array]):
         return None if lengths is None else self._numbers_of(self.ids) < lengths[:, None]
 
     @cached_property
-    def learned(self) -> Array | None:
+    def in_loss(self) -> Array | None:
         """Which of the targets have a label, bool; None for all of them."""
         parts, travelled = self._parts, self._arrays.get
         targets, target_lengths = travelled(parts.labels), travelled(parts.label_lengths)
@@ -140,7 +140,7 @@ class Lines(Generic[Array]):
 
 
 class Kind(NamedTuple):
-    """What the tensors of a batch are: the sides of its sequences, and the columns that travel beside them."""
+    """What the tensors of a batch are: the sides of its samples, and the columns that travel beside them."""
 
     sides: tuple[_Side, ...]
     columns: tuple[str, ...]
@@ -162,7 +162,7 @@ def kind_of(travelling: tuple[str, ...]) -> Kind:
 
 
 def travelled(frame: Frame, kind: Kind) -> dict[str, npt.NDArray[Any]]:
-    """What `expand` takes of a frame: the parts of sequences, cu_seqlens, and columns of types that torch has.
+    """What `expand` takes of a frame: the parts of samples, cu_seqlens, and columns of types that torch has.
 
     How many documents there are, and whether there is padding, is found out here: a GPU that is asked makes everybody wait.
     """
@@ -226,7 +226,7 @@ def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor
     position_ids.
     """
     if "position_ids" not in batch:
-        raise SpecError("this batch does not tell where documents begin: use packing='best_fit' or boundaries='documents'")
+        raise SpecError("this batch does not tell where documents begin: use packing='best_fit' or mark_documents=True")
     document = (batch["position_ids"] == 0).cumsum(dim=1)
     same = document[:, :, None] == document[:, None, :]
     mask = torch.tril(same)[:, None]

@@ -14,7 +14,7 @@ from penstock.printable import printable
 from penstock.spec import LARGEST_SEQ_LEN
 from penstock_server.files import check_is_here
 from penstock_server.importing.command import add_command as add_import
-from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
+from penstock_server.problems import BadParameter, DatasetInvalid, Problem, UnknownDataset
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
 
 if TYPE_CHECKING:
@@ -76,7 +76,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_folders(prepare)
     _add_dataset(prepare)
     prepare.add_argument(
-        "--best-fit", metavar="SEQ_LEN", type=int, action="append", default=[], help="also pack for best_fit with this seq_len"
+        "--pack-seq-len",
+        metavar="SEQ_LEN",
+        type=int,
+        action="append",
+        default=[],
+        help="also pack for best_fit with this seq_len",
     )
     prepare.set_defaults(run=_prepare)
 
@@ -127,7 +132,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         settings = Settings.read(vars(arguments), os.environ)
         store, catalog = open_data(settings)
         datasets, failed = _chosen(catalog, arguments.dataset)
-    except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
+    except (SettingsError, DatasetInvalid, UnknownDataset, BadParameter) as error:
         complain("inspect", error)
         return 2
     terminal = Terminal.of(sys.stdout)
@@ -154,17 +159,17 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        if wrong := [length for length in arguments.best_fit if not 1 <= length <= LARGEST_SEQ_LEN]:
-            raise SettingsError(f"--best-fit must be a seq_len from 1 to {LARGEST_SEQ_LEN:,}, not {wrong[0]}")
+        if wrong := [length for length in arguments.pack_seq_len if not 1 <= length <= LARGEST_SEQ_LEN]:
+            raise SettingsError(f"--pack-seq-len must be a seq_len from 1 to {LARGEST_SEQ_LEN:,}, not {wrong[0]}")
         store, catalog = open_data(settings)
         datasets, failed = _chosen(catalog, arguments.dataset)
-    except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
+    except (SettingsError, DatasetInvalid, UnknownDataset, BadParameter) as error:
         complain("prepare", error)
         return 2
     warn("prepare", settings, store.cache, datasets)
     for dataset in datasets:
         try:
-            for line in prepare(dataset, arguments.best_fit):
+            for line in prepare(dataset, arguments.pack_seq_len):
                 report(line)
         except NotKept as loss:
             failed.append(f"{loss}")
@@ -183,7 +188,7 @@ def _chosen(catalog: Catalog, names: list[str] | None) -> tuple[list[Served], li
     for name in names or catalog.datasets:
         try:
             served.append(catalog[name].latest)
-        except DatasetRefused as refusal:
+        except DatasetInvalid as refusal:
             refused[name] = refusal
     return served, [f"{name}: {reason}" for name, reason in refused.items()]
 
@@ -202,7 +207,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             from penstock_server.serving.serve import run
 
             run(settings, listener)
-    except (SettingsError, DatasetRefused) as error:
+    except (SettingsError, DatasetInvalid) as error:
         complain("serve", error)
         return 2
     return 0

@@ -18,7 +18,7 @@ from penstock_server.storage.store import BlockStore
 def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, Catalog]:
     """The blocks and the datasets of the settings; `joins`: see Catalog.open.
 
-    Raises SettingsError: the cache folder cannot be used. Raises DatasetRefused: see open_catalog.
+    Raises SettingsError: the cache folder cannot be used. Raises DatasetInvalid: see open_catalog.
     """
     try:
         cache = CacheFolder(settings.cache_dir, settings.cache_bytes)

@@ -7,8 +7,8 @@ Problem
 ├── RankOutOfRange    404  the spec has fewer ranks
 ├── RowOutOfRange     404  the dataset has fewer rows
 ├── SnapshotGone      409  the snapshot asked for is not, or no longer, on this server
-├── DatasetRefused    500  the dataset could not be opened; the message says why
-├── DatasetAway       503  the same, where a snapshot of it was asked for: it may be served again
+├── DatasetInvalid    500  the dataset could not be opened; the message says why
+├── DatasetUnavailable       503  the same, where a snapshot of it was asked for: it may be served again
 ├── ShardUnreadable   500  a shard cannot be decoded
 ├── ShardUnavailable  503  the storage fails; another time it may not
 ├── OutOfMemory       503  there is not the memory for it, or no thread; another time there may be
@@ -80,16 +80,16 @@ class SnapshotGone(Problem):
     status, slug, title = 409, "snapshot-gone", "The data changed"
 
 
-class DatasetRefused(Problem):
+class DatasetInvalid(Problem):
     """The dataset could not be opened."""
 
-    status, slug, title = 500, "dataset-refused", "The dataset cannot be served"
+    status, slug, title = 500, "dataset-invalid", "The dataset cannot be served"
 
 
-class DatasetAway(Problem):
+class DatasetUnavailable(Problem):
     """The dataset could not be opened, and may be another time: nobody knows whether it is the snapshot that was asked for."""
 
-    status, slug, title = 503, "dataset-away", "The dataset cannot be opened now"
+    status, slug, title = 503, "dataset-unavailable", "The dataset cannot be opened now"
 
 
 class ShardUnreadable(Problem):

@@ -106,8 +106,8 @@ def test_a_large_dataset_is_counted_packed_and_served_within_the_limit(server: L
         {"shuffle": "window"},
         {"packing": "concat"},
         {"packing": "best_fit"},
-        {"packing": "rows", "long_rows": "split", "seq_len": 512},
-        {"packing": "rows", "group_by_length": 64},
+        {"packing": "rows", "overflow": "split", "seq_len": 512},
+        {"packing": "rows", "length_bucket_size": 64},
     ]
     for spec in specs:
         num_steps = server.get("/spec", batch_size=32, **spec).json()["num_steps"]

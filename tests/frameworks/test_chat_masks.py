@@ -1,4 +1,4 @@
-"""What is learned of a chat is what transformers' own masks of the assistant's tokens say."""
+"""What has loss of a chat is what transformers' own masks of the assistant's tokens say."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def test_what_is_learned_of_a_chat_is_what_transformers_masks_say(name: str, way
             chat, chat_template=marked(STEADY[name]), return_assistant_tokens_mask=True, return_dict=True, **TOKENS
         )
         assert ids.tolist() == expected["input_ids"]
-        learned = [number % 2 for number, count in enumerate(runs.tolist()) for _ in range(count)]
-        assert learned == expected["assistant_masks"]
+        in_loss = [number % 2 for number, count in enumerate(runs.tolist()) for _ in range(count)]
+        assert in_loss == expected["assistant_masks"]

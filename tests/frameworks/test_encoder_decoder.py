@@ -17,7 +17,7 @@ from serving import Server
 
 LIBRARY = "transformers"
 NUM_ROWS, VOCAB_SIZE = 64, 40
-SPEC: dict[str, Any] = {"batch_size": 16, "task": "seq2seq", "seq_len": 8, "target_len": 4, "pad": "longest", "seed": 7}
+SPEC: dict[str, Any] = {"batch_size": 16, "task": "seq2seq", "seq_len": 8, "target_seq_len": 4, "pad": "longest", "seed": 7}
 
 
 @pytest.fixture(scope="module")

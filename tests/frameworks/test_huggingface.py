@@ -108,7 +108,7 @@ def test_it_predicts_as_it_evaluates(url: str, tmp_path: Path) -> None:
 
 
 def test_what_the_model_does_not_take_stays_behind(url: str, tmp_path: Path) -> None:
-    data = RemoteDataset(url, "numbers", **PACKED, packing="concat", boundaries="documents", tail="wrap")
+    data = RemoteDataset(url, "numbers", **PACKED, packing="concat", mark_documents=True, drop_last=False)
     [batch, *_] = data
     assert "cu_seqlens" in batch
     one = trainer(url, tmp_path, data=data, max_steps=1)
@@ -117,9 +117,9 @@ def test_what_the_model_does_not_take_stays_behind(url: str, tmp_path: Path) -> 
     assert set(given) == set(batch) - {"cu_seqlens", "attention_mask"}
 
 
-@pytest.mark.parametrize("packing", [{"packing": "best_fit"}, {"packing": "concat", "boundaries": "documents"}], ids=str)
-def test_rows_that_share_a_sequence_do_not_see_one_another(url: str, tmp_path: Path, packing: dict[str, Any]) -> None:
-    data = RemoteDataset(url, "numbers", **PACKED, **packing, tail="wrap")
+@pytest.mark.parametrize("packing", [{"packing": "best_fit"}, {"packing": "concat", "mark_documents": True}], ids=str)
+def test_rows_that_share_a_sample_do_not_see_one_another(url: str, tmp_path: Path, packing: dict[str, Any]) -> None:
+    data = RemoteDataset(url, "numbers", **PACKED, **packing, drop_last=False)
     one = trainer(url, tmp_path, data=data, max_steps=1)
     one.model.eval()
     [given, *_] = one.get_train_dataloader()
@@ -137,7 +137,7 @@ def test_a_model_that_would_not_keep_rows_apart_is_refused(url: str, tmp_path: P
     """Whether it is trained or evaluated."""
     from transformers import BloomConfig, BloomForCausalLM
 
-    packed = RemoteDataset(url, "numbers", **PACKED, packing="best_fit", tail="wrap")
+    packed = RemoteDataset(url, "numbers", **PACKED, packing="best_fit", drop_last=False)
     cached = trainer(url, tmp_path, data=packed, use_cache=True)
     with pytest.raises(SpecError, match="leave use_cache=True out"):
         cached.train()
@@ -145,7 +145,7 @@ def test_a_model_that_would_not_keep_rows_apart_is_refused(url: str, tmp_path: P
     one.model = BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(SpecError, match="BloomForCausalLM takes no position_ids"):
         one.evaluate()
-    one.evaluate(RemoteDataset(url, "numbers", **PACKED, packing="concat", tail="wrap"))
+    one.evaluate(RemoteDataset(url, "numbers", **PACKED, packing="concat", drop_last=False))
 
 
 def test_a_trainer_that_names_columns_of_its_own_preparation_takes_nothing_from_the_model(
@@ -161,25 +161,27 @@ def test_a_trainer_that_names_columns_of_its_own_preparation_takes_nothing_from_
     one = trainer(url, tmp_path)
     given = next(iter(one.get_train_dataloader()))
     assert given.keys() == {"input_ids", "attention_mask", "labels"}
-    packed = RemoteDataset(url, "numbers", **PACKED, packing="best_fit", tail="wrap")
+    packed = RemoteDataset(url, "numbers", **PACKED, packing="best_fit", drop_last=False)
     assert next(iter(one.get_eval_dataloader(packed))).keys() == {"input_ids", "position_ids", "labels"}
     batch = one._for_the_model(dict(given, mine=given["labels"], cu_seqlens=given["labels"]))
     assert batch.keys() == {"input_ids", "attention_mask", "labels", "mine"}
 
 
 def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        SpecError, match=r"gives each of 1 rank\(s\) 16 sequences a step, but by its arguments Trainer counts 8"
-    ):
+    with pytest.raises(SpecError, match=r"gives each of 1 rank\(s\) 16 samples a step, but by its arguments Trainer counts 8"):
         trainer(url, tmp_path, per_device_train_batch_size=8)
-    for options in ({"ignore_data_skip": True}, {"auto_find_batch_size": True}, {"train_sampling_strategy": "group_by_length"}):
+    for options in (
+        {"ignore_data_skip": True},
+        {"auto_find_batch_size": True},
+        {"train_sampling_strategy": "length_bucket_size"},
+    ):
         with pytest.raises(SpecError, match=f"leave {next(iter(options))} out"):
             trainer(url, tmp_path, **options)
     data = RemoteDataset(url, "numbers", **SPEC)
     with pytest.raises(SpecError, match="eval_dataset must be a RemoteDataset of its own"):
         trainer(url, tmp_path, data=data, held_out={"same": data})
     half = RemoteDataset(url, "numbers", **SPEC, rank=0, world_size=2)
-    with pytest.raises(SpecError, match=r"gives each of 2 rank\(s\) 16 sequences a step"):
+    with pytest.raises(SpecError, match=r"gives each of 2 rank\(s\) 16 samples a step"):
         trainer(url, tmp_path, data=half)
 
 
@@ -231,7 +233,7 @@ def test_a_dataset_that_is_put_in_place_of_the_first_is_the_one_that_counts(
     assert given == whole_run(url, 40)[26:]
 
     one.train_dataset = RemoteDataset(url, "numbers", **SPEC | {"batch_size": 4})
-    with pytest.raises(SpecError, match=r"gives each of 1 rank\(s\) 4 sequences a step"):
+    with pytest.raises(SpecError, match=r"gives each of 1 rank\(s\) 4 samples a step"):
         one.train()
 
 

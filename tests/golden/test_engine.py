@@ -83,4 +83,4 @@ def test_orders_by_length(window: str, samples: str) -> None:
     counts = np.array([5, 0, 7, 3, 9, 4, 8, 2, 6])
     order = EpochOrder(counts, np.ones_like(counts), shuffle="window", window=int(window), seed=7, epoch=1)
     by_length = LengthOrder(order, lambda pools, indices: (pools * 7 + indices * 5) % 11, 4, 123456789)
-    assert dotted(*by_length.sequences(np.arange(by_length.num_sequences))) == samples
+    assert dotted(*by_length.samples(np.arange(by_length.num_samples))) == samples

@@ -15,9 +15,9 @@ from penstock_server.geometry.permutation import key, permute, unpermute
 HERE = Path(__file__).parent
 ORDER = json.loads((HERE / "order.json").read_text())
 STATE = {
-    "version": 1, "dataset": "wiki", "epoch": 2, "step": 9, "offset": 64, "batch_size": 8, "world_size": 1, "skip": None,
+    "version": 2, "dataset": "wiki", "epoch": 2, "step": 9, "offset": 64, "batch_size": 8, "world_size": 1, "skip": None,
     "snapshot": "0123456789abcdef", "seed": 7, "shuffle": "window", "window": 262144, "split": "all", "packing": "concat",
-    "long_rows": "truncate", "group_by_length": 0, "mix": None, "mix_stop": None, "seq_len": 64, "task": None,
+    "overflow": "truncate", "length_bucket_size": 0, "mix": None, "stopping_strategy": None, "seq_len": 64, "task": None,
 }  # fmt: skip
 
 
@@ -35,18 +35,18 @@ def test_permutations(name: str, images: dict[str, int]) -> None:
     assert unpermute(expected, size, permutation_key).tolist() == indices
 
 
-@pytest.mark.parametrize(("name", "sequences"), ORDER["epoch"].items())
-def test_epochs(name: str, sequences: str) -> None:
+@pytest.mark.parametrize(("name", "samples"), ORDER["epoch"].items())
+def test_epochs(name: str, samples: str) -> None:
     shuffle, seed, epoch = name.split("/")
     counts = np.array([5, 0, 7, 3, 9, 4, 8, 2, 6])
     order = EpochOrder(counts, np.ones_like(counts), shuffle=shuffle, window=10, seed=int(seed), epoch=int(epoch))
-    blocks, indices = order.sequences(np.arange(order.num_sequences))
-    assert " ".join(f"{b}.{i}" for b, i in zip(blocks.tolist(), indices.tolist(), strict=True)) == sequences
+    blocks, indices = order.samples(np.arange(order.num_samples))
+    assert " ".join(f"{b}.{i}" for b, i in zip(blocks.tolist(), indices.tolist(), strict=True)) == samples
 
 
 def test_state() -> None:
     spec = Spec(packing="concat", seq_len=64, seed=7, split="all", snapshot="0123456789abcdef")
-    assert read_state(STATE, "wiki", spec, num_sequences=100) == Position(epoch=2, offset=64, step=9)
+    assert read_state(STATE, "wiki", spec, num_samples=100) == Position(epoch=2, offset=64, step=9)
 
 
 def test_frame() -> None:
@@ -55,7 +55,7 @@ def test_frame() -> None:
     views = {name: array for name, [array] in layout.arrays(payload, 0, layout.nbytes, 1).items()}
     views["input_ids"][:] = [[1, 2, 3, 50256, 0], [65535, 7, 50256, 0, 0]]
     views["lengths"][:] = [4, 3]
-    address = Address(dataset="wiki", snapshot="0123456789abcdef", spec="fedcba9876543210", epoch=2, rank=1, step=300)
+    address = Address(dataset="wiki", snapshot="0123456789abcdef", spec_digest="fedcba9876543210", epoch=2, rank=1, step=300)
     frame = wire.Heads(address, layout).head(address.step, wire.digest(payload)) + bytes(payload)
     golden = (HERE / "frame.msgpack").read_bytes()
     assert frame == golden

@@ -34,7 +34,7 @@ ANSWERS: list[tuple[str, Any]] = [
     ("/v1/datasets/holes/quarantine", rows.QuarantineAnswer),
     (f"{BATCH}/provenance", batches.ProvenanceAnswer),
     (f"{BATCH}?format=json", batches.BatchAnswer),
-    (f"{BATCH}?format=json&packing=concat&boundaries=documents&seq_len=32", batches.BatchAnswer),
+    (f"{BATCH}?format=json&packing=concat&mark_documents=true&seq_len=32", batches.BatchAnswer),
     (f"{BATCH}?format=json&packing=best_fit&seq_len=32&batch_size=2", batches.BatchAnswer),
     (f"{BATCH}?format=json&task=seq2seq", batches.BatchAnswer),
     (BATCH.replace("pairs", "both").replace("batches/1", "batches") + "?format=json&stop=2", list[batches.BatchAnswer]),

@@ -30,7 +30,7 @@ SPECS: list[tuple[str, dict[str, str]]] = [
     ("numbers", {"packing": "concat", "seq_len": "16"}),
     ("numbers", {"packing": "best_fit", "seq_len": "16"}),
     ("pairs", {"pad": "longest"}),
-    ("pairs", {"task": "seq2seq", "target_len": "32", "seq_len": "64"}),
+    ("pairs", {"task": "seq2seq", "target_seq_len": "32", "seq_len": "64"}),
 ]
 
 
@@ -51,7 +51,7 @@ def test_with_and_without_tensors_the_same_tokens_are_counted(server: Server, da
         server.json(f"/v1/datasets/{dataset}/epochs/{epoch}/ranks/1/batches/{step}", **query, format="json")
         for epoch, step in [(5, step) for step in range(num_steps)] + [(6, step) for step in range(3)]
     ]
-    assert [c.num_tokens for c in counts[0]] == [sum(s["num_tokens"] for s in page["sequences"]) for page in pages]
+    assert [c.num_tokens for c in counts[0]] == [sum(s["num_tokens"] for s in page["samples"]) for page in pages]
 
 
 def run_json(*arguments: str) -> dict[str, Any]:
@@ -62,7 +62,9 @@ def run_json(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_figures_as_json_fit_each_other(server: Server) -> None:
-    found = run_json(f"{server.url}/numbers?seq_len=16", "--seconds", "0.5", "--training-rate", "20k", "--batch-size", "4")
+    found = run_json(
+        f"{server.url}/numbers?seq_len=16", "--seconds", "0.5", "--target-tokens-per-second", "20k", "--batch-size", "4"
+    )
     assert (found["dataset"], found["spec"]["seq_len"], found["spec"]["batch_size"]) == ("numbers", 16, 4)
     assert found["spec"]["snapshot"] == server.json("/v1/datasets/numbers")["snapshot"]
     assert found["num_positions"] == found["num_batches"] * 64
@@ -76,7 +78,7 @@ def test_the_figures_as_json_fit_each_other(server: Server) -> None:
 def test_a_person_reads_rates_waits_and_a_sentence(server: Server) -> None:
     url = server.url.replace("://", "://me:secret@")
     arguments = ("bench", f"{url}/numbers", "--seconds", "0.6", "--no-tensors")
-    done = penstock(*arguments, "--training-rate", "1k")
+    done = penstock(*arguments, "--target-tokens-per-second", "1k")
     assert (done.returncode, done.stderr) == (0, "")
     for shown in (
         r"^numbers from http://127.0.0.1:\d+$",

@@ -86,4 +86,4 @@ def test_ranks_get_their_own_batches_at_once(corpus: Corpus) -> None:
     assert told["num_errors"] == 0
     assert told["num_batches"] >= 20
     assert told["fewest_batches"] >= 1
-    assert corpus.num_sequences >= 20 * BATCH_SIZE
+    assert corpus.num_samples >= 20 * BATCH_SIZE

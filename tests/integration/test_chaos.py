@@ -146,7 +146,7 @@ def test_a_cache_that_knows_answers_by_their_paths_alone_is_passed_over_and_told
             RemoteDataset(cache, "docs", seed=1, retry_seconds=0, **asked_before)  # type: ignore[arg-type]
         data, expected = dataset(cache, server.url, seed=1), list(contents(dataset(server.url, seed=1)))
         deadline = time.monotonic() + 60
-        while not data.stats().num_damaged:  # until it has tried its home again
+        while not data.stats().num_corrupted:  # until it has tried its home again
             assert time.monotonic() < deadline
             assert list(contents(data)) == expected
 

@@ -70,7 +70,7 @@ def lines(data: RemoteDataset) -> list[list[int]]:
 @pytest.mark.parametrize("shuffle", ["none", "window", "global"])
 def test_an_epoch_is_the_stream_cut_once_whatever_the_ranks(server: Server, world_size: int, shuffle: str) -> None:
     whole = stream()
-    ranks = [dataset(server, rank=rank, world_size=world_size, shuffle=shuffle, tail="wrap") for rank in range(world_size)]
+    ranks = [dataset(server, rank=rank, world_size=world_size, shuffle=shuffle, drop_last=False) for rank in range(world_size)]
     for data in ranks:
         data.set_epoch(1)
     per_rank = [[batch["input_ids"].tolist() for batch in data] for data in ranks]
@@ -99,7 +99,7 @@ def test_as_stored_the_stream_is_cut_from_its_first_token_on_in_every_epoch_and_
     whole = stream()
     cut = [whole[at : at + SEQ_LEN] for at in range(0, len(whole) - SEQ_LEN + 1, SEQ_LEN)]
     for seed, epoch in ((0, 0), (0, 1), (7, 0)):
-        data = dataset(server, shuffle="none", tail="wrap", seed=seed)
+        data = dataset(server, shuffle="none", drop_last=False, seed=seed)
         data.set_epoch(epoch)
         assert lines(data)[: len(cut)] == cut
 
@@ -111,7 +111,7 @@ def test_labels_and_mask_cover_every_token(server: Server) -> None:
 
 
 def test_provenance_names_every_token_once(server: Server) -> None:
-    spec: dict[str, str | int] = {"packing": "concat", "batch_size": 4, "seq_len": SEQ_LEN, "window": 50, "tail": "wrap"}
+    spec: dict[str, str | int] = {"packing": "concat", "batch_size": 4, "seq_len": SEQ_LEN, "window": 50, "drop_last": False}
     firsts = {("part-000.parquet", g): 40 * g for g in range(3)} | {("part-001.parquet", 0): 90}
     firsts |= {("part-002.parquet", g): 91 + 40 * g for g in range(6)}
     closed = [[*document, EOS] for document in documents()]
@@ -120,9 +120,9 @@ def test_provenance_names_every_token_once(server: Server) -> None:
     seen = Counter[tuple[int, int]]()
     for frame in server.frames(batches, **spec):
         answer = server.json(f"{batches}/{frame.step}/provenance", **spec)
-        for sequence, ids in zip(answer["sequences"], frame.tensors["input_ids"].tolist(), strict=True):
+        for sample, ids in zip(answer["samples"], frame.tensors["input_ids"].tolist(), strict=True):
             tokens = []
-            for source in sequence["sources"]:
+            for source in sample["sources"]:
                 row = firsts[source["shard"], source["row_group"]] + source["row"]
                 tokens += closed[row][source["start"] : source["stop"]]
                 if frame.step < num_steps - 1:
@@ -162,7 +162,7 @@ def test_prompts_in_a_stream_carry_no_loss(server: Server, data_dir: Path) -> No
     ring = expected + expected
     assert any(ring[shift : shift + len(served)] == served for shift in range(SEQ_LEN))
     assert len(served) > len(expected) - SEQ_LEN
-    everything = dataset(server, dataset="pairs", loss="all")
+    everything = dataset(server, dataset="pairs", loss_on="all")
     assert all(batch["labels"].equal(batch["input_ids"]) for batch in everything)
 
 
@@ -170,15 +170,15 @@ def test_json_shows_text_mask_and_every_row(server: Server) -> None:
     url = "/v1/datasets/pairs/epochs/0/ranks/0/batches/0"
     page = server.json(url, packing="concat", seq_len=40, batch_size=2, format="json")
     [frame] = server.frames(url, packing="concat", seq_len=40, batch_size=2)
-    for sequence, mask in zip(page["sequences"], frame.tensors["loss_mask"].tolist(), strict=True):
-        assert sequence["loss_mask"] == mask
-        assert len(sequence["source"].split(";")) > 1
-        assert "<|endoftext|>" in sequence["text"]
-        pieces = sequence["pieces"]
-        assert [int(piece["learned"]) for piece in pieces for _ in range(piece["num_tokens"])] == mask
-        assert "".join(piece["text"] for piece in pieces) == sequence["text"]
-    everything = server.json(url, packing="concat", seq_len=40, batch_size=2, format="json", loss="all")
-    assert all(piece["learned"] for sequence in everything["sequences"] for piece in sequence["pieces"])
+    for sample, mask in zip(page["samples"], frame.tensors["loss_mask"].tolist(), strict=True):
+        assert sample["loss_mask"] == mask
+        assert len(sample["source"].split(";")) > 1
+        assert "<|endoftext|>" in sample["text"]
+        pieces = sample["pieces"]
+        assert [int(piece["in_loss"]) for piece in pieces for _ in range(piece["num_tokens"])] == mask
+        assert "".join(piece["text"] for piece in pieces) == sample["text"]
+    everything = server.json(url, packing="concat", seq_len=40, batch_size=2, format="json", loss_on="all")
+    assert all(piece["in_loss"] for sample in everything["samples"] for piece in sample["pieces"])
 
 
 def test_the_count_is_made_once_told_while_it_runs_and_kept(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_bad_row_stops_the_count_or_is_left_out_of_the_stream(serve: Callable[
     folder = write_shards(tmp_path / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=10)
     with serve(tmp_path) as server, pytest.raises(DataError, match="row 7 of row group 0 in part-000.parquet: is empty"):
         dataset(server, dataset="holes", seq_len=2)
-    (folder / "penstock.toml").write_text('on_bad_row = "substitute"\nmax_bad_share = 0.9')
+    (folder / "penstock.toml").write_text('on_bad_row = "replace"\nmax_bad_share = 0.9')
     cache = tmp_path / "cache"
     with serve(tmp_path, cache_dir=cache) as server:
         served = lines(dataset(server, dataset="holes", seq_len=2, batch_size=1, shuffle="none"))
@@ -227,7 +227,7 @@ def test_a_bad_row_stops_the_count_or_is_left_out_of_the_stream(serve: Callable[
         dataset(server, dataset="holes", seq_len=2)
 
 
-def test_a_failed_count_is_told_to_everyone_and_fewer_tokens_than_a_sequence_too(
+def test_a_failed_count_is_told_to_everyone_and_fewer_tokens_than_a_sample_too(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     folder = write_shards(tmp_path / "few", "tokens", [[[1, 2, 3]]], type_=pa.list_(pa.int32()), row_group_size=9)
@@ -240,7 +240,7 @@ def test_a_failed_count_is_told_to_everyone_and_fewer_tokens_than_a_sequence_too
             with pytest.raises(DataError, match="row group 0 of part-000.parquet cannot be read"):
                 dataset(server, dataset="bad", seq_len=2)
         with pytest.raises(SpecError, match="few has fewer than seq_len=16 tokens in all. Lower seq_len"):
-            dataset(server, dataset="few", tail="wrap")
+            dataset(server, dataset="few", drop_last=False)
 
 
 def test_what_has_no_stream_is_refused(server: Server) -> None:

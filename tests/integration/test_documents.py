@@ -21,7 +21,7 @@ import pytest
 from commands import penstock
 from corpora import write_text
 from importing import read_back, write_datatrove, write_indexed
-from penstock.spec import describe
+from penstock.spec import as_text, describe
 from penstock.stats import Stats
 from penstock_server.recipes import declaration
 from penstock_server.recipes.column_types import is_messages
@@ -197,7 +197,7 @@ def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
     optional = tomllib.loads("\n".join(line.removeprefix("# ") for line in toml.splitlines() if line.startswith("# ")))
     assert set(optional) > {"eos", "bos", "columns", "filter", "validation", "split_by", "on_bad_row"}
     (folder / "penstock.toml").write_text(toml.replace("\n# ", "\n"))
-    assert read_recipe(folder, pq.read_schema(folder / "a.parquet"), None).on_bad_row == "substitute"
+    assert read_recipe(folder, pq.read_schema(folder / "a.parquet"), None).on_bad_row == "replace"
     assert (recipe.token_columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "fail")
 
 
@@ -245,7 +245,7 @@ def test_every_file_that_the_architecture_names_is_there() -> None:
 
 def test_every_parameter_is_told_with_its_default() -> None:
     table = re.findall(r"^\| `([a-z_]+)` \| (?:`(.*?)`)? ?\| (.*) \|$", (ROOT / "docs/batches.md").read_text(), re.MULTILINE)
-    assert table == [(p["name"], "" if p["default"] is None else str(p["default"]), p["doc"]) for p in describe()]
+    assert table == [(p["name"], "" if p["default"] is None else as_text(p["default"]), p["doc"]) for p in describe()]
 
 
 def test_every_key_of_a_recipe_is_told() -> None:

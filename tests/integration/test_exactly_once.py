@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,10 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     return serve(data)
 
 
-def dataset(server: Server, rank: int, world_size: int, shuffle: Shuffle, **spec: str) -> RemoteDataset:
+def dataset(server: Server, rank: int, world_size: int, shuffle: Shuffle, **spec: Any) -> RemoteDataset:
     return RemoteDataset(
         server.url, spec.pop("dataset", "numbers"), batch_size=BATCH_SIZE, seq_len=8, shuffle=shuffle, window=100,
-        rank=rank, world_size=world_size, prefetch_bytes=1 << 20, **spec,  # type: ignore[arg-type]
+        rank=rank, world_size=world_size, prefetch_bytes=1 << 20, **spec,
     )  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def test_the_sample_order_is_the_same_for_every_world_size(server: Server, shuff
 
 
 @pytest.mark.parametrize(("world_size", "shuffle"), list(product(WORLD_SIZES, SHUFFLES)))
-def test_provenance_names_the_row_that_each_sequence_shows(server: Server, world_size: int, shuffle: Shuffle) -> None:
+def test_provenance_names_the_row_that_each_sample_shows(server: Server, world_size: int, shuffle: Shuffle) -> None:
     shards = {f"part-{n:03}.parquet": first for n, first in enumerate((0, 160, 320))}
     spec: dict[str, str | int] = {
         "batch_size": BATCH_SIZE,
@@ -88,10 +89,10 @@ def test_provenance_names_the_row_that_each_sequence_shows(server: Server, world
         for frame in frames:
             answer = server.json(f"{batches}/{frame.step}/provenance", **spec)
             assert (answer["step"], answer["rank"]) == (frame.step, rank)
-            for sequence, ids, length in zip(
-                answer["sequences"], frame.tensors["input_ids"], frame.tensors["lengths"], strict=True
+            for sample, ids, length in zip(
+                answer["samples"], frame.tensors["input_ids"], frame.tensors["lengths"], strict=True
             ):
-                [source] = sequence["sources"]
+                [source] = sample["sources"]
                 row = shards[source["shard"]] + 32 * source["row_group"] + source["row"]
                 assert row == ids[0]
                 assert (source["start"], source["stop"]) == (0, length) == (0, min(1 + row % 7, 4))
@@ -99,14 +100,16 @@ def test_provenance_names_the_row_that_each_sequence_shows(server: Server, world
     assert seen == Counter(range(NUM_ROWS))
 
 
-@pytest.mark.parametrize(("world_size", "tail"), list(product(WORLD_SIZES, ["drop", "wrap"])))
-def test_an_uneven_epoch_drops_less_than_a_step_or_repeats_less_than_one(server: Server, world_size: int, tail: str) -> None:
-    ranks = [dataset(server, rank, world_size, "window", dataset="odd", tail=tail) for rank in range(world_size)]
+@pytest.mark.parametrize(("world_size", "drop_last"), list(product(WORLD_SIZES, [True, False])))
+def test_an_uneven_epoch_drops_less_than_a_step_or_repeats_less_than_one(
+    server: Server, world_size: int, drop_last: bool
+) -> None:
+    ranks = [dataset(server, rank, world_size, "window", dataset="odd", drop_last=drop_last) for rank in range(world_size)]
     per_rank = [rows_of(iter(data)) for data in ranks]
     assert len({len(batches) for batches in per_rank}) == 1
     order = sample_order(per_rank)
     counts = Counter(order)
-    if tail == "drop":
+    if drop_last:
         assert set(counts.values()) == {1}
         assert 487 - len(counts) < BATCH_SIZE * world_size
     else:

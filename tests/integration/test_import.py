@@ -77,7 +77,7 @@ def test_files_of_token_ids_can_be_served(serve: Callable[..., Server], tmp_path
     done = run(tmp_path / "train.bin", tmp_path / "data" / "ids", "--ids", "uint16", "--document-end", "99")
     assert done.stdout.startswith(f"{tmp_path / 'data' / 'ids'}: 100 rows in 1 shard")
     assert done.stdout.splitlines()[1].endswith(", 10,000 values, 100 in the longest row")
-    data = RemoteDataset(serve(tmp_path / "data").url, "ids", packing="best_fit", seq_len=200, batch_size=1, tail="wrap")
+    data = RemoteDataset(serve(tmp_path / "data").url, "ids", packing="best_fit", seq_len=200, batch_size=1, drop_last=False)
     for batch in data:
         assert batch["input_ids"].tolist() == [[*range(100)] * 2]
         assert batch["cu_seqlens"].tolist() == [0, 100, 200]

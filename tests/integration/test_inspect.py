@@ -21,9 +21,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(data / "tokenizer.json")
     write_pairs(data / "pairs", [("how many foxes?", " one"), ("how many dogs?", " two")])
     write_text(data / "texts", ["the quick brown fox", "", "a dog", "\x1b[2J " * 500], row_group_size=2)
-    (data / "texts" / "penstock.toml").write_text(
-        "on_bad_row = 'substitute'\nmax_bad_share = 0.5\nfilter = \"text != 'a dog'\""
-    )
+    (data / "texts" / "penstock.toml").write_text("on_bad_row = 'replace'\nmax_bad_share = 0.5\nfilter = \"text != 'a dog'\"")
     write_numbered(data / "numbers", 5, num_shards=1)
     (data / "prefs").mkdir()
     table = pa.table({"chosen": ["yes"], "rejected": ["no no no"], "score": [0.5]})
@@ -46,11 +44,11 @@ def test_every_dataset_is_told_with_its_recipe_and_its_first_rows(data: Path, tm
     assert done.returncode == 0
     assert done.stderr.endswith("1 row cannot be used (the first: text is empty); neighbours are served in their place\n")
     labelled, numbers, pairs, prefs, texts, mixture = done.stdout.split("\n\n")
-    assert labelled.endswith("split=train\n    4 tokens, 2 learned\n      ⟦5 6⟧7 8")
+    assert labelled.endswith("split=train\n    4 tokens, 2 with loss\n      ⟦5 6⟧7 8")
     assert re.match(r"numbers: 5 rows in 1 shard, snapshot [0-9a-f]{16}\n  recipe: input_ids, pre-tokenized", numbers)
     assert "1 block, about" in numbers
-    assert "  row 1: part-000.parquet, row group 0, row 1, split=train\n    2 tokens, 2 learned\n      1 1" in numbers
-    [prompt] = re.findall(r"row 0: .*\n    (\d+) tokens, (\d+) learned\n      ⟦how many foxes\?⟧ one<\|endoftext\|>\n", pairs)
+    assert "  row 1: part-000.parquet, row group 0, row 1, split=train\n    2 tokens, 2 with loss\n      1 1" in numbers
+    [prompt] = re.findall(r"row 0: .*\n    (\d+) tokens, (\d+) with loss\n      ⟦how many foxes\?⟧ one<\|endoftext\|>\n", pairs)
     assert int(prompt[0]) > int(prompt[1]) > 0
     assert re.search(r"    chosen: .*\n      yes.*\n    rejected: .*\n      no no no.*\n      score: 0.5$", prefs)
     assert "text != 'a dog'" in texts
@@ -114,7 +112,7 @@ def test_of_very_many_turns_the_first_are_shown_and_all_are_counted(tmp_path: Pa
     (tmp_path / "data" / "long").mkdir(parents=True)
     pq.write_table(pa.table(rows), tmp_path / "data" / "long" / "part-000.parquet")
     shown = penstock("inspect", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--lines", "0").stdout
-    assert "    18,000 tokens, 9,000 learned\n" in shown
+    assert "    18,000 tokens, 9,000 with loss\n" in shown
     text = "".join(line.strip() for line in shown.splitlines()[4:])
     assert text.replace(" ", "").count("⟦7⟧8") == 5_000
     assert text.endswith("...⟧")

@@ -170,7 +170,9 @@ def test_blocks_of_a_client_that_left_are_not_made(serve: Callable[..., Server],
 @contextmanager
 def who_want_much_text(server: Server) -> Iterator[None]:
     """Six clients, whose pages take seconds each, of which two are made at a time."""
-    url = "/v1/datasets/numbers/epochs/0/ranks/0/batches/0?format=json&packing=concat&seq_len=64&tail=wrap&batch_size=16384"
+    url = (
+        "/v1/datasets/numbers/epochs/0/ranks/0/batches/0?format=json&packing=concat&seq_len=64&drop_last=false&batch_size=16384"
+    )
     with ExitStack() as stack:
         for seed in range(6):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)))

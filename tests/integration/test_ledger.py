@@ -81,7 +81,7 @@ def test_a_run_that_is_killed_and_resumed_under_other_world_sizes_is_proven(serv
     train(server, tmp_path, 3, 4, 25, kill=True)
     train(server, tmp_path, 2, 6, 20, kill=False)
     assert sorted(path.name for path in tmp_path.glob("run.ledger*")) == ["run.ledger", "run.ledger.1", "run.ledger.2"]
-    status, said = audited(tmp_path / "run.ledger", "--server", server.url, "--sample", "all")
+    status, said = audited(tmp_path / "run.ledger", "--server", server.url, "--spot-check", "all")
     assert status == 0, said
     assert said.startswith("PROVEN: each sample that was due")
     assert "were trained twice: start 2 resumed from a checkpoint before them" in said
@@ -91,11 +91,11 @@ def test_a_run_that_is_killed_and_resumed_under_other_world_sizes_is_proven(serv
     status, said = audited(tmp_path / "run.ledger", "--server", server.url, "--rows", "--json")
     report = json.loads(said)
     assert (status, report["proven"], report["orders"][0]["absent_ranks"]) == (1, False, [1])
-    first = report["missing_rows"]["epoch 0, step 0 of start 1, rank 1"]["sequences"]
+    first = report["missing_rows"]["epoch 0, step 0 of start 1, rank 1"]["samples"]
     provenance = server.json(
         "/v1/datasets/numbers/epochs/0/ranks/1/batches/0/provenance", batch_size=4, seq_len=8, world_size=2, seed=3
     )
-    assert first == provenance["sequences"]
+    assert first == provenance["samples"]
 
 
 def test_rows_that_the_server_no_longer_tells_leave_the_verdict_as_it_is(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_rows_that_the_server_no_longer_tells_leave_the_verdict_as_it_is(serve: 
     ledger.write_text("".join(lines[:5] + lines[6:]))
     write_numbered(tmp_path / "data" / "numbers", 50)
     new = serve(tmp_path / "data")
-    status, said = audited(ledger, "--server", new.url, "--rows", "--sample", "1")
+    status, said = audited(ledger, "--server", new.url, "--rows", "--spot-check", "1")
     assert (status, said.startswith("NOT PROVEN: 4 samples not trained on")) == (1, True)
     assert "epoch 0, step 4 of start 1, rank 0 is not told by the server: snapshot" in said
 
@@ -121,7 +121,7 @@ def test_the_ledger_holds_each_batch_that_was_handed_over_and_no_other(server: S
     [part] = read_ledger(ledger).parts
     frames = server.frames("/v1/datasets/numbers/epochs/0/ranks/0/batches", stop=7, **data.spec.to_query())
     assert [f"{digest:016x}" for digest in part.digests.tolist()] == [frame.digest for frame in frames]
-    assert (part.steps.tolist(), part.has_end, part.begin.num_sequences) == (list(range(7)), False, NUM_ROWS)
+    assert (part.steps.tolist(), part.has_end, part.begin.num_samples) == (list(range(7)), False, NUM_ROWS)
     assert part.begin.spec == data.spec
 
 
@@ -186,7 +186,7 @@ def test_a_run_that_forgets_its_state_is_found(server: Server, ledger: Path) -> 
                 break
     status, said = audited(ledger)
     assert (status, "36 samples trained on more than once" in said, "loaded no state" in said) == (1, True, True)
-    assert audited(ledger, "--trust-starts")[0] == 0
+    assert audited(ledger, "--assume-fresh-weights")[0] == 0
 
 
 @pytest.mark.parametrize(("first", "second"), [(5, 5), (5, 7), (7, 5)])
@@ -260,16 +260,16 @@ def test_mixtures_and_skips_are_audited_as_any_dataset(serve: Callable[..., Serv
     for name, rows in (("one", 90), ("two", 50)):
         write_numbered(tmp_path / "data" / name, rows)
     server = serve(tmp_path / "data")
-    for settings in ({"mix": "one:2,two:1"}, {"skip": "2-4", "tail": "wrap"}, {"packing": "concat"}):
+    for settings in ({"mix": "one:2,two:1"}, {"skip": "2-4", "drop_last": False}, {"packing": "concat"}):
         ledger = tmp_path / f"{next(iter(settings))}.ledger"
         for rank in range(2):
-            data = RemoteDataset(server.url, "one", batch_size=4, seq_len=8, rank=rank, world_size=2, ledger=ledger, **settings)  # type: ignore[arg-type]
+            data = RemoteDataset(server.url, "one", batch_size=4, seq_len=8, rank=rank, world_size=2, ledger=ledger, **settings)
             for epoch in range(2):
                 data.set_epoch(epoch)
                 assert len(list(data)) == len(data)
         report = audit(find_ledgers(ledger))
         assert report.is_proven
-        assert all(e.num_due + e.num_skipped + e.num_dropped == e.num_sequences for e in report.orders[0].epochs)
+        assert all(e.num_due + e.num_skipped + e.num_dropped == e.num_samples for e in report.orders[0].epochs)
 
 
 def test_data_that_a_server_no_longer_has_is_told(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -335,10 +335,10 @@ def test_a_flipped_bit_is_no_proof(server: Server, ledger: Path) -> None:
         (["{ledger}"], "there is no ledger of this name, nor of other ranks beside it"),
         ([__file__], "test_ledger.py is no ledger: none of its first"),
         (["."], ". is no file: name a ledger"),
-        (["{ledger}", "--sample", "5"], "--sample and --rows ask a server: name it with --server URL"),
+        (["{ledger}", "--spot-check", "5"], "--spot-check and --rows ask a server: name it with --server URL"),
         (
-            ["{ledger}", "--server", "http://localhost:1", "--sample", "few"],
-            "--sample must be a whole number or 'all', not 'few'",
+            ["{ledger}", "--server", "http://localhost:1", "--spot-check", "few"],
+            "--spot-check must be a whole number or 'all', not 'few'",
         ),
         ([], "the following arguments are required: LEDGER"),
     ],

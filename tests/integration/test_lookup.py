@@ -23,12 +23,12 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     write_pairs(data / "pairs", [("the dog", "jumps"), ("a fox", "runs")])
     rows = [[1], [], [3], [], []]
     holes = write_shards(data / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=9)
-    (holes / "penstock.toml").write_text('on_bad_row = "substitute"\nmax_bad_share = 0.9')
+    (holes / "penstock.toml").write_text('on_bad_row = "replace"\nmax_bad_share = 0.9')
     return serve(data, "--tokenizer", str(write_tokenizer(data / "tokenizer.json")))
 
 
 @pytest.mark.parametrize("packing", ["rows", "concat"])
-@pytest.mark.parametrize("tail", [{}, {"tail": "wrap"}, {"offset": 13}])
+@pytest.mark.parametrize("tail", [{}, {"drop_last": False}, {"offset": 13}])
 def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: str, tail: dict[str, str | int]) -> None:
     spec: dict[str, str | int] = {"batch_size": 3, "world_size": 2, "seq_len": 8, "seed": 4, "packing": packing, **tail}
     server.json_when_ready("/v1/datasets/numbers/spec", **spec)
@@ -36,11 +36,11 @@ def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: s
     for rank in (0, 1):
         for step in range(server.json("/v1/datasets/numbers/spec", **spec)["num_steps"]):
             answer = server.json(f"/v1/datasets/numbers/epochs/2/ranks/{rank}/batches/{step}/provenance", **spec)
-            for sequence in answer["sequences"]:
-                for source in sequence["sources"]:
+            for sample in answer["samples"]:
+                for source in sample["sources"]:
                     row = SHARDS[source["shard"]] + 32 * source["row_group"] + source["row"]
                     assert source["dataset_row"] == row
-                    found[row].add((2, step, rank, sequence["index"]))
+                    found[row].add((2, step, rank, sample["index"]))
     assert found
     for row in range(100):
         occurrences = server.json(f"/v1/datasets/numbers/rows/{row}/schedule", epoch=2, **spec)["occurrences"]
@@ -52,18 +52,18 @@ def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: s
 def test_a_row_shows_its_place_tokens_and_text(server: Server) -> None:
     row = server.json("/v1/datasets/numbers/rows/40")
     place = {"row": 40, "shard": "part-001.parquet", "row_group": 0, "row_in_group": 6, "split": "train"}
-    assert row == {**place, "tokens": [40] + [1] * 5, "num_tokens": 6, "num_learned": 6}
+    assert row == {**place, "tokens": [40] + [1] * 5, "num_tokens": 6, "num_loss_tokens": 6}
     pair = server.json("/v1/datasets/pairs/rows/1")
-    assert [(turn["learned"], turn["text"]) for turn in pair["turns"]] == [(False, "a fox"), (True, "runs<|endoftext|>")]
+    assert [(turn["in_loss"], turn["text"]) for turn in pair["turns"]] == [(False, "a fox"), (True, "runs<|endoftext|>")]
     assert sum(turn["num_tokens"] for turn in pair["turns"]) == len(pair["tokens"])
-    assert pair["num_learned"] == pair["turns"][1]["num_tokens"]
+    assert pair["num_loss_tokens"] == pair["turns"][1]["num_tokens"]
 
 
 def test_provenance_tells_how_long_prompts_are(server: Server) -> None:
     def told(dataset: str, **spec: str | int) -> list[list[int]]:
         server.json_when_ready(f"/v1/datasets/{dataset}/spec", **spec)
         batch = server.json(f"/v1/datasets/{dataset}/epochs/0/ranks/0/batches/0/provenance", **spec)
-        sources = [source for sequence in batch["sequences"] for source in sequence["sources"]]
+        sources = [source for sample in batch["samples"] for source in sample["sources"]]
         return sorted([source[name] for name in ("dataset_row", "row_tokens", "prompt_tokens")] for source in sources)
 
     turns = [[turn["num_tokens"] for turn in server.json(f"/v1/datasets/pairs/rows/{row}")["turns"]] for row in (0, 1)]
@@ -84,13 +84,13 @@ def test_a_bad_row_says_so_and_its_neighbour_stands_in_its_place(server: Server)
 
 def test_a_block_without_a_usable_row_is_shown_nowhere(serve: Callable[..., Server], tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "void", "tokens", [[[], []]], type_=pa.list_(pa.int32()), row_group_size=9)
-    (folder / "penstock.toml").write_text('on_bad_row = "substitute"\nmax_bad_share = 0.9')
+    (folder / "penstock.toml").write_text('on_bad_row = "replace"\nmax_bad_share = 0.9')
     with serve(tmp_path) as server:
         assert server.json("/v1/datasets/void/rows/1/schedule", batch_size=1) == {"occurrences": []}
 
 
 def test_of_very_many_places_the_first_are_told(server: Server) -> None:
-    spec: dict[str, Any] = {"tail": "wrap", "batch_size": 65_536, "world_size": 2**20}
+    spec: dict[str, Any] = {"drop_last": False, "batch_size": 65_536, "world_size": 2**20}
     places = server.json("/v1/datasets/numbers/rows/5/schedule", **spec)["occurrences"]
     assert len(places) == 1000
     first = places[0]["index"]

@@ -45,7 +45,7 @@ def dataset(server: Server, **settings: Any) -> RemoteDataset:
 
 def test_the_statistics_count_what_the_loop_was_given(server: Server) -> None:
     data = dataset(server)
-    assert (data.stats(), data.stats().wait_share) == (Stats(), 0.0)
+    assert (data.stats(), data.stats().wait_fraction) == (Stats(), 0.0)
     num_tokens = 0
     for number, batch in enumerate(data, start=1):
         num_tokens += int(batch["attention_mask"].sum())
@@ -59,8 +59,8 @@ def test_the_statistics_count_what_the_loop_was_given(server: Server) -> None:
     stats = data.stats()
     assert (stats.num_batches, stats.num_tokens, stats.num_retries) == (20 + NUM_ROWS // BATCH_SIZE, num_tokens, 0)
     assert stats.wait_seconds > 0
-    assert stats.busy_seconds > 0.019
-    assert stats.wait_share == stats.wait_seconds / (stats.wait_seconds + stats.busy_seconds)
+    assert stats.compute_seconds > 0.019
+    assert stats.wait_fraction == stats.wait_seconds / (stats.wait_seconds + stats.compute_seconds)
     assert stats.buffered_bytes == 0
 
 
@@ -77,12 +77,12 @@ def test_what_is_fetched_ahead_is_counted_in_bytes_until_the_loop_ends(server: S
 
 
 def test_only_the_tensors_that_are_asked_for_are_made(server: Server) -> None:
-    assert all(list(batch) == ["labels"] for batch in dataset(server, columns=["labels"]))
+    assert all(list(batch) == ["labels"] for batch in dataset(server, tensors=["labels"]))
     assert next(iter(dataset(server))).keys() == {"input_ids", "attention_mask", "labels"}
     wrong: Any
     for wrong in ("labels", [], ["labels", "lables"], ["lengths"], 5, [["labels"]]):
         with pytest.raises(SpecError, match="a list of tensors of a batch .input_ids, attention_mask, labels., not "):
-            dataset(server, columns=wrong)
+            dataset(server, tensors=wrong)
 
 
 def test_a_loop_that_would_learn_nothing_is_told(server: Server) -> None:
@@ -91,9 +91,9 @@ def test_a_loop_that_would_learn_nothing_is_told(server: Server) -> None:
 
     with pytest.warns(UserWarning, match=r"all of its labels are -100, .* Do the prompts fill seq_len=4\?"):
         assert (first(seq_len=4)["labels"] == -100).all()
-    assert (first(seq_len=4, loss="all")["labels"] != -100).any()
+    assert (first(seq_len=4, loss_on="all")["labels"] != -100).any()
     assert (first(seq_len=64)["labels"] != -100).any()
-    first(seq_len=4, columns=["input_ids"])
+    first(seq_len=4, tensors=["input_ids"])
 
 
 def test_two_loops_at_once_are_counted_together(server: Server) -> None:
@@ -164,9 +164,9 @@ def test_a_later_batch_from_which_nothing_is_learned_is_told_of_once(serve: Call
     write_pairs(tmp_path / "pairs", [("fox", "dog"), *[("the quick brown fox jumps over " * 2, "dog")] * 5])
     with serve(tmp_path, "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json"))) as server:
         data = RemoteDataset(server.url, "pairs", batch_size=1, seq_len=10, shuffle="none")
-        with pytest.warns(UserWarning, match=r"nothing is learned from batch 2: all of its labels") as told:
+        with pytest.warns(UserWarning, match=r"no token has loss in batch 2: all of its labels") as told:
             assert len(list(data)) == 6
-    assert [Path(warning.filename).name for warning in told if "learned" in str(warning.message)] == ["test_loop.py"]
+    assert [Path(warning.filename).name for warning in told if "has loss" in str(warning.message)] == ["test_loop.py"]
 
 
 def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
         assert warnings_of(split="train", batch_size=1)[0].startswith("long, split=train: ")  # it may not be the only dataset
         for spec in (
             {"seq_len": 95},
-            {"long_rows": "split"},
+            {"overflow": "split"},
             {"packing": "concat"},
             {"rank": 1, "world_size": 2, "batch_size": 4},
         ):
@@ -461,5 +461,5 @@ def test_a_run_of_one_step_is_told_of_its_split_dropped_samples_and_cut_rows(
             said = [str(warning.message) for warning in told]
             assert f"this run has split={split or 'train'}. " in "".join(said)
             assert len(data) == (5 if split == "all" else 1)
-            assert ("tail=drop leaves out 28 of the 60 samples" in "".join(said)) == (split != "all")
+            assert ("drop_last=true leaves out 28 of the 60 samples" in "".join(said)) == (split != "all")
             assert "92% of the tokens of all are in no batch" in said[-1]

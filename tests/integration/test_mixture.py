@@ -36,7 +36,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     pq.write_table(pa.table({"tokens": [[1, 2]] * 9, "dataset_index": [7] * 9}), data / "counted" / "part-000.parquet")
     (data / "counted" / "penstock.toml").write_text('columns = ["dataset_index"]')
     (data / "blend").mkdir()
-    (data / "blend" / "penstock.toml").write_text(f'mix = "{MIX}"\nmix_stop = "all"')
+    (data / "blend" / "penstock.toml").write_text(f'mix = "{MIX}"\nstopping_strategy = "all_exhausted"')
     (data / "stray").mkdir()
     (data / "stray" / "penstock.toml").write_text('mix = "few:1,absent:2"')
     (data / "nested").mkdir()
@@ -67,12 +67,12 @@ def samples(server: Server, epochs: int = 1, world_size: int = 1, **spec: Any) -
     return [(list(SIZES)[number], row) for number, row in found]
 
 
-@pytest.mark.parametrize("stop", ["first", "all"])
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
 def test_weights_are_exact_on_every_prefix_and_datasets_go_round_evenly(server: Server, stop: str) -> None:
-    order = samples(server, epochs=3, mix_stop=stop, tail="drop", batch_size=1)
+    order = samples(server, epochs=3, stopping_strategy=stop, drop_last=True, batch_size=1)
     counts = Counter[str]()
     rows: dict[str, list[int]] = defaultdict(list)
-    per_epoch = server.json("/v1/datasets/few/spec", mix=MIX, mix_stop=stop, batch_size=1)["num_sequences"]
+    per_epoch = server.json("/v1/datasets/few/spec", mix=MIX, stopping_strategy=stop, batch_size=1)["num_samples"]
     assert len(order) == 3 * per_epoch
     for number, (name, row) in enumerate(order[:per_epoch], 1):
         counts[name] += 1
@@ -85,7 +85,7 @@ def test_weights_are_exact_on_every_prefix_and_datasets_go_round_evenly(server: 
         # An epoch of a dataset is whole before its next one begins.
         for start in range(0, len(rows[name]) - size + 1, size):
             assert sorted(rows[name][start : start + size]) == list(range(size))
-    if stop == "first":
+    if stop == "first_exhausted":
         assert max(Counter(order[:per_epoch]).values()) == 1
     else:
         assert len(set(order[:per_epoch])) == sum(SIZES.values())
@@ -93,7 +93,7 @@ def test_weights_are_exact_on_every_prefix_and_datasets_go_round_evenly(server: 
 
 @pytest.mark.parametrize("spec", [{}, {"packing": "concat"}, {"packing": "best_fit"}, {"split": "train", "batch_size": 5}])
 @pytest.mark.parametrize("mix", [MIX, "some:1,few:2;many:1,some:1@24"])
-def test_each_sequence_tells_its_dataset(server: Server, spec: dict[str, Any], mix: str) -> None:
+def test_each_sample_tells_its_dataset(server: Server, spec: dict[str, Any], mix: str) -> None:
     names, seen = ["few", "many", "some"], set()
     plain, told = (dataset(server, mix=mix, shuffle="global", dataset_index=n, **spec) for n in (0, 1))
     assert list(told.datasets) == names
@@ -102,8 +102,8 @@ def test_each_sequence_tells_its_dataset(server: Server, spec: dict[str, Any], m
         assert (index.dtype, index.shape) == (torch.int64, batch["input_ids"].shape[:1])
         assert batch.keys() == without.keys()
         assert all(torch.equal(batch[name], without[name]) for name in batch)
-        for sequence, number in zip(batch["input_ids"], index.tolist(), strict=True):
-            [own] = {list(SIZES)[token // 1000] for token in sequence.tolist() if token > 2} or {names[number]}
+        for sample, number in zip(batch["input_ids"], index.tolist(), strict=True):
+            [own] = {list(SIZES)[token // 1000] for token in sample.tolist() if token > 2} or {names[number]}
             assert own == names[number]
             seen.add(own)
     assert seen == set(names)
@@ -111,8 +111,8 @@ def test_each_sequence_tells_its_dataset(server: Server, spec: dict[str, Any], m
 
 def test_the_number_of_a_dataset_is_for_people_and_plain_datasets_too(server: Server) -> None:
     path = "/v1/datasets/blend/epochs/0/ranks/0/batches/3"
-    shown = server.json(path, dataset_index=1, batch_size=12, format="json")["sequences"]
-    sources = server.json(f"{path}/provenance", batch_size=12)["sequences"]
+    shown = server.json(path, dataset_index=1, batch_size=12, format="json")["samples"]
+    sources = server.json(f"{path}/provenance", batch_size=12)["samples"]
     assert [list(SIZES)[line["dataset_index"]] for line in shown] == [line["sources"][0]["dataset"] for line in sources]
     alone = dataset(server, mix=None, dataset_index=True)
     assert (next(iter(alone))["dataset_index"].tolist(), alone.datasets) == ([0] * 4, ("many",))
@@ -124,7 +124,7 @@ def test_the_number_of_a_dataset_is_for_people_and_plain_datasets_too(server: Se
 
 
 def test_the_next_epoch_goes_on_where_datasets_were(server: Server) -> None:
-    per_epoch = server.json("/v1/datasets/few/spec", mix=MIX, batch_size=1)["num_sequences"]
+    per_epoch = server.json("/v1/datasets/few/spec", mix=MIX, batch_size=1)["num_samples"]
     order = samples(server, epochs=4, batch_size=1)
     assert len(order) == 4 * per_epoch
     for name, size in SIZES.items():
@@ -163,7 +163,7 @@ def test_a_mixture_resumes_at_every_step_and_on_another_number_of_ranks(server: 
 def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: str) -> None:
     spec: dict[str, Any] = {
         "mix": MIX,
-        "mix_stop": "all",
+        "stopping_strategy": "all_exhausted",
         "packing": packing,
         "seq_len": 8,
         "batch_size": 6,
@@ -174,16 +174,16 @@ def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: s
     found = defaultdict(set)
     for rank, step in product(range(2), range(num_steps)):
         answer = server.json(f"/v1/datasets/few/epochs/1/ranks/{rank}/batches/{step}/provenance", **spec)
-        for sequence in answer["sequences"]:
-            for source in sequence["sources"]:
-                found[source["dataset"], 32 * source["row_group"] + source["row"]].add((step, rank, sequence["index"]))
+        for sample in answer["samples"]:
+            for source in sample["sources"]:
+                found[source["dataset"], 32 * source["row_group"] + source["row"]].add((step, rank, sample["index"]))
     for (name, row), places in list(found.items())[::11]:
         occurrences = server.json(f"/v1/datasets/{name}/rows/{row}/schedule", epoch=1, **spec)["occurrences"]
         assert [(o["step"], o["rank"], o["index"]) for o in occurrences] == sorted(places)
 
 
 def test_weights_may_change_on_the_way(server: Server) -> None:
-    order = samples(server, mix="few:1,many:1;many:1,some:3@40", mix_stop="first", batch_size=4, name="few")
+    order = samples(server, mix="few:1,many:1;many:1,some:3@40", stopping_strategy="first_exhausted", batch_size=4, name="few")
     assert Counter(name for name, _ in order[:40]) == {"few": 20, "many": 20}
     assert Counter(name for name, _ in order[40:80]) == {"many": 10, "some": 30}
 
@@ -211,9 +211,9 @@ def test_a_run_may_change_its_mix_from_where_it_stands(server: Server, tmp_path:
 
 def test_an_epoch_that_never_ends_has_batches_far_out(server: Server) -> None:
     assert dataset(server, mix={"few": 1 / 3, "many": 2 / 3}).spec.mix == "few:1,many:2"
-    data = dataset(server, mix_stop="never", mix={"few": 0.5, "many": 1.5})
+    data = dataset(server, stopping_strategy="never", mix={"few": 0.5, "many": 1.5})
     assert len(data) > 10**12
-    far: dict[str, Any] = {"mix": "few:0.5,many:1.5", "mix_stop": "never", "batch_size": 4, "seq_len": 4, "window": 40}
+    far: dict[str, Any] = {"mix": "few:0.5,many:1.5", "stopping_strategy": "never", "batch_size": 4, "seq_len": 4, "window": 40}
     [frame] = server.frames("/v1/datasets/few/epochs/0/ranks/0/batches/1000000000", **far)
     assert frame.tensors["input_ids"].shape == (4, 4)
     problem = server.get("/v1/datasets/few/epochs/2/ranks/0/batches/0", **far).json()
@@ -235,9 +235,9 @@ def test_pairs_and_texts_mix_and_the_prompts_stay_masked(server: Server) -> None
     [
         ("other", {"mix": MIX}, "leaves out other, the dataset that is asked for"),
         ("many", {"mix": "many:1,nothing:2"}, "there is no dataset 'nothing'"),
-        ("many", {"mix_stop": "all"}, "but many is not a mixture: give a mix"),
+        ("many", {"stopping_strategy": "all_exhausted"}, "but many is not a mixture: give a mix"),
         ("pairs", {"mix": "pairs:1,others:1"}, "an id would mean two things in one batch"),
-        ("many", {"mix": "few:1,many:0;many:1@10", "mix_stop": "first"}, ""),
+        ("many", {"mix": "few:1,many:0;many:1@10", "stopping_strategy": "first_exhausted"}, ""),
     ],
 )
 def test_what_makes_no_mixture_is_refused(server: Server, name: str, spec: dict[str, str], message: str) -> None:
@@ -296,7 +296,7 @@ def test_a_mixture_of_a_new_folder_does_not_say_that_there_is_none(serve: Callab
 
 def test_a_mixture_may_be_declared_in_a_folder_of_its_own(server: Server) -> None:
     assert server.json("/v1/datasets/blend") == {
-        "name": "blend", "mix": MIX, "mix_stop": "all", "datasets": list(SIZES)
+        "name": "blend", "mix": MIX, "stopping_strategy": "all_exhausted", "datasets": list(SIZES)
     }  # fmt: skip
     assert [mixture["name"] for mixture in server.json("/v1/datasets")["mixtures"]] == ["blend"]
     assert "is not a dataset's name, a colon and a weight" in server.get("/v1/datasets/typo").json()["detail"]
@@ -310,7 +310,7 @@ def test_a_mixture_may_be_declared_in_a_folder_of_its_own(server: Server) -> Non
     named = server.get(batch, snapshot=resolved["snapshot"], mix=resolved["mix"]).headers["Cache-Control"]
     assert (told, named) == ("no-cache", "public, max-age=31536000, immutable")
     declared = samples(server, name="blend", mix=None)
-    assert declared == samples(server, mix_stop="all")
+    assert declared == samples(server, stopping_strategy="all_exhausted")
     assert samples(server, name="blend", mix="few:1,some:1") == samples(server, name="few", mix="few:1,some:1")
     problem = server.get("/v1/datasets/blend/rows/3").json()
     assert (problem["status"], "rows and snapshots belong to its datasets: few, many, some" in problem["detail"]) == (422, True)

@@ -190,7 +190,7 @@ def test_a_refresh_answers_with_what_changed(start: Callable[..., Server], folde
     (folder / "penstock.toml").write_text("eos = 9")
     assert refresh(server).json()["previous"] == change["snapshot"]
     with_eos = server.json(NUMBERS)["snapshot"]
-    (folder / "penstock.toml").write_text('eos = 9\non_bad_row = "substitute"')
+    (folder / "penstock.toml").write_text('eos = 9\non_bad_row = "replace"')
     answer = refresh(server).json()
     assert (answer["snapshot"], answer["changed"], answer["recipe"]) == (with_eos, False, True)
     (folder / "penstock.toml").unlink()
@@ -265,7 +265,7 @@ def test_a_state_that_cannot_be_opened_takes_nothing_away(start: Callable[..., S
     assert "part-100.parquet is truncated" in server.json(NUMBERS)["refresh_error"]
     problem = refresh(server)
     assert (problem.status_code, problem.headers["Content-Type"]) == (500, "application/problem+json")
-    assert problem.json()["type"] == "urn:penstock:problem:dataset-refused"
+    assert problem.json()["type"] == "urn:penstock:problem:dataset-invalid"
     assert f"Until then snapshot {data.snapshot} is served." in problem.json()["detail"]
     assert contents(data) == expected == contents(dataset(server))
     log = server.stop()
@@ -274,7 +274,7 @@ def test_a_state_that_cannot_be_opened_takes_nothing_away(start: Callable[..., S
     server.start()  # jobs go on; who would begin one is told what is wrong
     assert "part-100.parquet is truncated" in server.greeting
     assert contents(data) == expected
-    assert server.get(f"{NUMBERS}/spec").json()["type"] == "urn:penstock:problem:dataset-refused"
+    assert server.get(f"{NUMBERS}/spec").json()["type"] == "urn:penstock:problem:dataset-invalid"
     write_shard(folder / "part-100.parquet", 1000)
     until(lambda: server.get(NUMBERS).status_code == 200)
     assert server.json(NUMBERS)["refresh_error"] is None

@@ -18,16 +18,16 @@ from penstock import RemoteDataset
 from serving import Server
 
 # What is sorted by length and yet padded to seq_len is the same tokens in the same order.
-pytestmark = pytest.mark.filterwarnings("ignore:group_by_length=.* nothing is saved")
+pytestmark = pytest.mark.filterwarnings("ignore:length_bucket_size=.* nothing is saved")
 NUM_ROWS, SEQ_LEN = 300, 32
 Token = tuple[int, int]  # the row, and the place in it
 Spec = dict[str, Any]
 
 SPECS: list[Spec] = [
     {"packing": "rows", "seq_len": 200},
-    {"packing": "rows", "seq_len": 200, "group_by_length": 12},
-    {"packing": "rows", "long_rows": "split"},
-    {"packing": "rows", "long_rows": "split", "group_by_length": 8},
+    {"packing": "rows", "seq_len": 200, "length_bucket_size": 12},
+    {"packing": "rows", "overflow": "split"},
+    {"packing": "rows", "overflow": "split", "length_bucket_size": 8},
     {"packing": "best_fit"},
 ]
 
@@ -60,22 +60,22 @@ def splits(server: Server) -> list[str]:
 
 
 def dataset(server: Server, name: str = "docs", rank: int = 0, world_size: int = 1, **spec: Any) -> RemoteDataset:
-    settings: Spec = {"batch_size": 4, "seq_len": SEQ_LEN, "window": 60, "tail": "wrap"} | spec
+    settings: Spec = {"batch_size": 4, "seq_len": SEQ_LEN, "window": 60, "drop_last": False} | spec
     return RemoteDataset(server.url, name, rank=rank, world_size=world_size, **settings)
 
 
 def tokens_of(batch: dict[str, Any]) -> Iterator[list[Token]]:
-    """The tokens of each sequence."""
+    """The tokens of each sample."""
     for ids, mask in zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True):
         yield [divmod(token, 100) for token, real in zip(ids, mask, strict=True) if real]
 
 
 def epoch_of(server: Server, epoch: int, world_size: int, **spec: Any) -> list[list[Token]]:
-    """The sequences of an epoch in the order of step, rank and index."""
+    """The samples of an epoch in the order of step, rank and index."""
     ranks = [dataset(server, rank=rank, world_size=world_size, **spec) for rank in range(world_size)]
     for data in ranks:
         data.set_epoch(epoch)
-    return [sequence for batches in zip(*ranks, strict=True) for batch in batches for sequence in tokens_of(batch)]
+    return [sample for batches in zip(*ranks, strict=True) for batch in batches for sample in tokens_of(batch)]
 
 
 def every_token(rows: set[int]) -> Counter[Token]:
@@ -86,32 +86,32 @@ def every_token(rows: set[int]) -> Counter[Token]:
 def test_an_epoch_holds_every_token_of_its_split_once(
     server: Server, splits: list[str], spec: Spec, split: str, shuffle: str
 ) -> None:
-    if spec.get("group_by_length") and shuffle == "none":
-        pytest.skip("group_by_length sorts windows")
+    if spec.get("length_bucket_size") and shuffle == "none":
+        pytest.skip("length_bucket_size sorts windows")
     settings = {**spec, "split": split, "shuffle": shuffle}
-    num_sequences = server.json_when_ready("/v1/datasets/docs/spec", batch_size=1, **({"seq_len": SEQ_LEN} | settings))[
-        "num_sequences"
+    num_samples = server.json_when_ready("/v1/datasets/docs/spec", batch_size=1, **({"seq_len": SEQ_LEN} | settings))[
+        "num_samples"
     ]
     rows = {row for row, own in enumerate(splits) if split in ("all", own)}
     assert 0 < len(rows) <= NUM_ROWS
     orders = []
     for world_size in (1, 3):
         order = epoch_of(server, 2, world_size, **settings)
-        assert order[num_sequences:] == order[: len(order) - num_sequences]
-        assert Counter(token for sequence in order[:num_sequences] for token in sequence) == every_token(rows)
-        orders.append(order[:num_sequences])
+        assert order[num_samples:] == order[: len(order) - num_samples]
+        assert Counter(token for sample in order[:num_samples] for token in sample) == every_token(rows)
+        orders.append(order[:num_samples])
     assert orders[0] == orders[1]
     if shuffle == "window":
-        other = epoch_of(server, 3, 1, **settings)[:num_sequences]
+        other = epoch_of(server, 3, 1, **settings)[:num_samples]
         assert other != orders[0]
-        assert Counter(token for sequence in other for token in sequence) == every_token(rows)
+        assert Counter(token for sample in other for token in sample) == every_token(rows)
         if spec["packing"] != "best_fit":  # which puts other rows together
             assert sorted(other) == sorted(orders[0])
 
 
 def test_the_splits_are_disjoint_complete_and_of_about_their_share(server: Server) -> None:
     splits = {
-        split: {sequence[0][0] for sequence in epoch_of(server, 0, 1, seq_len=200, split=split)}
+        split: {sample[0][0] for sample in epoch_of(server, 0, 1, seq_len=200, split=split)}
         for split in ("train", "validation")
     }
     assert splits["train"] | splits["validation"] == set(range(NUM_ROWS))
@@ -128,11 +128,11 @@ def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, spec: Spec
         url = f"/v1/datasets/docs/epochs/1/ranks/{rank}/batches/{step}"
         answer = server.json(f"{url}/provenance", **settings)
         page = server.json(url, format="json", **settings)
-        for sequence, shown in zip(answer["sequences"], page["sequences"], strict=True):
+        for sample, shown in zip(answer["samples"], page["samples"], strict=True):
             listed = []
-            for source in sequence["sources"]:
+            for source in sample["sources"]:
                 row = (130 if source["shard"] == "part-001.parquet" else 0) + 40 * source["row_group"] + source["row"]
-                found[row].add((step, rank, sequence["index"]))
+                found[row].add((step, rank, sample["index"]))
                 listed += [100 * row + token for token in range(source["start"], source["stop"])]
             assert listed == shown["input_ids"]
     for row in range(0, NUM_ROWS, 7):
@@ -158,8 +158,8 @@ def test_best_fit_keeps_documents_whole_and_apart(server: Server) -> None:
 @pytest.mark.parametrize("shuffle", ["none", "window", "global"])
 def test_best_fit_keeps_the_same_rows_together_in_each_epoch_only_without_shuffle(server: Server, shuffle: str) -> None:
     def together(epoch: int) -> Counter[tuple[Token, ...]]:
-        sequences = epoch_of(server, epoch, 1, packing="best_fit", shuffle=shuffle, batch_size=1)
-        return Counter(tuple(sequence) for sequence in sequences if sequence[0][0] != sequence[-1][0])
+        samples = epoch_of(server, epoch, 1, packing="best_fit", shuffle=shuffle, batch_size=1)
+        return Counter(tuple(sample) for sample in samples if sample[0][0] != sample[-1][0])
 
     first, second = together(0), together(1)
     assert first.total() == second.total() > 40
@@ -170,13 +170,13 @@ def test_best_fit_keeps_the_same_rows_together_in_each_epoch_only_without_shuffl
 
 def test_best_fit_says_how_much_is_padding(server: Server) -> None:
     answer = server.json_when_ready("/v1/datasets/docs/spec", packing="best_fit", seq_len=97)
-    assert answer["padding"] == pytest.approx(1 - sum(lengths()) / (97 * answer["num_sequences"]))
+    assert answer["padding"] == pytest.approx(1 - sum(lengths()) / (97 * answer["num_samples"]))
     assert answer["padding"] < 0.1
 
 
 def test_concat_tells_where_documents_begin_if_asked_to(server: Server) -> None:
     plain = list(dataset(server, packing="concat"))
-    told = list(dataset(server, packing="concat", boundaries="documents"))
+    told = list(dataset(server, packing="concat", mark_documents=True))
     assert "position_ids" not in plain[0]
     for with_, without in zip(told, plain, strict=True):
         assert with_["input_ids"].equal(without["input_ids"])
@@ -190,24 +190,24 @@ def test_concat_tells_where_documents_begin_if_asked_to(server: Server) -> None:
 
 def test_similar_lengths_come_together_and_are_yet_mixed(server: Server) -> None:
     def padding(**spec: Any) -> float:
-        batches = list(dataset(server, seq_len=200, pad="longest", tail="drop", window=300, **spec))
+        batches = list(dataset(server, seq_len=200, pad="longest", drop_last=True, window=300, **spec))
         real = sum(int(batch["attention_mask"].sum()) for batch in batches)
         return 1 - real / sum(int(batch["input_ids"].numel()) for batch in batches)
 
-    assert padding(group_by_length=4) < 0.25 * padding()
+    assert padding(length_bucket_size=4) < 0.25 * padding()
     widths = [
-        batch["input_ids"].shape[1] for batch in dataset(server, seq_len=200, pad="longest", group_by_length=4, window=300)
+        batch["input_ids"].shape[1] for batch in dataset(server, seq_len=200, pad="longest", length_bucket_size=4, window=300)
     ]
     assert widths != sorted(widths)
     assert widths != sorted(widths, reverse=True)
 
 
 def test_who_sorts_by_length_and_pads_to_seq_len_is_told_that_nothing_is_saved(server: Server) -> None:
-    with pytest.warns(UserWarning, match=r"group_by_length=4 .* pads each to 200 tokens anyway: .* Use pad=longest"):
-        dataset(server, seq_len=200, group_by_length=4)
+    with pytest.warns(UserWarning, match=r"length_bucket_size=4 .* pads each to 200 tokens anyway: .* Use pad=longest"):
+        dataset(server, seq_len=200, length_bucket_size=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dataset(server, seq_len=200, group_by_length=4, pad=8)
+        dataset(server, seq_len=200, length_bucket_size=4, pad=8)
         dataset(server, seq_len=200)
 
 
@@ -224,19 +224,19 @@ def test_the_prompt_is_masked_wherever_a_row_is_cut(server: Server) -> None:
         for batch in dataset(server, "pairs", seq_len=200, pad="longest", batch_size=1)
         for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
     }
-    # Where documents are kept apart, the first token of each is not learned; whole ones begin with their prompt.
-    for spec in ({"long_rows": "split", "seq_len": 16}, {"packing": "best_fit", "seq_len": 200}):
-        learned = Counter(
+    # Where documents are kept apart, the first token of each has no loss; whole ones begin with their prompt.
+    for spec in ({"overflow": "split", "seq_len": 16}, {"packing": "best_fit", "seq_len": 200}):
+        in_loss = Counter(
             label
             for batch in dataset(server, "pairs", batch_size=1, **spec)  # type: ignore[arg-type]
             for labels in batch["labels"].tolist()
             for label in labels
             if label != -100
         )
-        assert learned == Counter(label for labels in whole.values() for label in labels if label != -100)
+        assert in_loss == Counter(label for labels in whole.values() for label in labels if label != -100)
 
 
 def test_who_sorts_fewer_rows_than_a_batch_has_is_told(server: Server) -> None:
-    with pytest.warns(UserWarning, match=r"little is saved. Use the size of a global batch, group_by_length=8."):
-        dataset(server, seq_len=200, world_size=2, group_by_length=3, pad=8)
-    dataset(server, seq_len=200, world_size=2, group_by_length=4, pad=8)  # warnings are errors
+    with pytest.warns(UserWarning, match=r"little is saved. Use the size of a global batch, length_bucket_size=8."):
+        dataset(server, seq_len=200, world_size=2, length_bucket_size=3, pad=8)
+    dataset(server, seq_len=200, world_size=2, length_bucket_size=4, pad=8)  # warnings are errors

@@ -91,29 +91,29 @@ SPECS: list[tuple[str, dict[str, Any]]] = [
     ("texts", {"packing": "concat", "seq_len": 90}),
     ("pairs", {"pad": "longest"}),
     ("pairs", {"seq_len": 16}),
-    ("pairs", {"loss": "all"}),
-    ("pairs", {"long_rows": "split", "seq_len": 16}),
+    ("pairs", {"loss_on": "all"}),
+    ("pairs", {"overflow": "split", "seq_len": 16}),
     ("pairs", {"packing": "concat", "seq_len": 90}),
-    ("pairs", {"packing": "concat", "seq_len": 90, "boundaries": "documents", "loss": "all"}),
+    ("pairs", {"packing": "concat", "seq_len": 90, "mark_documents": True, "loss_on": "all"}),
     ("pairs", PACKED),
-    ("pairs", {"task": "seq2seq", "target_len": 32}),
+    ("pairs", {"task": "seq2seq", "target_seq_len": 32}),
     ("chats", {}),
     ("chats", PACKED),
-    ("chats", {"loss": "all"}),
+    ("chats", {"loss_on": "all"}),
     ("prefs", {"seq_len": 32}),
     ("numbers", {}),
     ("numbers", PACKED),
     ("both", {}),
     ("labelled", {}),
     ("labelled", PACKED),
-    ("labelled", {"loss": "all"}),
+    ("labelled", {"loss_on": "all"}),
     ("answers", {}),
-    ("answers", {"task": "seq2seq", "target_len": 32}),
+    ("answers", {"task": "seq2seq", "target_seq_len": 32}),
     ("id-prefs", {}),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:nothing is learned from the first batch")  # of 16 tokens a pair has only its prompt
+@pytest.mark.filterwarnings("ignore:no token has loss in the first batch")  # of 16 tokens a pair has only its prompt
 @pytest.mark.filterwarnings("ignore:.* tokens of a batch's (prompts|responses) are padding")
 @pytest.mark.parametrize(("dataset", "spec"), SPECS, ids=str)
 def test_tokens_padding_and_loss_are_those_that_the_trainer_gets(server: Server, dataset: str, spec: dict[str, Any]) -> None:
@@ -125,19 +125,19 @@ def test_tokens_padding_and_loss_are_those_that_the_trainer_gets(server: Server,
             masks = [batch[f"{side}attention_mask"][index] for side in ("", "chosen_", "rejected_") if f"{side}labels" in batch]
             if spec.get("task") == "seq2seq":
                 masks.append(batch["labels"][index] != -100)
-            assert shown.num_learned == sum(int((line != -100).sum()) for line in labels)
+            assert shown.num_loss_tokens == sum(int((line != -100).sum()) for line in labels)
             assert shown.num_tokens == sum(int(mask.sum()) for mask in masks)
             assert sum(line.num_positions for line in shown.lines) == sum(mask.numel() for mask in masks)
             assert sum(passage.num_tokens for passage in shown.passages) == shown.num_tokens
             if len(masks) == 1:
-                learned = [
-                    piece.learned for passage in shown.passages for piece in passage.pieces for _ in range(piece.num_tokens)
+                in_loss = [
+                    piece.in_loss for passage in shown.passages for piece in passage.pieces for _ in range(piece.num_tokens)
                 ]
                 taken = (labels[0] != -100).tolist()
                 starts = (
                     {0} if "position_ids" not in batch else {i for i, at in enumerate(batch["position_ids"][index]) if at == 0}
                 )
-                assert all(learned[i] == taken[i] for i in range(len(learned)) if i not in starts)
+                assert all(in_loss[i] == taken[i] for i in range(len(in_loss)) if i not in starts)
 
 
 @pytest.mark.parametrize("spec", [{}, PACKED, {"packing": "concat", "seq_len": 90}], ids=str)
@@ -145,8 +145,8 @@ def test_each_passage_names_the_row_that_its_text_is_of(server: Server, data_dir
     rows = pq.read_table(data_dir / "pairs" / "part-000.parquet").to_pylist()
     seen = 0
     for step in range(4):
-        for sequence in views(server, "pairs", step, batch_size=2, **spec):
-            for passage in sequence.passages:
+        for sample in views(server, "pairs", step, batch_size=2, **spec):
+            for passage in sample.passages:
                 [(row, start)] = re.findall(r"^part-000.parquet, row group 0, row (\d+)(, from token \d+)?$", passage.source)
                 whole = rows[int(row)]["prompt"] + rows[int(row)]["response"] + "<|endoftext|>"
                 text = "".join(piece.text for piece in passage.pieces)
@@ -161,7 +161,7 @@ def test_each_passage_has_as_many_tokens_as_provenance_tells_of_its_row(
     server: Server, dataset: str, spec: dict[str, Any]
 ) -> None:
     query = "&".join(f"{name}={value}" for name, value in {"batch_size": 4, **spec}.items())
-    lines = server.json(f"{batches_path(dataset, 0, 0)}/0/provenance?{query}")["sequences"]
+    lines = server.json(f"{batches_path(dataset, 0, 0)}/0/provenance?{query}")["samples"]
     assert any(len(line["sources"]) > 1 for line in lines)
     for line, shown in zip(lines, views(server, dataset, 0, batch_size=4, **spec), strict=True):
         assert [passage.num_tokens for passage in shown.passages] == [s["stop"] - s["start"] for s in line["sources"]]
@@ -174,12 +174,12 @@ def test_a_batch_is_shown_with_its_address_and_a_curl_line_that_gives_it(server:
     snapshot = server.json("/v1/datasets/pairs")["snapshot"]
     assert lines[0] == f"pairs  epoch 0, rank 0, step 3  snapshot {snapshot}"
     page = server.json("/v1/datasets/pairs/epochs/0/ranks/0/batches/3?seq_len=64&batch_size=2&seed=5&format=json")
-    for sequence in page["sequences"]:
-        [at] = [number for number, line in enumerate(lines) if line.endswith(sequence["source"])]
+    for sample in page["samples"]:
+        [at] = [number for number, line in enumerate(lines) if line.endswith(sample["source"])]
         cells = lines[at].split("│")[0].split()
-        learned = sequence["num_tokens"] - sequence["prompt_lengths"]
-        padding = f"{1 - sequence['num_tokens'] / 64:.0%}"
-        assert cells == [str(sequence["index"]), str(sequence["num_tokens"]), padding, str(learned)]
+        in_loss = sample["num_tokens"] - sample["prompt_lengths"]
+        padding = f"{1 - sample['num_tokens'] / 64:.0%}"
+        assert cells == [str(sample["index"]), str(sample["num_tokens"]), padding, str(in_loss)]
     assert f"{page['nbytes']:,} bytes" in done.stdout
     assert lines[-1].startswith("curl '")
     if shutil.which("curl"):
@@ -206,33 +206,35 @@ def test_what_is_cut_off_rows_is_told(server: Server) -> None:
     assert num_cut_of == [lost, [0] * len(whole)]
     num_cut = sum(map(bool, lost))
     told = f"seq_len cuts {sum(lost):,} tokens off {num_cut} of 8 rows, and no batch holds them: "
-    told += "--long-rows split, --packing best_fit or concat keeps them"
+    told += "--overflow split, --packing best_fit or concat keeps them"
     assert told in said()
-    for options in (("--long-rows", "split"), ("--packing", "best_fit"), ("--packing", "concat")):
+    for options in (("--overflow", "split"), ("--packing", "best_fit"), ("--packing", "concat")):
         assert "no batch holds" not in said(*options)
 
 
 def test_what_is_cut_off_prompts_and_responses_is_told(server: Server) -> None:
     url = f"{server.url}/pairs?task=seq2seq&batch_size=8"
-    rows = server.json("/v1/datasets/pairs/epochs/0/ranks/0/batches/0/provenance?batch_size=8")["sequences"]
+    rows = server.json("/v1/datasets/pairs/epochs/0/ranks/0/batches/0/provenance?batch_size=8")["samples"]
     prompts = [row["sources"][0]["prompt_tokens"] for row in rows]
     responses = [row["sources"][0]["row_tokens"] - prompt for row, prompt in zip(rows, prompts, strict=True)]
-    seq_len, target_len = max(prompts) - 1, max(responses) - 2
-    said = " ".join(penstock("peek", url, "--seq-len", str(seq_len), "--target-len", str(target_len)).stdout.split())
+    seq_len, target_seq_len = max(prompts) - 1, max(responses) - 2
+    said = " ".join(penstock("peek", url, "--seq-len", str(seq_len), "--target-seq-len", str(target_seq_len)).stdout.split())
     for noun, limit, longest, lengths in (
         ("prompts", "seq_len", seq_len, prompts),
-        ("responses", "target_len", target_len, responses),
+        ("responses", "target_seq_len", target_seq_len, responses),
     ):
         lost = [length - longest for length in lengths if length > longest]
         assert f"{limit} cuts {counted(sum(lost), 'token')} off {len(lost)} of 8 {noun}, and no batch holds them" in said
     assert "best_fit" not in said
-    assert "smaller --target-len" in " ".join(penstock("peek", url, "--seq-len", "64", "--target-len", "64").stdout.split())
-    whole = penstock("peek", url, "--seq-len", str(max(prompts)), "--target-len", str(max(responses))).stdout
+    assert "smaller --target-seq-len" in " ".join(
+        penstock("peek", url, "--seq-len", "64", "--target-seq-len", "64").stdout.split()
+    )
+    whole = penstock("peek", url, "--seq-len", str(max(prompts)), "--target-seq-len", str(max(responses))).stdout
     assert "no batch holds" not in whole
 
 
 def test_what_is_cut_off_each_side_of_a_pair_is_told(server: Server) -> None:
-    whole = server.json("/v1/datasets/prefs/epochs/0/ranks/0/batches/0?batch_size=8&format=json")["sequences"]
+    whole = server.json("/v1/datasets/prefs/epochs/0/ranks/0/batches/0?batch_size=8&format=json")["samples"]
     lengths = [len(pair[f"{side}_input_ids"]) for pair in whole for side in ("chosen", "rejected")]
     longest = sorted(lengths)[len(lengths) // 2] - 1
     lost = [length - longest for length in lengths if length > longest]
@@ -308,10 +310,10 @@ def test_a_long_prompt_does_not_hide_the_response_and_all_of_it_can_be_asked_for
     assert short.count("fox") * 4 + int(left_out.replace(",", "")) == pytest.approx(3600, abs=8)
     assert whole.count("fox") == 900
     cut = penstock("peek", f"{server.url}/long", "--batch-size", "1", "--seq-len", "64").stdout
-    assert "nothing is learned from sequence 0: does the prompt fill seq_len?" in cut
+    assert "no token has loss in sample 0: does the prompt fill seq_len?" in cut
 
 
-def test_of_many_rows_in_a_sequence_some_are_shown(server: Server) -> None:
+def test_of_many_rows_in_a_sample_some_are_shown(server: Server) -> None:
     shown = penstock("peek", f"{server.url}/numbers", "--packing", "concat", "--seq-len", "200", "--batch-size", "1").stdout
     assert shown.count("▸ part-") == 4
     [more] = re.findall(r"▸ and (\d+) more", shown)

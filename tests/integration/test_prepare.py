@@ -41,11 +41,11 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
-    done = prepare(data, tmp_path / "cache", "--best-fit", "256")
+    done = prepare(data, tmp_path / "cache", "--pack-seq-len", "256")
     assert done.returncode == 0
     assert (told := re.search(r"long: 8,000 rows, ([\d,]+) tokens, 0 bad rows; ([\d,]+) rows in split=validation", done.stdout))
     assert "80 of 80 blocks are in the cache\n" in done.stdout
-    packed = re.findall(r"long: ([\d,]+) sequences of 256 tokens(.*), [\d.]+% of them padding", done.stdout)
+    packed = re.findall(r"long: ([\d,]+) samples of 256 tokens(.*), [\d.]+% of them padding", done.stdout)
     assert [split for _, split in packed] == ["", " of split=train", " of split=validation"]
     server = serve(data, cache_dir=tmp_path / "cache")
     made = inodes(tmp_path / "cache")
@@ -53,7 +53,7 @@ def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data
     assert facts["index"] == {"blocks_done": 80, "blocks": 80}
     for split, counts in facts["splits"].items():
         spec = server.json("/v1/datasets/long/spec", packing="rows", split=split, seq_len=256)
-        assert spec["num_sequences"] == counts["rows"]
+        assert spec["num_samples"] == counts["rows"]
     assert f"{facts['splits']['validation']['rows']:,}" == told[2]
     assert f"{sum(counts['tokens'] for counts in facts['splits'].values()):,}" == told[1]
     inspected = penstock("inspect", data, "--cache-dir", tmp_path / "cache").stdout
@@ -69,8 +69,8 @@ def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data
             answer = server.get(url, packing=packing, split=split, seq_len=256, batch_size=1)
             assert answer.status_code == 200, answer.text
     assert inodes(tmp_path / "cache") == made
-    num_sequences = server.json("/v1/datasets/long/spec", packing="best_fit", split="train", seq_len=256)["num_sequences"]
-    assert f"{num_sequences:,}" == packed[1][0]
+    num_samples = server.json("/v1/datasets/long/spec", packing="best_fit", split="train", seq_len=256)["num_samples"]
+    assert f"{num_samples:,}" == packed[1][0]
 
 
 def test_how_long_prompts_and_responses_are_is_told(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_how_long_prompts_and_responses_are_is_told(serve: Callable[..., Server]
 def test_without_a_validation_split_there_is_one_packing(data: Path, tmp_path: Path) -> None:
     with (data / "long" / "penstock.toml").open("a") as recipe:
         recipe.write("\nvalidation = 0")
-    assert prepare(data, tmp_path / "cache", "--best-fit", "256").returncode == 0
+    assert prepare(data, tmp_path / "cache", "--pack-seq-len", "256").returncode == 0
     assert len(list((tmp_path / "cache").glob("*-bins-*.index"))) == 1
 
 
 def test_a_wrong_length_is_told_before_anything_is_read(data: Path, tmp_path: Path) -> None:
-    done = prepare(data, tmp_path / "cache", "--best-fit", "256", "--best-fit", "0")
+    done = prepare(data, tmp_path / "cache", "--pack-seq-len", "256", "--pack-seq-len", "0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--best-fit must be a seq_len from 1 to" in done.stderr
+    assert "--pack-seq-len must be a seq_len from 1 to" in done.stderr
     assert not (tmp_path / "cache").exists()
 
 
@@ -138,12 +138,12 @@ def test_a_cache_that_cannot_be_written_to_is_not_called_full(data: Path, tmp_pa
 
 def test_one_of_a_thing_is_told_as_one(tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "one", 1, num_shards=1)
-    done = prepare(tmp_path / "data", tmp_path / "cache", "--best-fit", "8")
+    done = prepare(tmp_path / "data", tmp_path / "cache", "--pack-seq-len", "8")
     assert done.stdout.splitlines()[:4] == [
         "one: 1 row, 1 token, 0 bad rows; 0 rows in split=validation",
         "one: half of the rows have at most 1 token, 90% at most 1, 99% at most 1, all at most 1",
         "one: 1 of 1 block is in the cache",
-        "one: 1 sequence of 8 tokens, 87.5% of them padding",
+        "one: 1 sample of 8 tokens, 87.5% of them padding",
     ]
 
 

@@ -21,13 +21,13 @@ def length(row: int) -> int:
     return 2 + row * row % 47
 
 
-def is_learned(row: int, place: int) -> bool:
+def is_in_loss(row: int, place: int) -> bool:
     """Turns of row % 4 + 1 ids; rows begin with either kind."""
     return (place // (row % 4 + 1) + row // 2) % 2 == 1 or place == 1
 
 
 def labels_of(row: int) -> list[int]:
-    return [100 * row + place if is_learned(row, place) else -100 for place in range(length(row))]
+    return [100 * row + place if is_in_loss(row, place) else -100 for place in range(length(row))]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     write("shifted", {"input_ids": ids, "labels": [[*own[1:], 7] for own in ids]})
     write("floats", {"input_ids": ids, "loss_mask": [[1.0] * len(own) for own in ids]})
     beyond = [[2**32 + 5 if row % 20 == 4 else 5, row] for row in rows]
-    write("beyond", {"input_ids": beyond}, 'on_bad_row = "substitute"\nmax_bad_share = 0.1')
+    write("beyond", {"input_ids": beyond}, 'on_bad_row = "replace"\nmax_bad_share = 0.1')
     answers = [[7, row, 9] for row in rows]
     write("unnamed", {"input_ids": ids, "labels": [[7, row, 9] if len(ids[row]) != 3 else [7] for row in rows]})
     write(
@@ -79,7 +79,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
 
 def epoch_of(server: Server, name: str, **spec: Any) -> list[tuple[int, int, bool]]:
     """Of each token that is no padding: id, label, whether it is the first of a document."""
-    settings: Spec = {"batch_size": 3, "tail": "wrap", "window": 40} | spec
+    settings: Spec = {"batch_size": 3, "drop_last": False, "window": 40} | spec
     data = RemoteDataset(server.url, name, rank=0, world_size=1, **settings)
     found = []
     for batch in data:
@@ -92,9 +92,9 @@ def epoch_of(server: Server, name: str, **spec: Any) -> list[tuple[int, int, boo
 
 SPECS: list[Spec] = [
     {"packing": "rows", "seq_len": 50},
-    {"packing": "rows", "seq_len": 16, "long_rows": "split", "pad": "longest", "group_by_length": 6},
+    {"packing": "rows", "seq_len": 16, "overflow": "split", "pad": "longest", "length_bucket_size": 6},
     {"packing": "concat", "seq_len": 64},
-    {"packing": "concat", "seq_len": 64, "boundaries": "documents"},
+    {"packing": "concat", "seq_len": 64, "mark_documents": True},
     {"packing": "best_fit", "seq_len": 64, "shuffle": "global"},
 ]
 
@@ -105,11 +105,11 @@ def test_every_id_has_the_label_that_its_row_gives_it(server: Server, name: str,
     found = epoch_of(server, name, **spec)
     for token, label, begins in found:
         row, place = divmod(token, 100)
-        assert label == (token if is_learned(row, place) and not begins else -100)
+        assert label == (token if is_in_loss(row, place) and not begins else -100)
     seen = Counter(token for token, _, _ in found)
     every = {100 * row + place for row in range(NUM_ROWS) for place in range(length(row))}
     assert seen.keys() <= every
-    if spec["packing"] != "concat":  # the last tokens, too few for a sequence, are in no batch
+    if spec["packing"] != "concat":  # the last tokens, too few for a sample, are in no batch
         assert seen.keys() == every
 
 
@@ -144,8 +144,8 @@ def test_padding_without_a_mask_is_told_of(server: Server, packing: str) -> None
             pass
 
 
-def test_with_loss_all_every_id_is_learned(server: Server) -> None:
-    assert all(label == token for token, label, _ in epoch_of(server, "labelled", loss="all", seq_len=50))
+def test_with_loss_all_every_id_is_in_loss(server: Server) -> None:
+    assert all(label == token for token, label, _ in epoch_of(server, "labelled", loss_on="all", seq_len=50))
 
 
 def test_in_a_mixture_each_dataset_keeps_its_masks(server: Server) -> None:
@@ -160,8 +160,8 @@ def test_in_a_mixture_each_dataset_keeps_its_masks(server: Server) -> None:
 
 def test_people_are_shown_the_labels(server: Server) -> None:
     path = "/v1/datasets/labelled/epochs/0/ranks/0/batches/0?format=json&shuffle=none&batch_size=5&seq_len=50"
-    sequences = server.json(path)["sequences"]
-    assert [sequence["labels"] for sequence in sequences] == [labels_of(row) for row in range(5)]
+    samples = server.json(path)["samples"]
+    assert [sample["labels"] for sample in samples] == [labels_of(row) for row in range(5)]
     about = server.json("/v1/datasets/padded")
     assert about["recipe"] == "input_ids, pre-tokenized, masked by completion_mask, attention_mask"
     assert about["columns"] == ["input_ids", "completion_mask", "attention_mask"]
@@ -179,7 +179,7 @@ def test_ids_of_an_encoder_and_a_decoder_stay_apart(server: Server) -> None:
         assert batch["labels"].tolist() == [[7, row, 9, 9999]]
 
 
-def test_of_prompt_and_response_the_response_is_learned(server: Server) -> None:
+def test_of_prompt_and_response_the_response_is_in_loss(server: Server) -> None:
     for row, batch in enumerate(dataset(server, "answered")):
         prompt = [100 * row + place for place in range(length(row))]
         assert batch["input_ids"].tolist() == [[*prompt, 7, row, 9, 9999]]

@@ -33,7 +33,7 @@ def test_every_row_comes_once_with_the_ids_of_tokenizers(server: Server, name: s
         parts = [tokenizer.encode(row[column]).ids for column in columns]
         expected.append((len(parts[0]) if len(parts) == 2 else 0, [*chain.from_iterable(parts), EOS]))
     longest = max(len(ids) for _, ids in expected)
-    data = RemoteDataset(server.url, name, batch_size=4, seq_len=longest, pad="longest", tail="wrap")
+    data = RemoteDataset(server.url, name, batch_size=4, seq_len=longest, pad="longest", drop_last=False)
     served = []
     for batch in data:
         for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
@@ -50,7 +50,7 @@ def test_prompt_and_response_come_apart_for_seq2seq(server: Server) -> None:
     rows = [row for path in sorted((REAL_DATA / "gsm8k").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     expected = [(tokenizer.encode(r["prompt"]).ids[:64], [*tokenizer.encode(r["response"]).ids, EOS][:48]) for r in rows]
     data = RemoteDataset(
-        server.url, "gsm8k", task="seq2seq", batch_size=1, seq_len=64, target_len=48, shuffle="none", pad="longest"
+        server.url, "gsm8k", task="seq2seq", batch_size=1, seq_len=64, target_seq_len=48, shuffle="none", pad="longest"
     )
     assert len(data) == len(expected)
     for batch, (prompt, response) in zip(data, expected, strict=True):
@@ -58,16 +58,16 @@ def test_prompt_and_response_come_apart_for_seq2seq(server: Server) -> None:
         assert batch["labels"][0].tolist() == response
 
 
-@pytest.mark.parametrize("spec", [{"packing": "best_fit"}, {"long_rows": "split", "pad": "64"}])
+@pytest.mark.parametrize("spec", [{"packing": "best_fit"}, {"overflow": "split", "pad": "64"}])
 def test_long_documents_are_packed_without_a_token_lost(server: Server, spec: dict[str, str]) -> None:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     rows = [
         row["text"] for path in sorted((REAL_DATA / "wikitext").glob("*.parquet")) for row in pq.read_table(path).to_pylist()
     ]
     expected = Counter(chain.from_iterable([*tokenizer.encode(text).ids, EOS] for text in rows))
-    num_sequences = server.json_when_ready("/v1/datasets/wikitext/spec", seq_len=1024, batch_size=1, **spec)["num_sequences"]
+    num_samples = server.json_when_ready("/v1/datasets/wikitext/spec", seq_len=1024, batch_size=1, **spec)["num_samples"]
     data = RemoteDataset(server.url, "wikitext", batch_size=1, seq_len=1024, **spec)  # type: ignore[arg-type]
-    assert len(data) == num_sequences
+    assert len(data) == num_samples
     assert Counter(token for batch in data for token in batch["input_ids"][batch["attention_mask"].bool()].tolist()) == expected
 
 
@@ -83,4 +83,4 @@ def test_languages_mix_by_their_weights(server: Server) -> None:
 def test_what_crashes_parquet_readers_is_refused_and_the_others_are_served(server: Server) -> None:
     assert "bad_parquet: NOT SERVED" in server.greeting
     problem = server.get("/v1/datasets/bad_parquet/spec").json()
-    assert problem["type"] == "urn:penstock:problem:dataset-refused"
+    assert problem["type"] == "urn:penstock:problem:dataset-invalid"

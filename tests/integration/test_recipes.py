@@ -100,7 +100,7 @@ def tokenizer(data_dir: Path) -> Tokenizer:
 
 
 def dataset(server: Server, name: str, **spec: Any) -> RemoteDataset:
-    settings: dict[str, Any] = {"batch_size": 4, "seq_len": 256, "pad": "longest", "tail": "wrap", "shuffle": "none"} | spec
+    settings: dict[str, Any] = {"batch_size": 4, "seq_len": 256, "pad": "longest", "drop_last": False, "shuffle": "none"} | spec
     return RemoteDataset(server.url, name, rank=0, world_size=1, **settings)
 
 
@@ -109,7 +109,7 @@ def kept() -> list[int]:
 
 
 def rows_of(data: RemoteDataset) -> list[dict[str, Any]]:
-    """The sequences of an epoch without padding, with what travels beside them."""
+    """The samples of an epoch without padding, with what travels beside them."""
     rows = []
     for batch in data:
         for i, real in enumerate(batch["attention_mask"].sum(dim=1).tolist()):
@@ -119,7 +119,7 @@ def rows_of(data: RemoteDataset) -> list[dict[str, Any]]:
                 if name != "cu_seqlens"
             }
             rows.append(row | {name: row[name][:real] for name in ("input_ids", "labels")})
-    return rows[: data._source.resolve(data.spec).num_sequences]
+    return rows[: data._source.resolve(data.spec).num_samples]
 
 
 def test_a_template_a_filter_and_columns_that_travel(server: Server, tokenizer: Tokenizer) -> None:
@@ -153,22 +153,21 @@ def test_rows_of_one_value_are_of_one_split(server: Server) -> None:
 
 
 def test_a_row_that_the_filter_leaves_out_says_so_and_is_shown_nowhere(server: Server) -> None:
-    assert "meta.lang = 'en'" in server.json("/v1/datasets/pages/rows/3")["left_out_by"]
-    spec: dict[str, Any] = {"batch_size": 1, "tail": "wrap"}
+    assert "meta.lang = 'en'" in server.json("/v1/datasets/pages/rows/3")["filtered_by"]
+    spec: dict[str, Any] = {"batch_size": 1, "drop_last": False}
     assert server.json("/v1/datasets/pages/rows/3/schedule", **spec) == {"occurrences": []}
     [shown] = server.json("/v1/datasets/pages/rows/4/schedule", **spec)["occurrences"]
     page = server.json(f"/v1/datasets/pages/epochs/0/ranks/0/batches/{shown['step']}", format="json", **spec)
-    assert page["sequences"][0]["text"].endswith(f"dog 4: the fox 4 jumps{EOS}")
-    assert page["sequences"][0]["source"] == "part-0.parquet, row group 0, row 4"
+    assert page["samples"][0]["text"].endswith(f"dog 4: the fox 4 jumps{EOS}")
+    assert page["samples"][0]["source"] == "part-0.parquet, row group 0, row 4"
 
 
 def test_a_filter_needs_no_look_at_the_tokens(server: Server) -> None:
     answer = server.json_when_ready("/v1/datasets/pages/spec", batch_size=1)
-    assert answer["num_sequences"] == len(kept())
+    assert answer["num_samples"] == len(kept())
     assert server.json("/v1/datasets/pages")["rows_served"] == len(kept())
     with_split = [
-        server.json_when_ready("/v1/datasets/pages/spec", batch_size=1, split=s)["num_sequences"]
-        for s in ("train", "validation")
+        server.json_when_ready("/v1/datasets/pages/spec", batch_size=1, split=s)["num_samples"] for s in ("train", "validation")
     ]
     assert sum(with_split) == len(kept())
 
@@ -185,15 +184,15 @@ def test_how_many_rows_a_filter_keeps_is_told_at_the_start_once_it_is_known(
     assert f"  pages: {len(kept()):,} of {NUM_ROWS:,} rows in 1 shard" in serve(data_dir, *flags, cache_dir=tmp_path).greeting
 
 
-@pytest.mark.filterwarnings("ignore:nothing is learned from")  # of a chat that is cut before the assistant speaks
-def test_a_chat_is_rendered_as_a_whole_and_the_assistant_is_learned(server: Server, tokenizer: Tokenizer) -> None:
+@pytest.mark.filterwarnings("ignore:no token has loss in")  # of a chat that is cut before the assistant speaks
+def test_a_chat_is_rendered_as_a_whole_and_the_assistant_is_in_loss(server: Server, tokenizer: Tokenizer) -> None:
     rows = rows_of(dataset(server, "chats"))
     for number, row in enumerate(rows):
         text = "".join(f"<|{turn['role']}|>{turn['content']}{EOS}" for turn in chat(number))
         assert row["input_ids"] == tokenizer.encode(text).ids
-        learned = [token for token in row["labels"] if token != -100]
+        in_loss = [token for token in row["labels"] if token != -100]
         said = "".join(f"{turn['content']}{EOS}" for turn in chat(number) if turn["role"] == "assistant")
-        assert tokenizer.decode(learned, skip_special_tokens=False) == said
+        assert tokenizer.decode(in_loss, skip_special_tokens=False) == said
     whole = Counter(token for row in rows for token in row["labels"])
     packed = dataset(server, "chats", packing="concat", seq_len=50, batch_size=1)
     found = Counter(token for batch in packed for token in batch["labels"].flatten().tolist())
@@ -201,7 +200,7 @@ def test_a_chat_is_rendered_as_a_whole_and_the_assistant_is_learned(server: Serv
     assert sum((found - whole).values()) == 0
 
 
-def test_a_preference_pair_is_two_sequences_behind_one_prompt(server: Server, tokenizer: Tokenizer) -> None:
+def test_a_preference_pair_is_two_samples_behind_one_prompt(server: Server, tokenizer: Tokenizer) -> None:
     seen = 0
     for batch in dataset(server, "pairs"):
         for i in range(4):
@@ -212,7 +211,7 @@ def test_a_preference_pair_is_two_sequences_behind_one_prompt(server: Server, to
                 assert batch[f"{side}_labels"][i, :real].tolist() == [-100] * len(prompt) + ids
             seen += 1
     assert seen == NUM_ROWS
-    for spec in ({"packing": "concat"}, {"long_rows": "split"}):
+    for spec in ({"packing": "concat"}, {"overflow": "split"}):
         assert "preference pairs have two" in server.get("/v1/datasets/pairs/spec", **spec).json()["detail"]
 
 
@@ -220,8 +219,8 @@ def test_what_two_chats_begin_with_is_their_prompt(server: Server, tokenizer: To
     [batch] = list(dataset(server, "chat-pairs", batch_size=NUM_ROWS))
     for side in ("chosen", "rejected"):
         for number, labels in enumerate(batch[f"{side}_labels"].tolist()):
-            learned = tokenizer.decode([token for token in labels if token != -100], skip_special_tokens=False)
-            assert learned == (f"over {number}" if side == "chosen" else "no") + EOS
+            in_loss = tokenizer.decode([token for token in labels if token != -100], skip_special_tokens=False)
+            assert in_loss == (f"over {number}" if side == "chosen" else "no") + EOS
 
 
 def test_a_transform_makes_the_columns_that_the_recipe_names(server: Server, tokenizer: Tokenizer) -> None:
@@ -254,12 +253,12 @@ def test_another_source_of_the_transform_is_another_snapshot_and_one_that_fails_
 def test_bad_rows_are_listed_counted_and_told_in_the_header(serve: Callable[..., Server], tmp_path: Path) -> None:
     texts: list[str | None] = [f"fox {n}" for n in range(200)]
     texts[7], texts[130] = None, ""
-    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"')
+    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
     write_tokenizer(tmp_path / "tokenizer.json")
     with serve(tmp_path) as server:
         frames = server.frames("/v1/datasets/holes/epochs/0/ranks/0/batches", batch_size=10, seq_len=8)
-        assert sum(frame.substituted for frame in frames) == 2
-        assert max(frame.substituted for frame in frames) <= 2
+        assert sum(frame.replaced for frame in frames) == 2
+        assert max(frame.replaced for frame in frames) <= 2
         listed = server.json("/v1/datasets/holes/quarantine")
         assert listed["num_bad_rows"] == 2
         assert [(row["row"], row["row_group"], row["row_in_group"], row["reason"]) for row in listed["rows"]] == [
@@ -274,7 +273,7 @@ def test_nulls_that_refuse_a_dataset_before_it_is_read_are_listed_by_row_group(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     texts = [f"fox {n}" if n % 50 else None for n in range(200)]
-    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"')
+    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
     write_tokenizer(tmp_path / "tokenizer.json")
     with serve(tmp_path) as server:
         with pytest.raises(DataError, match=r"4 of 200 rows .* are known to be bad, more than .*/quarantine lists them"):
@@ -299,7 +298,7 @@ def test_who_meets_a_bad_row_is_told_all_that_helps(
     write_tokenizer(tmp_path / "tokenizer.json")
     with serve(tmp_path) as server, pytest.raises(DataError) as refusal:
         list(dataset(server, "holes", batch_size=10))
-    assert f'or set on_bad_row = "substitute"{limit} in {tmp_path}' in str(refusal.value)
+    assert f'or set on_bad_row = "replace"{limit} in {tmp_path}' in str(refusal.value)
 
 
 @pytest.mark.parametrize(("num_null", "limit"), [(1, ""), (3, " and a max_bad_share above 0.01")])
@@ -308,23 +307,21 @@ def test_who_has_nulls_is_told_all_that_helps(serve: Callable[..., Server], tmp_
     write_tokenizer(tmp_path / "tokenizer.json")
     write(tmp_path / "whole", {"text": ["fox"] * 8}, 'tokenizer = "../tokenizer.json"')
     with serve(tmp_path) as server:
-        assert f'or on_bad_row = "substitute"{limit} to serve a neighbour' in server.get("/v1/datasets/holes").json()["detail"]
+        assert f'or on_bad_row = "replace"{limit} to serve a neighbour' in server.get("/v1/datasets/holes").json()["detail"]
 
 
 def test_a_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server], tmp_path: Path) -> None:
     texts = ["fox" if n % 10 else "" for n in range(200)]
-    write(
-        tmp_path / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.05'
-    )
+    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.05')
     write_tokenizer(tmp_path / "tokenizer.json")
     with serve(tmp_path) as server:  # which knows nothing of them when it is asked for all batches at once
         answer = server.get("/v1/datasets/holes/epochs/0/ranks/0/batches", batch_size=10)
-        assert (answer.status_code, answer.json()["type"]) == (500, "urn:penstock:problem:dataset-refused")
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:penstock:problem:dataset-invalid")
         with pytest.raises(DataError, match=r"of 200 rows .* are known to be bad, more than max_bad_share = 0\.05 allows"):
             list(dataset(server, "holes", batch_size=10))
         assert "are known to be bad" in server.json("/v1/datasets/holes")["bad_rows"]["refusal"]
         (tmp_path / "holes" / "penstock.toml").write_text(
-            'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.2'
+            'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.2'
         )
     with serve(tmp_path) as server:
         assert len(list(dataset(server, "holes", batch_size=10))) == 20
@@ -335,7 +332,7 @@ def test_bad_rows_that_are_counted_refuse_a_dataset_before_its_first_step(serve:
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
     texts = ["fox" if n % 10 else "" for n in range(200)]
-    write(data / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"')
+    write(data / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
     write_tokenizer(data / "tokenizer.json")
     assert penstock("prepare", data, "--cache-dir", cache).returncode == 1
     with serve(data, "--processes", "2", cache_dir=cache) as server:
@@ -348,7 +345,7 @@ def test_bad_rows_that_are_counted_refuse_a_dataset_before_its_first_step(serve:
 
 def test_a_dataset_that_will_be_refused_is_told_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
     texts = ["fox" if n % 10 else None for n in range(200)]
-    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"')
+    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
     write_tokenizer(tmp_path / "tokenizer.json")
     with serve(tmp_path) as server:
         assert "holes: 20 of 200 rows (10.00%) are known to be bad, more than max_bad_share = 0.01 allows" in server.stop()

@@ -292,9 +292,9 @@ def test_an_epoch_beyond_all_counting_is_refused(server: Server) -> None:
         dataset(server).set_epoch(2**64)
 
 
-@pytest.mark.parametrize("other", [{"batch_size": 3, "tail": "wrap"}, {"batch_size": 7, "tail": "drop"}])
+@pytest.mark.parametrize("other", [{"batch_size": 3, "drop_last": False}, {"batch_size": 7, "drop_last": True}])
 def test_the_end_of_a_wrapped_epoch_resumes_under_another_world_size_or_tail(server: Server, other: dict[str, Any]) -> None:
-    data = dataset(server, batch_size=7, tail="wrap")
+    data = dataset(server, batch_size=7, drop_last=False)
     state = state_after(data, len(data))
     resumed = dataset(server, **other)
     resumed.load_state_dict(state)

@@ -21,7 +21,7 @@ SPECS = [
     {"batch_size": 4, "seq_len": 8},
     {"batch_size": 7, "seq_len": 3, "shuffle": "global", "seed": 9},
     {"batch_size": 4, "seq_len": 8, "pad": "longest"},
-    {"batch_size": 32, "seq_len": 4, "tail": "wrap", "shuffle": "none"},
+    {"batch_size": 32, "seq_len": 4, "drop_last": False, "shuffle": "none"},
 ]
 
 
@@ -112,10 +112,10 @@ def test_etags_follow_the_address_and_spare_the_body(server: Server) -> None:
 
 def test_the_spec_is_resolved_with_steps_and_tensors(server: Server) -> None:
     spec = server.json("/v1/datasets/pairs/spec", batch_size=3, pad="longest", world_size=2)
-    assert (spec["num_steps"], spec["num_sequences"]) == (2, 16)
+    assert (spec["num_steps"], spec["num_samples"]) == (2, 16)
     assert spec["spec"]["snapshot"] == spec["snapshot"]
-    assert server.json("/v1/datasets/pairs/spec", task="seq2seq")["spec"]["target_len"] == 1024
-    assert spec["spec"]["target_len"] is None
+    assert server.json("/v1/datasets/pairs/spec", task="seq2seq")["spec"]["target_seq_len"] == 1024
+    assert spec["spec"]["target_seq_len"] is None
     assert spec["tensors"] == [
         {"name": "input_ids", "dtype": "uint16", "shape": [3, None]},
         {"name": "lengths", "dtype": "int32", "shape": [3]},
@@ -131,8 +131,8 @@ def test_the_spec_is_resolved_with_steps_and_tensors(server: Server) -> None:
     ("query", "names"),
     [
         ({}, {"input_ids", "lengths", "prompt_lengths"}),
-        ({"loss": "all"}, {"input_ids", "lengths"}),
-        ({"task": "seq2seq", "target_len": 9}, {"input_ids", "lengths", "labels", "label_lengths"}),
+        ({"loss_on": "all"}, {"input_ids", "lengths"}),
+        ({"task": "seq2seq", "target_seq_len": 9}, {"input_ids", "lengths", "labels", "label_lengths"}),
     ],
 )
 def test_pairs_are_served_for_causal_and_seq2seq_training(server: Server, query: dict[str, str | int], names: set[str]) -> None:
@@ -142,9 +142,9 @@ def test_pairs_are_served_for_causal_and_seq2seq_training(server: Server, query:
     if "labels" in names:
         assert frame.tensors["labels"].shape == (2, 9)
         assert frame.tensors["label_lengths"].tolist() == [9, 9]
-        assert page["sequences"][0]["labels"] == frame.tensors["labels"][0].tolist()
+        assert page["samples"][0]["labels"] == frame.tensors["labels"][0].tolist()
     else:
-        text = page["sequences"][0]["prompt"] + page["sequences"][0]["response"]
+        text = page["samples"][0]["prompt"] + page["samples"][0]["response"]
         assert text.startswith("the ")
 
 
@@ -152,14 +152,14 @@ def test_a_person_can_read_a_batch(server: Server) -> None:
     response = server.get("/v1/datasets/text/epochs/0/ranks/0/batches/0", format="json", batch_size=2)
     page = response.json()
     texts = {"the quick fox<|endoftext|>", "a \N{SNOWMAN} dog<|endoftext|>"}
-    assert {sequence["text"] for sequence in page["sequences"]} <= texts
-    assert page["sequences"][0]["source"].startswith("part-000.parquet, row group 0, row ")
-    assert ("\N{SNOWMAN}" in response.text) == any("\N{SNOWMAN}" in s["text"] for s in page["sequences"])
+    assert {sample["text"] for sample in page["samples"]} <= texts
+    assert page["samples"][0]["source"].startswith("part-000.parquet, row group 0, row ")
+    assert ("\N{SNOWMAN}" in response.text) == any("\N{SNOWMAN}" in s["text"] for s in page["samples"])
     assert max(len(line) for line in response.text.splitlines()) < 500
     [frame] = server.frames("/v1/datasets/text/epochs/0/ranks/0/batches/0", batch_size=2)
     assert page["digest"] == frame.digest
-    for sequence, ids in zip(page["sequences"], frame.tensors["input_ids"], strict=True):
-        assert sequence["input_ids"] == ids[: sequence["num_tokens"]].tolist()
+    for sample, ids in zip(page["samples"], frame.tensors["input_ids"], strict=True):
+        assert sample["input_ids"] == ids[: sample["num_tokens"]].tolist()
 
 
 def test_the_datasets_are_listed_with_those_that_are_refused(server: Server, data_dir: Path) -> None:
@@ -191,11 +191,11 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server, dat
         ("numbers/spec?batch_size=-1", 422, "bad-parameter", "batch_size must be from 1 to 65,536, not -1"),
         ("numbers/spec?batch_size=70000", 422, "bad-parameter", "batch_size must be from 1 to 65,536, not 70,000"),
         ("numbers/spec?batch_size=1000&seq_len=1000000", 422, "bad-parameter", "the limit is 1,073,741,824"),
-        ("numbers/spec?batch_size=1201", 422, "bad-parameter", "no step fits: numbers has 1,200 sequences"),
+        ("numbers/spec?batch_size=1201", 422, "bad-parameter", "no step fits: numbers has 1,200 samples"),
         ("numbers/spec?batch_size=1201&split=train", 422, "bad-parameter", "no step fits: numbers, split=train, has 1,1"),
         ("numbers/spec?offset=1201", 422, "bad-parameter", "offset=1,201 is past the epoch's end"),
         ("numbers/spec?task=seq2seq", 422, "bad-parameter", "rows of numbers are made of tokens"),
-        ("numbers/spec?target_len=5", 422, "bad-parameter", "target_len=5 needs task=seq2seq"),
+        ("numbers/spec?target_seq_len=5", 422, "bad-parameter", "target_seq_len=5 needs task=seq2seq"),
         ("numbers/spec?packing=tight", 422, "bad-parameter", "packing must be one of rows"),
         ("numbers/epochs/-1/ranks/0/batches/0", 422, "bad-parameter", "epoch='-1'"),
         ("numbers/epochs/x/ranks/0/batches/0", 422, "bad-parameter", "epoch='x'"),
@@ -207,17 +207,17 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server, dat
         ("numbers/epochs/0/ranks/0/batches?start=1&stop=4&start=3", 422, "bad-parameter", "start is given twice"),
         ("numbers/epochs/0/ranks/0/batches/0?format=json&format=msgpack", 422, "bad-parameter", "format is given twice"),
         (
-            "numbers/epochs/0/ranks/0/batches/0?format=json&batch_size=16385&tail=wrap",
+            "numbers/epochs/0/ranks/0/batches/0?format=json&batch_size=16385&drop_last=false",
             422,
             "bad-parameter",
-            "16,385 sequences in 1 batch",
+            "16,385 samples in 1 batch",
         ),
         ("numbers/epochs/0/ranks/0/batches?%73tart=1&start=2&stop=4", 422, "bad-parameter", "start is given twice"),
         ("numbers/quarantine?start=1&start=2", 422, "bad-parameter", "start is given twice; give it once."),
         ("numbers/spec?snapshot=0123", 409, "snapshot-gone", "snapshot 0123 of numbers is not on this server"),
-        ("broken/spec", 500, "dataset-refused", "half.parquet is truncated"),
+        ("broken/spec", 500, "dataset-invalid", "half.parquet is truncated"),
         ("holes/epochs/0/ranks/0/batches/0?batch_size=3", 500, "bad-row", "row 1 of row group 0 in part-000.parquet: is empty"),
-        ("holes/epochs/0/ranks/0/batches/0/provenance?batch_size=3", 500, "bad-row", 'on_bad_row = "substitute"'),
+        ("holes/epochs/0/ranks/0/batches/0/provenance?batch_size=3", 500, "bad-row", 'on_bad_row = "replace"'),
     ],
 )
 def test_a_refusal_is_a_problem_that_names_what_is_wrong(
@@ -317,7 +317,7 @@ def test_any_address_of_a_batch_is_a_frame_with_that_address(server: Server) -> 
     [frame] = server.frames("/v1/datasets/numbers/epochs/6/ranks/2/batches/9", world_size=3, batch_size=2)
     snapshot = server.json("/v1/datasets/numbers")["snapshot"]
     spec = Spec(world_size=3, batch_size=2, split="all", snapshot=snapshot)
-    assert frame.address == wire.Address(dataset="numbers", snapshot=snapshot, spec=spec.digest, epoch=6, rank=2, step=9)
+    assert frame.address == wire.Address(dataset="numbers", snapshot=snapshot, spec_digest=spec.digest, epoch=6, rank=2, step=9)
 
 
 def test_the_client_needs_neither_torch_nor_the_server_until_it_is_asked_to() -> None:

@@ -37,9 +37,9 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
         ({"shuffle": "global", "packing": "concat"}, "uniform"),
         ({"shuffle": "none", "packing": "concat"}, "none"),
         ({"shuffle": "none", "packing": "best_fit"}, "none"),
-        ({"shuffle": "global", "long_rows": "split", "seq_len": 3}, "uniform"),
-        ({"group_by_length": 16, "window": 10_000}, "uniform"),
-        ({"mix": "numbers:2,others:1", "mix_stop": "all", "shuffle": "global"}, "uniform"),
+        ({"shuffle": "global", "overflow": "split", "seq_len": 3}, "uniform"),
+        ({"length_bucket_size": 16, "window": 10_000}, "uniform"),
+        ({"mix": "numbers:2,others:1", "stopping_strategy": "all_exhausted", "shuffle": "global"}, "uniform"),
     ],
 )
 def test_every_order_has_a_report_and_a_picture(server: Server, spec: dict[str, Any], grade: str) -> None:
@@ -56,11 +56,11 @@ def test_every_order_has_a_report_and_a_picture(server: Server, spec: dict[str, 
 
 
 def test_where_lengths_go_with_places_grouping_by_length_says_so(server: Server) -> None:
-    spec = SPEC | {"group_by_length": 16, "seq_len": 64}
+    spec = SPEC | {"length_bucket_size": 16, "seq_len": 64}
     found = server.json_when_ready("/v1/datasets/sorted/shuffle-report", **spec)
     assert found["grade"] == "weak"
     assert "lengths differ from place to place in the source" in found["verdict"]
-    assert "on purpose (group_by_length=16)" in found["verdict"]
+    assert "on purpose (length_bucket_size=16)" in found["verdict"]
 
 
 def test_epochs_have_reports_of_their_own_and_each_is_the_same_again(server: Server) -> None:
@@ -76,7 +76,7 @@ def test_epochs_have_reports_of_their_own_and_each_is_the_same_again(server: Ser
         ({"epoch": -1}, "epoch"),
         ({"shufle": "none"}, "Did you mean 'shuffle'?"),
         ({"offset": 6000}, "leaves no step of the epoch"),
-        ({"mix": "numbers:1,others:1", "mix_stop": "never", "epoch": 1}, "epoch 1 does not exist"),
+        ({"mix": "numbers:1,others:1", "stopping_strategy": "never", "epoch": 1}, "epoch 1 does not exist"),
     ],
 )
 def test_what_has_no_report_is_refused(server: Server, spec: dict[str, Any], message: str) -> None:

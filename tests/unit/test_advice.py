@@ -67,9 +67,9 @@ def said_of(
         ({"seq_len": 100}, [9] * 9, ["docs: 91% of the tokens of a batch are padding: the mean of 9 sampled rows is 9 tokens"]),
         ({"seq_len": 100}, [1] * 99 + [1000], ["docs: 98% of the tokens of a batch are padding", "docs: 1 of 100 sampled"]),
         ({"seq_len": 10, "mix": "code:3,wiki:7"}, [20], ["code:3,wiki:7: 1 of 1 sampled row"]),
-        ({"seq_len": 10}, [(10, 1), (10, 1), (3, 3)], ["docs: nothing is learned from 2 of 3 sampled rows, since"]),
+        ({"seq_len": 10}, [(10, 1), (10, 1), (3, 3)], ["docs: no token has loss in 2 of 3 sampled rows, since"]),
         ({"seq_len": 10}, [(9, 1), (10, 1), *[(3, 3)] * 8], []),
-        ({"seq_len": 10, "loss": "all"}, [(10, 1)], []),
+        ({"seq_len": 10, "loss_on": "all"}, [(10, 1)], []),
         ({"seq_len": 10, "packing": "best_fit"}, [(10, 1)], []),
         ({"seq_len": 10, "task": "seq2seq"}, [(10, 10)], []),
         (
@@ -81,7 +81,7 @@ def said_of(
         (
             {"seq_len": 990, "task": "seq2seq", "pad": "longest"},
             [*[(5, 1000)] * 2, *[(5, 900)] * 8],
-            ["docs: 2 of 10 sampled responses are longer than target_len=990, and 0.2% of the tokens of all"],
+            ["docs: 2 of 10 sampled responses are longer than target_seq_len=990, and 0.2% of the tokens of all"],
         ),
         (
             {"seq_len": 10},
@@ -94,7 +94,7 @@ def said_of(
             ["docs: 2 of 2 sampled responses are longer than t"],
         ),
         (
-            {"seq_len": 9, "target_len": 2, "task": "seq2seq"},
+            {"seq_len": 9, "target_seq_len": 2, "task": "seq2seq"},
             [(12, 2)],
             ["docs: 1 of 1 sampled prompt is longer than"],
         ),
@@ -114,7 +114,7 @@ def test_rows_that_are_mostly_cut_or_padded_are_told_of(
 
 
 @pytest.mark.parametrize(("num_batches", "told_at"), [(1, 1), (2, 2), (9, 2)])
-def test_how_long_rows_are_is_told_after_the_first_batch_or_with_it_where_it_is_the_only_one(
+def test_how_overflow_are_is_told_after_the_first_batch_or_with_it_where_it_is_the_only_one(
     num_batches: int, told_at: int
 ) -> None:
     advice = Advice(Rows([RowLength((20,), 0)]), Spec(seq_len=10), 0, None, num_batches)
@@ -135,7 +135,7 @@ def test_who_has_pairs_is_not_told_to_learn_from_prompts_and_who_has_no_labels_i
     pair = {"chosen_labels": LEARNED, "rejected_labels": LEARNED}
     for batch, num_told, may_learn in (({"labels": LEARNED}, 1, True), (pair, 1, False), ({"input_ids": LEARNED}, 0, False)):
         said = said_of([batch] * 2, rows, seq_len=10)
-        assert [("loss='all'" in text) for text in said] == [may_learn] * num_told
+        assert [("loss_on='all'" in text) for text in said] == [may_learn] * num_told
     [said_of_pair] = said_of([{"chosen_labels": NOT_LEARNED}] * 2)
     assert said_of_pair.endswith("seq_len=1024? Raise it, or leave such rows out with a filter.")
 
@@ -150,9 +150,9 @@ def test_a_column_that_is_called_like_a_side_makes_no_pairs() -> None:
 def test_nothing_is_learned_where_no_side_has_a_label_in_one_of_the_first_batches() -> None:
     assert said_of([{"chosen_labels": NOT_LEARNED, "rejected_labels": LEARNED}, {"input_ids": NOT_LEARNED}]) == []
     [said] = said_of([{"chosen_labels": NOT_LEARNED, "rejected_labels": NOT_LEARNED}] * 2)
-    assert said.startswith("nothing is learned from the first batch: ")
+    assert said.startswith("no token has loss in the first batch: ")
     [said] = said_of([*[{"labels": LEARNED}] * 63, {"labels": NOT_LEARNED}])
-    assert said.startswith("nothing is learned from batch 64: ")
+    assert said.startswith("no token has loss in batch 64: ")
     assert said_of([*[{"labels": LEARNED}] * 64, {"labels": NOT_LEARNED}]) == []
 
 
@@ -176,15 +176,15 @@ def test_padding_that_is_learned_is_told_of(row: list[int], share: str | None, n
 
 
 @pytest.mark.parametrize(
-    ("num_unlearned", "num_lines", "is_told"), [(2, 8, False), (3, 8, True), (8, 8, False), (5, 20, False), (6, 20, True)]
+    ("num_without_loss", "num_lines", "is_told"), [(2, 8, False), (3, 8, True), (8, 8, False), (5, 20, False), (6, 20, True)]
 )
-def test_packed_sequences_from_which_nothing_is_learned_are_told_of(num_unlearned: int, num_lines: int, is_told: bool) -> None:
-    labels = torch.tensor([[IGNORED, IGNORED]] * num_unlearned + [[3, IGNORED]] * (num_lines - num_unlearned))
+def test_packed_samples_from_which_nothing_is_learned_are_told_of(num_without_loss: int, num_lines: int, is_told: bool) -> None:
+    labels = torch.tensor([[IGNORED, IGNORED]] * num_without_loss + [[3, IGNORED]] * (num_lines - num_without_loss))
     said = said_of([{"labels": LEARNED}, {"labels": labels}], packing="best_fit")
-    of_lines = f"nothing is learned from {num_unlearned} of the {num_lines} sequences of a batch"
-    assert [text.startswith(of_lines) for text in said] == [True] * is_told + [False] * (num_unlearned == num_lines)
-    in_rows = said_of([{"labels": LEARNED}, {"labels": labels}], packing="rows", loss="all")
-    assert in_rows == said * (num_unlearned == num_lines)
+    of_lines = f"no token has loss in {num_without_loss} of the {num_lines} samples of a batch"
+    assert [text.startswith(of_lines) for text in said] == [True] * is_told + [False] * (num_without_loss == num_lines)
+    in_rows = said_of([{"labels": LEARNED}, {"labels": labels}], packing="rows", loss_on="all")
+    assert in_rows == said * (num_without_loss == num_lines)
 
 
 def test_an_evaluation_may_repeat_its_epoch() -> None:

@@ -43,25 +43,25 @@ def test_an_order_is_named_by_all_that_tells_it_from_others(ledger: Path) -> Non
     write_run(ledger)
     assert "numbers, snapshot=abc, seed=0, shuffle=window, packing=rows\n" in words(ledger)
     other = ledger.with_name("other")
-    write_run(other, split="train", mix="numbers:3,more:2", mix_stop="first", window=64)
-    assert "packing=rows, window=64, split=train, mix=numbers:3,more:2, mix_stop=first\n" in words(other)
+    write_run(other, split="train", mix="numbers:3,more:2", stopping_strategy="first_exhausted", window=64)
+    assert "packing=rows, window=64, split=train, mix=numbers:3,more:2, stopping_strategy=first_exhausted\n" in words(other)
 
 
-@pytest.mark.parametrize(("tail", "steps", "due", "repeated"), [("drop", 11, 99, 0), ("wrap", 12, 100, 8)])
+@pytest.mark.parametrize(("drop_last", "steps", "due", "repeated"), [(True, 11, 99, 0), (False, 12, 100, 8)])
 def test_a_tail_is_dropped_or_filled_and_neither_is_a_fault(
-    ledger: Path, tail: str, steps: int, due: int, repeated: int
+    ledger: Path, drop_last: bool, steps: int, due: int, repeated: int
 ) -> None:
-    write_run(ledger, world_size=3, epochs=1, steps=steps, batch_size=3, tail=tail)
+    write_run(ledger, world_size=3, epochs=1, steps=steps, batch_size=3, drop_last=drop_last)
     [epoch] = report_on(ledger).orders[0].epochs
     assert (epoch.is_proven, epoch.num_due, epoch.num_dropped, epoch.num_repeated) == (True, due, 100 - due, repeated)
-    assert ("exactly once, but for 8 that tail=wrap repeats" in words(ledger)) == (tail == "wrap")
-    assert ("100 samples, each once; 8 from the epoch's start once more, to fill" in words(ledger)) == (tail == "wrap")
+    assert ("exactly once, but for 8 that drop_last=false repeats" in words(ledger)) != drop_last
+    assert ("100 samples, each once; 8 from the epoch's start once more, to fill" in words(ledger)) != drop_last
 
 
 def test_what_fills_a_last_step_is_told_whatever_the_run_resumed_as_at_its_end(ledger: Path) -> None:
-    write_run(ledger, world_size=3, epochs=1, steps=12, batch_size=3, tail="wrap")
-    append(ledger, begin_of(0, start=1, world_size=1, batch_size=50, tail="wrap", offset=100), range(0), ends=True, salt=1)
-    append(ledger, begin_of(0, start=1, epoch=1, batch_size=50, tail="wrap"), range(2), ends=True)
+    write_run(ledger, world_size=3, epochs=1, steps=12, batch_size=3, drop_last=False)
+    append(ledger, begin_of(0, start=1, world_size=1, batch_size=50, drop_last=False, offset=100), range(0), ends=True, salt=1)
+    append(ledger, begin_of(0, start=1, epoch=1, batch_size=50, drop_last=False), range(2), ends=True)
     assert [epoch.num_repeated for epoch in report_on(ledger).orders[0].epochs] == [8, 0]
 
 
@@ -134,7 +134,7 @@ def test_a_run_whose_beginning_is_not_there_is_not_proven(ledger: Path) -> None:
 @pytest.mark.parametrize(("behind", "is_proven"), [(3, True), (16, True), (17, False)])
 def test_ranks_of_a_killed_run_end_within_a_few_steps_of_each_other(ledger: Path, behind: int, is_proven: bool) -> None:
     for rank, steps in ((0, 50), (1, 50 - behind)):
-        append(ledger, begin_of(rank, world_size=2, num_sequences=1000), range(steps))
+        append(ledger, begin_of(rank, world_size=2, num_samples=1000), range(steps))
     [epoch] = report_on(ledger).orders[0].epochs
     assert (epoch.is_proven, epoch.steps_done, epoch.num_ahead) == (
         (True, 50 - behind, 5 * behind) if is_proven else (False, 50, 0)

@@ -55,7 +55,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     num = draw(st.integers(1, 120))
     return Schedule(
         num_positions=num, batch_size=draw(st.integers(1, 4)), world_size=draw(st.integers(1, 4)),
-        offset=draw(st.integers(0, num)), tail=draw(st.sampled_from(["drop", "wrap"])),
+        offset=draw(st.integers(0, num)), drop_last=draw(st.booleans()),
         skipped=parse_skip("samples:" + text, 1) if text else (),
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: S
 
 
 def test_a_million_steps_of_many_ranks_are_one_interval_unless_a_rank_is_missing() -> None:
-    slicing = Slicing(batch_size=4, world_size=512, offset=0, num_positions=4 * 512 * 1_000_000, tail="drop")
+    slicing = Slicing(batch_size=4, world_size=512, offset=0, num_positions=4 * 512 * 1_000_000, drop_last=True)
     whole = intervals([(0, 1_000_000)])
     assert positions_of(slicing, dict.fromkeys(range(512), whole)).tolist() == [[0, slicing.num_positions]]
     found = positions_of(slicing, {rank: whole for rank in range(512) if rank != 7})
@@ -101,7 +101,7 @@ def test_a_million_steps_of_many_ranks_are_one_interval_unless_a_rank_is_missing
 
 
 def test_very_many_ranks_are_gone_through_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    slicing = Slicing(batch_size=2, world_size=50, offset=0, num_positions=2 * 50 * 40, tail="drop")
+    slicing = Slicing(batch_size=2, world_size=50, offset=0, num_positions=2 * 50 * 40, drop_last=True)
     given = {rank: runs_of(np.arange(rank % 7, 40, 1 + rank % 3)) for rank in range(0, 50, 2)}
     expected = positions_of(slicing, given).tolist()
     for cells in (1, 52 * 3, 52 * 40):
@@ -110,7 +110,7 @@ def test_very_many_ranks_are_gone_through_in_portions(monkeypatch: pytest.Monkey
 
 
 def test_each_of_very_many_runs_of_steps_is_an_interval() -> None:
-    slicing = Slicing(batch_size=4, world_size=2, offset=0, num_positions=8 * 200_000, tail="drop")
+    slicing = Slicing(batch_size=4, world_size=2, offset=0, num_positions=8 * 200_000, drop_last=True)
     steps = np.arange(200_000)  # the ranks take turns
     firsts = 8 * steps + 4 * (steps % 2)
     found = positions_of(slicing, {rank: runs_of(steps[rank::2]) for rank in range(2)})

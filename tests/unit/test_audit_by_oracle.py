@@ -42,7 +42,7 @@ class Saved:
 class History:
     """A run as it really was. `lines` are its ledgers'; of a record it is known which line it is."""
 
-    num_sequences: int
+    num_samples: int
     lines: dict[tuple[int, int | None], list[str]] = field(default_factory=dict)  # of each rank and worker
     specs: dict[int, dict[int, Spec]] = field(default_factory=dict)  # of each launch and epoch
     skews: list[int] = field(default_factory=list)  # of each rank, hours that its clock is ahead
@@ -54,16 +54,16 @@ class History:
     def schedule(self, launch: int, epoch: int) -> Schedule:
         spec = self.specs[launch][epoch]
         return Schedule(
-            num_positions=self.num_sequences, batch_size=spec.batch_size, world_size=spec.world_size, offset=spec.offset,
-            tail=spec.tail, skipped=spec.skipped(),
+            num_positions=self.num_samples, batch_size=spec.batch_size, world_size=spec.world_size, offset=spec.offset,
+            drop_last=spec.drop_last, skipped=spec.skipped(),
         )  # fmt: skip
 
     def positions(self, record: Record) -> list[int]:
         """Those that a batch shows, but for what fills the last step of an epoch."""
         launch, epoch, step, rank = record
         spec = self.specs[launch][epoch]
-        skipped = {position for start, stop in spec.skipped() for position in range(start, min(stop, self.num_sequences))}
-        kept = [position for position in range(self.num_sequences) if position not in skipped]
+        skipped = {position for start, stop in spec.skipped() for position in range(start, min(stop, self.num_samples))}
+        kept = [position for position in range(self.num_samples) if position not in skipped]
         first = sum(p < spec.offset for p in kept) + (step * spec.world_size + rank) * spec.batch_size
         return kept[first : first + spec.batch_size]
 
@@ -87,8 +87,8 @@ def begin_line(begin: Begin) -> tuple[str, str]:
 
 def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved | None, num_workers: int) -> None:
     """One start of the run, up to its crash: from a checkpoint, or anew."""
-    position = read_state(saved.state, "d", spec, num_sequences=history.num_sequences) if saved else Position()
-    position = replace(position, offset=min(position.offset, history.num_sequences))
+    position = read_state(saved.state, "d", spec, num_samples=history.num_samples) if saved else Position()
+    position = replace(position, offset=min(position.offset, history.num_samples))
     history.trained = saved.trained if saved else history.trained
     history.specs[number], state_epoch = {}, position.epoch if saved and position.is_within else None
     when = datetime(2025, 1, 1, tzinfo=UTC) + timedelta(hours=number)
@@ -112,7 +112,7 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
             for worker in range(num_workers) if num_workers else [None]:
                 begin = Begin(
                     launch=f"{number}-{rank}", num_loads=int(saved is not None), state_epoch=state_epoch, iteration=iteration,
-                    dataset="d", num_sequences=history.num_sequences, rank=rank, epoch=position.epoch,
+                    dataset="d", num_samples=history.num_samples, rank=rank, epoch=position.epoch,
                     step=position.step if worker is None else firsts[worker], spec=this, worker=worker or 0,
                     num_workers=num_workers,
                     time=when + timedelta(minutes=iteration, seconds=draw(st.integers(0, 5)), hours=history.skews[rank]),
@@ -148,15 +148,15 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
 
 @st.composite
 def histories(draw: Draw, *, may_forget: bool = False) -> History:
-    history, tail = History(draw(st.integers(12, 60))), draw(st.sampled_from(["drop", "wrap"]))
+    history, drop_last = History(draw(st.integers(12, 60))), draw(st.booleans())
     history.skews = draw(st.lists(st.integers(-4, 4), min_size=3, max_size=3))
     start, last = sorted([draw(st.integers(0, 80)), draw(st.integers(0, 80))])
-    skips = [None, f"samples:{start}-{last}"] if last - start < history.num_sequences - 9 else [None]
+    skips = [None, f"samples:{start}-{last}"] if last - start < history.num_samples - 9 else [None]
     for number in range(draw(st.integers(1, 4))):
         spec = Spec(
             batch_size=draw(st.integers(1, 3)),
             world_size=draw(st.integers(1, 3)),
-            tail=tail,
+            drop_last=drop_last,
             skip=draw(st.sampled_from(skips)),
             snapshot="s",
         )
@@ -191,7 +191,7 @@ def test_a_run_that_resumes_is_proven_whatever_happened_to_it(history: History) 
     counts = history.counts()
     assert all(set(count.values()) <= {1} for count in counts.values())
     used = [spec for specs in history.specs.values() for spec in specs.values()]
-    ends = {spec.batch_size * spec.world_size if spec.tail == "drop" else 0 for spec in used}
+    ends = {spec.batch_size * spec.world_size if spec.drop_last else 0 for spec in used}
     # Else one place may be two states, with other samples before it, or a rank may have had its batch of the last step before.
     if len(ends) == len({spec.skip for spec in used}) == 1 and history.is_known_to_all:
         assert {e.epoch: e.num_due for e in epochs(report) if e.num_due} == {e: len(c) for e, c in counts.items() if c}
@@ -236,4 +236,4 @@ def test_samples_that_a_start_without_a_state_trains_on_again_are_told(history: 
         again = {position for position, times in counts.get(epoch.epoch, {}).items() if times > 1}
         assert again <= numbers(epoch.twice)
     assert report.is_proven <= all(set(count.values()) <= {1} for count in counts.values())
-    assert audited(history, trust_starts=True).is_proven == bool(history.line_of)
+    assert audited(history, assume_fresh_weights=True).is_proven == bool(history.line_of)

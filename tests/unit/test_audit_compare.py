@@ -18,7 +18,7 @@ from ledgers import append, begin_of
 from penstock import Spec
 from penstock.audit import compare
 from penstock.commands import audit as command
-from penstock.errors import AddressError, ServerUnavailable, UnknownDataset
+from penstock.errors import OutOfRange, ServerUnavailable, UnknownDataset
 from penstock.ledger.begin import Begin
 from penstock.ledger.names import find_ledgers
 
@@ -34,7 +34,7 @@ def test_a_batch_whose_digest_changed_is_no_proof(ledger: Path) -> None:
 def test_data_that_changed_altogether_is_told_about_as_fast_as_it_is_read(ledger: Path) -> None:
     num_steps = 80_000
     for start, salt in ((0, 0), (1, 1 << 40)):
-        append(ledger, begin_of(start=start, num_sequences=5 * num_steps), range(num_steps), ends=True, salt=salt)
+        append(ledger, begin_of(start=start, num_samples=5 * num_steps), range(num_steps), ends=True, salt=salt)
     before = time.process_time()
     assert len(report_on(ledger).orders[0].changed) == num_steps
     assert time.process_time() - before < 1.5  # a look at all steps for each of them takes several times as long
@@ -47,7 +47,7 @@ def test_of_many_batches_those_that_were_chosen_are_asked_for_again(ledger: Path
 
 
 def test_a_sample_is_drawn_by_chance_and_asked_for_a_few_at_a_time(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append(ledger, begin_of(num_sequences=500), range(100))
+    append(ledger, begin_of(num_samples=500), range(100))
     asked: list[list[int]] = []
 
     def differing(begin: Begin, digests: dict[int, str], servers: object) -> list[compare.Differing]:
@@ -82,7 +82,7 @@ def test_rows_of_the_first_missing_batches_are_told_each_by_its_own_address(
 
         return SimpleNamespace(connect=lambda **_: SimpleNamespace(close=lambda: None), provenance=provenance)
 
-    refusals = {3: AddressError, 4: UnknownDataset}
+    refusals = {3: OutOfRange, 4: UnknownDataset}
     monkeypatch.setattr(compare, "_source", source)
     expected = {
         f"epoch 0, step {step} of start 1, rank {rank}": (
@@ -105,7 +105,14 @@ def test_rows_of_the_first_missing_batches_are_told_each_by_its_own_address(
 
 def asked(ledger: Path, **options: object) -> argparse.Namespace:
     """What `penstock audit` was called with."""
-    usual = {"ledgers": [str(ledger)], "trust_starts": False, "server": None, "sample": None, "rows": False, "json": False}
+    usual = {
+        "ledgers": [str(ledger)],
+        "assume_fresh_weights": False,
+        "server": None,
+        "spot_check": None,
+        "rows": False,
+        "json": False,
+    }
     return argparse.Namespace(**usual | options)
 
 
@@ -125,7 +132,7 @@ def test_what_the_ledgers_say_is_told_though_no_server_answers(
         ):
             for is_json, first in ((False, "PROVEN: each sample that was due"), (True, '{\n  "proven": true')):
                 with pytest.raises(ServerUnavailable, match=f"the report lacks what a server would say: {reason}"):
-                    command.run(asked(ledger, server=[server], sample="9" * 5000, json=is_json))
+                    command.run(asked(ledger, server=[server], spot_check="9" * 5000, json=is_json))
                 assert capsys.readouterr().out.startswith(first)
 
 
@@ -135,7 +142,7 @@ def test_how_many_batches_are_missing_is_told_though_not_the_rows_of_each(
     write_run(ledger, steps=6)  # of 10
     monkeypatch.setattr(command, "greet", lambda _: {})
     monkeypatch.setattr(command, "compare", lambda *_: compare.Comparison(0, []))
-    monkeypatch.setattr(command, "rows_of_missing", lambda *_: {"one": {"sequences": []}, "two": {"reason": "no more"}})
+    monkeypatch.setattr(command, "rows_of_missing", lambda *_: {"one": {"samples": []}, "two": {"reason": "no more"}})
     num_missing = sum(len(gap.ranks) * len(range(*gap.steps)) for e in report_on(ledger).orders[0].epochs for gap in e.gaps)
     assert num_missing > 3
     assert command.run(asked(ledger, server=["http://localhost:1"], rows=True)) == 1

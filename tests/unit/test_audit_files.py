@@ -113,7 +113,7 @@ def test_a_large_file_without_lines_is_not_read_to_its_end(ledger: Path, monkeyp
 
 
 def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> None:
-    append(ledger, begin_of(num_sequences=11_000), range(0, 2200, 2), ends=True)
+    append(ledger, begin_of(num_samples=11_000), range(0, 2200, 2), ends=True)
     text = words(ledger)
     assert "... 1,080 more lines, see --json" in text
     assert text.count("MISSING") == 20

@@ -15,7 +15,7 @@ from penstock.audit import audit
 from penstock.ledger.begin import Begin
 
 
-@pytest.mark.parametrize(("name", "values"), [("seed", [0, 9]), ("num_sequences", [100, 104])])
+@pytest.mark.parametrize(("name", "values"), [("seed", [0, 9]), ("num_samples", [100, 104])])
 def test_runs_on_other_data_or_in_another_order_are_accounted_for_apart(ledger: Path, name: str, values: list[int]) -> None:
     write_run(ledger, epochs=1)
     for rank in range(2):
@@ -41,8 +41,8 @@ def test_a_start_without_a_state_leaves_an_epoch_of_another_order_unless_it_is_t
     append(ledger, begin_of(), range(10))
     append(ledger, replace(begin_of(start=1, seed=1), num_loads=0), range(20), ends=True)
     assert not report_on(ledger).is_proven
-    assert "If its weights were new: --trust-starts" in words(ledger)
-    assert report_on(ledger, trust_starts=True).is_proven
+    assert "If its weights were new: --assume-fresh-weights" in words(ledger)
+    assert report_on(ledger, assume_fresh_weights=True).is_proven
 
 
 def test_another_order_of_an_epoch_that_begins_it_anew_from_a_state_threw_away_what_was_trained_on(ledger: Path) -> None:
@@ -113,9 +113,9 @@ def test_another_split_is_other_data_and_leaves_nothing(ledger: Path) -> None:
 
 @pytest.mark.parametrize("num_ahead", [0, 3])
 def test_a_mix_that_changes_behind_what_was_trained_on_is_one_run(ledger: Path, num_ahead: int) -> None:
-    def begin(rank: int, start: int, step: int, mix: str, snapshot: str, num_sequences: int) -> Begin:
-        spec: dict[str, Any] = {"mix": mix, "snapshot": snapshot, "mix_stop": "first"}
-        return begin_of(rank, start=start, step=step, world_size=2, num_sequences=num_sequences, **spec)
+    def begin(rank: int, start: int, step: int, mix: str, snapshot: str, num_samples: int) -> Begin:
+        spec: dict[str, Any] = {"mix": mix, "snapshot": snapshot, "stopping_strategy": "first_exhausted"}
+        return begin_of(rank, start=start, step=step, world_size=2, num_samples=num_samples, **spec)
 
     first, second, third = "a:7,b:3", "a:7,b:3;a:1,b:1@40", "a:7,b:3;a:1,b:1@40;a:1,c:1@80"
     for rank in range(2):
@@ -125,28 +125,31 @@ def test_a_mix_that_changes_behind_what_was_trained_on_is_one_run(ledger: Path, 
     report = report_on(ledger)
     assert report.is_proven
     [order] = report.orders
-    assert [(epoch.num_due, epoch.num_sequences, epoch.is_finished) for epoch in order.epochs] == [(120, 120, True)]
-    assert f"snapshot=one+two+three, seed=0, shuffle=window, packing=rows, mix={third}, mix_stop=first\n" in words(ledger)
+    assert [(epoch.num_due, epoch.num_samples, epoch.is_finished) for epoch in order.epochs] == [(120, 120, True)]
+    assert (
+        f"snapshot=one+two+three, seed=0, shuffle=window, packing=rows, mix={third}, stopping_strategy=first_exhausted\n"
+        in words(ledger)
+    )
 
 
 @pytest.mark.parametrize("num_tried", [0, 3])
 def test_a_mix_that_was_tried_and_given_up_again_is_thrown_away(ledger: Path, num_tried: int) -> None:
     first, tried, second = "a:7,b:3", "a:7,b:3;b:1@40", "a:7,b:3;a:1,b:1@60"
-    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    same: dict[str, Any] = {"snapshot": "one+two", "stopping_strategy": "first_exhausted"}
     append(ledger, begin_of(mix=first, **same), range(12))
-    append(ledger, begin_of(mix=tried, start=1, step=8, num_sequences=80, **same), range(8, 8 + num_tried))
+    append(ledger, begin_of(mix=tried, start=1, step=8, num_samples=80, **same), range(8, 8 + num_tried))
     append(ledger, begin_of(mix=first, start=2, step=10, **same), range(10, 12))
     assert report_on(ledger).is_proven
-    append(ledger, begin_of(mix=second, start=3, step=12, num_sequences=120, **same), range(12, 24), ends=True)
+    append(ledger, begin_of(mix=second, start=3, step=12, num_samples=120, **same), range(12, 24), ends=True)
     [order] = report_on(ledger).orders
     assert order.is_proven
-    assert [(epoch.num_due, epoch.num_sequences, epoch.is_finished) for epoch in order.epochs] == [(120, 120, True)]
+    assert [(epoch.num_due, epoch.num_samples, epoch.is_finished) for epoch in order.epochs] == [(120, 120, True)]
 
 
 def test_what_was_trained_on_behind_a_change_of_the_mix_is_not_of_the_run(ledger: Path) -> None:
     """A state of the first mix was loaded into the second, though it had passed the change: with strict=False."""
     first, second = "a:7,b:3", "a:7,b:3;a:1,b:1@40"
-    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    same: dict[str, Any] = {"snapshot": "one+two", "stopping_strategy": "first_exhausted"}
     append(ledger, begin_of(mix=first, **same), range(12))
     append(ledger, begin_of(mix=second, start=1, step=8, **same), range(8, 9))
     append(ledger, begin_of(mix=second, start=2, step=12, **same), range(12, 20), ends=True)
@@ -156,7 +159,7 @@ def test_what_was_trained_on_behind_a_change_of_the_mix_is_not_of_the_run(ledger
 
 def test_of_two_mixes_the_clock_of_one_rank_tells_which_came_first(ledger: Path) -> None:
     """Rank 0 was killed before its first batch under the second; the clock of rank 1 is behind."""
-    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first", "world_size": 2}
+    same: dict[str, Any] = {"snapshot": "one+two", "stopping_strategy": "first_exhausted", "world_size": 2}
     for rank in range(2):
         begun = begin_of(rank, mix="a:7,b:3", **same)
         append(ledger, replace(begun, time=begun.time - timedelta(hours=5 * rank)), range(4))
@@ -166,7 +169,7 @@ def test_of_two_mixes_the_clock_of_one_rank_tells_which_came_first(ledger: Path)
 
 
 def test_a_mix_that_changes_where_the_clock_is_behind_came_later_all_the_same(ledger: Path) -> None:
-    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    same: dict[str, Any] = {"snapshot": "one+two", "stopping_strategy": "first_exhausted"}
     append(ledger, begin_of(mix="a:7,b:3", **same), range(8))
     resumed = begin_of(mix="a:7,b:3;a:1,b:1@40", start=1, step=8, **same)
     append(ledger, replace(resumed, time=resumed.time - timedelta(hours=5)), range(8, 20), ends=True)
@@ -177,14 +180,14 @@ def test_a_mix_that_changes_where_the_clock_is_behind_came_later_all_the_same(le
 
 def test_a_mix_that_changes_in_a_later_epoch_is_another_order(ledger: Path) -> None:
     """Where an epoch begins follows from the mix."""
-    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    same: dict[str, Any] = {"snapshot": "one+two", "stopping_strategy": "first_exhausted"}
     append(ledger, begin_of(mix="a:7,b:3", **same), range(20), ends=True)
     append(ledger, begin_of(mix="a:7,b:3;a:1,b:1@120", start=1, epoch=1, step=4, **same), range(4, 16), ends=True)
     assert len(report_on(ledger).orders) == 2
 
 
 def test_a_run_whose_mix_changes_is_one_in_whatever_order_its_files_are_named_and_whatever_clocks_say(ledger: Path) -> None:
-    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    same: dict[str, Any] = {"snapshot": "one+two", "stopping_strategy": "first_exhausted"}
     paths = [append(ledger, begin_of(mix="a:7,b:3", batch_size=10, **same), range(4))]
     for start, steps in ((1, range(4, 6)), (2, range(6, 10))):
         for rank in range(2):
@@ -209,7 +212,7 @@ def test_a_run_whose_mix_changes_is_one_in_whatever_order_its_files_are_named_an
 def test_another_mix_that_does_not_go_on_where_the_run_was_is_another_order(
     ledger: Path, mix: str, values: dict[str, Any]
 ) -> None:
-    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    same: dict[str, Any] = {"snapshot": "one+two", "stopping_strategy": "first_exhausted"}
     first = append(ledger, begin_of(mix="a:7,b:3", **same), range(8))
     other = begin_of(mix=mix, **({"start": 1, "step": 8} | same | values))
     second = append(ledger.with_name("other"), other, range(8, 20), ends=True)

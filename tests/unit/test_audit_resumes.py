@@ -54,10 +54,10 @@ def test_a_state_that_a_process_loads_once_it_has_trained_begins_a_start_too(led
 
 @pytest.mark.parametrize(
     ("then", "now"),
-    [({}, {}), ({}, {"tail": "wrap"}), ({"mix": "a:7,b:3"}, {"mix": "a:7,b:3;a:1,b:1@25", "num_sequences": 102})],
+    [({}, {}), ({}, {"drop_last": False}), ({"mix": "a:7,b:3"}, {"mix": "a:7,b:3;a:1,b:1@25", "num_samples": 102})],
 )
 def test_workers_that_go_on_from_unequal_steps_are_one_start(ledger: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    then = {"snapshot": "one+two", "mix_stop": "first"} | then
+    then = {"snapshot": "one+two", "stopping_strategy": "first_exhausted"} | then
     for worker, begins_at in ((0, 6), (1, 6), (2, 3)):  # in turn they gave steps 0 to 4
         append(ledger, replace(begin_of(**then), worker=worker, num_workers=3), range(worker, 8, 3))
         resumed = replace(begin_of(start=1, step=begins_at, **(then | now)), worker=worker, num_workers=3)
@@ -148,7 +148,7 @@ def test_ranks_of_many_workers_may_be_further_apart_when_a_run_is_killed(ledger:
         run = ledger.with_name(f"of{num_workers}.ledger")
         for rank, steps in enumerate((40, 20)):
             for worker in range(num_workers):
-                begin = begin_of(rank, world_size=2, num_sequences=1000)
+                begin = begin_of(rank, world_size=2, num_samples=1000)
                 append(run, replace(begin, worker=worker, num_workers=num_workers), range(worker, steps, num_workers))
         [epoch] = report_on(run).orders[0].epochs
         assert (epoch.is_proven, epoch.steps_done) == (is_proven, 20 if is_proven else 40)
@@ -173,7 +173,7 @@ def test_a_start_without_a_state_counts_everything_again_unless_it_is_trusted(le
     assert not report_on(ledger).is_proven
     assert "TWICE   epoch 0, 20 samples at positions 0-19: steps 0-3 of start 1, steps 0-3 of start 2" in words(ledger)
     assert "Start 2 loaded no state, so what was trained on before it counts, too." in words(ledger)
-    assert report_on(ledger, trust_starts=True).is_proven
+    assert report_on(ledger, assume_fresh_weights=True).is_proven
 
 
 def test_an_epoch_that_a_process_goes_through_twice_is_trained_on_twice(ledger: Path) -> None:
@@ -181,7 +181,7 @@ def test_an_epoch_that_a_process_goes_through_twice_is_trained_on_twice(ledger: 
     append(ledger, begin, range(20), ends=True)
     append(ledger, replace(begin, iteration=1), range(20), ends=True)
     assert words(ledger).startswith("NOT PROVEN: 100 samples trained on more than once\n")
-    assert not report_on(ledger, trust_starts=True).is_proven
+    assert not report_on(ledger, assume_fresh_weights=True).is_proven
 
 
 def test_of_each_start_those_steps_are_named_that_it_trained_again(ledger: Path) -> None:

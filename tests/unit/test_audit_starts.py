@@ -43,9 +43,9 @@ def test_of_several_starts_from_one_state_the_last_counts_on_each_rank(ledger: P
 
 def test_a_start_is_known_by_how_far_its_ranks_came_where_one_lacks_some_of_several_from_one_state(ledger: Path) -> None:
     for rank in range(2):
-        append(ledger, begin_of(rank, world_size=2, num_sequences=300), range(9))
-        append(ledger, begin_of(rank, world_size=2, start=1, step=5, num_sequences=300), range(5, 29))
-    append(ledger, begin_of(0, world_size=2, start=2, step=5, num_sequences=300), [5])  # rank 1 came to no batch
+        append(ledger, begin_of(rank, world_size=2, num_samples=300), range(9))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=5, num_samples=300), range(5, 29))
+    append(ledger, begin_of(0, world_size=2, start=2, step=5, num_samples=300), [5])  # rank 1 came to no batch
     [epoch] = report_on(ledger).orders[0].epochs
     assert (epoch.missing.tolist(), epoch.twice.tolist(), epoch.num_due) == ([], [], 50)
 
@@ -69,9 +69,9 @@ def test_a_start_in_which_only_one_rank_began_and_none_trained_changes_nothing(l
 
 def test_a_rank_of_which_nothing_is_recorded_of_the_last_of_several_starts_from_one_state_is_missed(ledger: Path) -> None:
     for rank in range(2):
-        append(ledger, begin_of(rank, world_size=2, num_sequences=300), range(9))
-        append(ledger, begin_of(rank, world_size=2, start=1, step=5, num_sequences=300), range(5, 30), ends=True)
-    append(ledger, begin_of(0, world_size=2, start=2, step=5, num_sequences=300), range(5, 30), ends=True)
+        append(ledger, begin_of(rank, world_size=2, num_samples=300), range(9))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=5, num_samples=300), range(5, 30), ends=True)
+    append(ledger, begin_of(0, world_size=2, start=2, step=5, num_samples=300), range(5, 30), ends=True)
     report = report_on(ledger)
     [epoch] = report.orders[0].epochs
     assert [(gap.ranks, gap.steps) for gap in epoch.gaps] == [([1], (5, 30))]
@@ -182,7 +182,7 @@ def test_a_rank_that_came_to_no_batch_of_a_start_has_trained_what_counts_before_
 def test_each_of_many_starts_may_go_on_behind_what_the_ledger_lost(ledger: Path) -> None:
     for rank in range(2):
         for start in range(40):  # a machine that goes down loses the last lines of each
-            begin = begin_of(rank, world_size=2, start=start, step=5 * start, num_sequences=2000)
+            begin = begin_of(rank, world_size=2, start=start, step=5 * start, num_samples=2000)
             append(ledger, begin, range(5 * start, 5 * start + 4), ends=start == 39)
     [epoch] = report_on(ledger).orders[0].epochs
     lost = [[50 * start + 40, 50 * start + 50] for start in range(40)]

@@ -25,12 +25,12 @@ def batches(corpus: Corpus, numbers: np.ndarray) -> Iterator[torch.Tensor]:
 
 
 def shuffled(corpus: Corpus) -> np.ndarray:
-    return np.random.default_rng(0).permutation(corpus.num_sequences)
+    return np.random.default_rng(0).permutation(corpus.num_samples)
 
 
 def test_a_uniform_shuffle_of_the_corpus_passes_and_its_spread_is_one(corpus: Corpus) -> None:
     order = check(batches(corpus, shuffled(corpus)), corpus, 1024)
-    assert order.num_sequences == 1024
+    assert order.num_samples == 1024
     assert order.in_order < 0.05
     assert 0.9 < order.spread < 1.1
 
@@ -56,14 +56,14 @@ def test_a_batch_that_the_next_one_overwrites_is_found(corpus: Corpus) -> None:
         for batch in batches(corpus, shuffled(corpus)):
             yield buffer.copy_(batch)
 
-    with pytest.raises(CheckFailed, match="1,024 sequences came twice"):
+    with pytest.raises(CheckFailed, match="1,024 samples came twice"):
         check(overwriting(), corpus, 1024)
 
 
-def test_a_sequence_that_comes_twice_is_found(corpus: Corpus) -> None:
+def test_a_sample_that_comes_twice_is_found(corpus: Corpus) -> None:
     numbers = shuffled(corpus)
     numbers[700] = numbers[3]
-    with pytest.raises(CheckFailed, match="1 of 1,024 sequences came twice"):
+    with pytest.raises(CheckFailed, match="1 of 1,024 samples came twice"):
         check(batches(corpus, numbers), corpus, 1024)
 
 
@@ -87,7 +87,7 @@ def test_an_epoch_that_ends_early_is_found(corpus: Corpus) -> None:
         check(batches(corpus, shuffled(corpus)[:512]), corpus, 1024)
 
 
-def test_parquet_holds_the_same_sequences(corpus: Corpus) -> None:
+def test_parquet_holds_the_same_samples(corpus: Corpus) -> None:
     import pyarrow.parquet as pq
 
     rows = pq.read_table(corpus.parquet / "tokens")["tokens"].combine_chunks().flatten().to_numpy()
@@ -95,5 +95,5 @@ def test_parquet_holds_the_same_sequences(corpus: Corpus) -> None:
 
 
 def test_a_corpus_that_shards_cannot_share_evenly_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="multiple of 512 sequences, not 1000"):
+    with pytest.raises(ValueError, match="multiple of 512 samples, not 1000"):
         Corpus(tmp_path, 1000)

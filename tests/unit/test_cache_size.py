@@ -56,7 +56,7 @@ KINDS: dict[str, tuple[dict[str, Callable[[int], Any]], str]] = {
     "filtered": ({"text": text, "id": lambda n: n}, 'filter = "id < 400"\n'),
     "bad_rows": (
         {"text": lambda n: text(n) if n % 3 else None},
-        'on_bad_row = "substitute"\nmax_bad_share = 0.5\n',
+        'on_bad_row = "replace"\nmax_bad_share = 0.5\n',
     ),
 }
 SOME = ("tokens", "short_texts", "prompt_response", "pairs", "with_columns", "filtered")

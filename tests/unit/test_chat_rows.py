@@ -20,7 +20,7 @@ from penstock import Spec
 from penstock_server.datasets.advice import advice_on_data, advice_on_run
 from penstock_server.datasets.catalog import open_catalog
 from penstock_server.datasets.held import Served
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
@@ -66,13 +66,13 @@ class Folder:
         return [told for told in self.all_advice_on(spec) if "nothing says which of them ends" not in told]
 
     def rows(self, feature: str = "tokens") -> list[str]:
-        """The text of each row, what is not learned in brackets; of a bad one the reason."""
+        """The text of each row, what has no loss in brackets; of a bad one the reason."""
         [block], tokenizer = self.served.blocks.get([0]), self.served.snapshot.recipe.tokenizer
         assert tokenizer
         texts = []
         for row in range(block.num_rows):
             turns = block.features[feature].row(row)
-            parts = [tokenizer.decode(ids) if learned else f"[{tokenizer.decode(ids)}]" for ids, learned in turns]
+            parts = [tokenizer.decode(ids) if in_loss else f"[{tokenizer.decode(ids)}]" for ids, in_loss in turns]
             texts.append(block.bad.get(row, "".join(parts)))
         return texts
 
@@ -112,7 +112,7 @@ def test_the_content_of_a_call_is_none_where_the_template_asks_for_that(folder: 
 
 
 def test_a_reason_that_cannot_be_stored_is_spelled_out(folder: Folder) -> None:
-    folder.write({"messages": [CHAT]}, 'on_bad_row = "substitute"\n', {"chat_template": "{{ raise_exception('no \\ud800') }}"})
+    folder.write({"messages": [CHAT]}, 'on_bad_row = "replace"\n', {"chat_template": "{{ raise_exception('no \\ud800') }}"})
     assert folder.rows() == ["messages has a chat that its template refuses: no \\ud800"]
 
 
@@ -267,7 +267,7 @@ def test_an_end_that_is_left_out_of_the_marks_is_told_of(folder: Folder) -> None
         for recipe in ("", 'eos = "<|im_end|>"'):
             template = f"{opening}{{% for m in messages %}}{turn}{{% endfor %}}"
             folder.write({"messages": [CHAT]}, recipe, {"chat_template": template}, *USUAL)
-            assert "d: its chat template writes what ends an answer behind {% endgeneration %}, where it is" in folder.advice()
+            assert "d: its chat template writes what ends an answer behind {% endgeneration %}, where it has" in folder.advice()
     template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
     folder.write({"messages": [CHAT]}, 'eos = "</s>"', {"chat_template": template}, *USUAL)
     assert folder.rows() == ["[<user>]fox[<|im_end|>\n<assistant>]dog[<|im_end|>\n]</s>"]
@@ -307,7 +307,7 @@ def test_columns_of_the_right_names_and_other_types_are_told_with_the_way_out(
     folder: Folder, columns: dict[str, Any], said: list[str]
 ) -> None:
     folder.write(columns)
-    with pytest.raises(DatasetRefused) as refused:
+    with pytest.raises(DatasetInvalid) as refused:
         folder.rows()
     assert [part for part in said if part not in str(refused.value)] == []
     assert "prompt is string" not in str(refused.value)
@@ -322,7 +322,7 @@ def test_chats_and_answers_beside_texts_are_told(folder: Folder) -> None:
         (("chosen", "rejected"), 'chosen = "chosen" and rejected = "rejected"'),
     ):
         folder.write({name: both[name] for name in ("text", "response", *names)})
-        assert f"d: its rows are its texts, of which every token is learned; {', '.join(names)} of its" in folder.advice()
+        assert f"d: its rows are its texts, of which every token has loss; {', '.join(names)} of its" in folder.advice()
         assert f"{way}; if this is right" in folder.advice()
     for names in (("prompt", "chosen"), ("response", "completion", "rejected")):
         folder.write({name: (both | {"response": ["a"]})[name] for name in ("text", *names)})
@@ -361,7 +361,7 @@ def test_of_pairs_of_which_some_are_text_and_others_chats_it_is_told(folder: Fol
     mixed = {"prompt": ["fox"], "chosen": [CHAT[1:]], "rejected": [CHAT[1:]]}
     names = 'prompt = "prompt"\nchosen = "chosen"\nrejected = "rejected"'
     folder.write(mixed, names, config)
-    with pytest.raises(DatasetRefused, match="or all chats, but prompt is text, chosen is chats, rejected is chats"):
+    with pytest.raises(DatasetInvalid, match="or all chats, but prompt is text, chosen is chats, rejected is chats"):
         folder.rows()
     folder.write(mixed, "", config)
     assert "d: prompt of its shards is not used, since of prompt, chosen and rejected some are text" in folder.advice()
@@ -393,7 +393,7 @@ def test_responses_that_run_into_their_prompts_are_told_to_the_server_and_to_a_r
     folder: Folder, pairs: list[tuple[str | None, str]], recipe: str, is_told: bool
 ) -> None:
     prompts, responses = zip(*pairs, strict=True)
-    folder.write({"prompt": prompts, "response": responses}, f'{recipe}\non_bad_row = "substitute"\nmax_bad_share = 0.9')
+    folder.write({"prompt": prompts, "response": responses}, f'{recipe}\non_bad_row = "replace"\nmax_bad_share = 0.9')
     assert (BARE in folder.advice()) == is_told
     assert any(sentence.startswith(BARE) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16))) == is_told
     assert not any(sentence.startswith(BARE) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16, task="seq2seq")))
@@ -415,7 +415,7 @@ def test_a_tokenizer_that_puts_a_blank_before_every_text_separates_responses(fol
 def test_a_label_of_answers_that_nothing_looks_at_is_told(folder: Folder, recipe: str, is_told: bool, ids: bool) -> None:
     texts = {"prompt": [[1, 2]] * 2, "completion": [[3]] * 2} if ids else {"prompt": ["fox"] * 2, "completion": [" dog"] * 2}
     folder.write(texts | {"label": [True, False]}, recipe)
-    told = "d: label of its shards is not used, so answers with label = false are learned like the others."
+    told = "d: label of its shards is not used, so answers with label = false have loss like the others."
     assert (told in folder.advice()) == is_told
     assert any(sentence.startswith(told) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16))) == is_told
     assert ("label" in folder.served.snapshot.recipe.unused) == is_told

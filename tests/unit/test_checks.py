@@ -126,7 +126,7 @@ def test_a_server_that_is_away_still_shows_what_is_here() -> None:
     assert (away["client"].level, set(away)) == ("ok", {"server", "client", "memory"})
 
 
-CACHE = {"used_bytes": 50_000_000, "budget_bytes": 10**9, "asked_bytes": 10**9}
+CACHE = {"used_bytes": 50_000_000, "budget_bytes": 10**9, "configured_bytes": 10**9}
 
 
 def cache(blocks_bytes: int = 2000, **other: int | str) -> Check:
@@ -185,7 +185,7 @@ def test_bad_rows_and_data_that_is_kept_out_are_told(monkeypatch: pytest.MonkeyP
     assert (kept_out.level, "newer data is kept out: half a file" in kept_out.text) == ("warn", True)
     bad = dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7})
     assert (bad.level, "7 bad rows are known" in bad.text, "quarantine" in bad.fix) == ("warn", True, True)
-    assert dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7, "on_bad_row": "substitute"}).level == "ok"
+    assert dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7, "on_bad_row": "replace"}).level == "ok"
     refused = dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7, "refusal": "wiki: 7 of 9 rows are bad."})
     assert refused == Check("fail", "dataset", "every batch is refused. wiki: 7 of 9 rows are bad.")
     unread = dataset(monkeypatch, bad_rows=BAD_ROWS | {"unread_row_groups": 2})

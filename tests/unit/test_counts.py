@@ -47,7 +47,7 @@ from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 from planned import open_snapshot, plan_of
 
-WAYS = [{"packing": "best_fit", "split": "train"}, {"packing": "concat"}, {"long_rows": "split"}, {"split": "validation"}]
+WAYS = [{"packing": "best_fit", "split": "train"}, {"packing": "concat"}, {"overflow": "split"}, {"split": "validation"}]
 MONTH_AGO = time.time() - 31 * 86_400
 WEEK_AGO = time.time() - 7 * 86_400
 

@@ -29,7 +29,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
 
-ADDRESS = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=0)
+ADDRESS = wire.Address(dataset="d", snapshot="s", spec_digest="p", epoch=0, rank=0, step=0)
 
 
 def frame_of(tensors: Mapping[str, npt.NDArray[Any]], texts: dict[str, Any] | None = None) -> wire.Frame:
@@ -58,10 +58,10 @@ def frames(draw: st.DrawFn) -> wire.Frame:
         tensors[f"{side}input_ids"] = ids(width)
         if draw(st.booleans()) or kind == "pairs":
             tensors[f"{side}lengths"] = lengths(width)
-        learned = draw(st.sampled_from(["all", "prompt_lengths", "loss_mask"]))
-        if learned == "prompt_lengths":
+        in_loss = draw(st.sampled_from(["all", "prompt_lengths", "loss_mask"]))
+        if in_loss == "prompt_lengths":
             tensors[f"{side}prompt_lengths"] = lengths(width)
-        elif learned == "loss_mask":
+        elif in_loss == "loss_mask":
             tensors[f"{side}loss_mask"] = random.integers(0, 2, (size, width), np.uint8)
     if kind == "seq2seq":
         tensors |= {"labels": ids(7), "label_lengths": lengths(7)}
@@ -94,8 +94,8 @@ def test_tensors_that_are_asked_for_are_what_they_are_among_all(frame: wire.Fram
     assert set(names_of([*frame.tensors, *frame.texts])) == set(every)
     columns = data.draw(st.sets(st.sampled_from(sorted(every))))
     some = {name: every[name] for name in columns}
-    assert_equal(expand(frame, pin_memory=False, columns=columns), some)
-    assert_equal(unpack(pack(frame, pin_memory=False, columns=columns), columns), some)
+    assert_equal(expand(frame, pin_memory=False, tensors=columns), some)
+    assert_equal(unpack(pack(frame, pin_memory=False, tensors=columns), columns), some)
 
 
 def tensors_of(step: int) -> dict[str, npt.NDArray[Any]]:

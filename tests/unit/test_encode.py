@@ -16,7 +16,7 @@ from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers, proce
 
 from corpora import EOS, write_tokenizer
 from odd_rows import none_is_bad
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes import tokenizer as tokenizer_module
 from penstock_server.recipes.encode import Selected
@@ -354,7 +354,7 @@ def test_tokens_that_cannot_have_the_ids_that_a_file_gives_them_are_refused(
     path = write_tokenizer(tmp_path / "tokenizer.json")
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    with pytest.raises(DatasetRefused, match=reason):
+    with pytest.raises(DatasetInvalid, match=reason):
         load_tokenizer(path)
 
 

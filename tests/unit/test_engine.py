@@ -35,7 +35,7 @@ from penstock_server.datasets import lookup as lookup_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.inspection import inspect
 from penstock_server.datasets.lookup import find_row, show_row
-from penstock_server.problems import BadParameter, BadRow, DatasetRefused
+from penstock_server.problems import BadParameter, BadRow, DatasetInvalid
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
@@ -64,11 +64,11 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "seed": draw(st.integers(0, 3)),
     }
     if spec["packing"] == "rows":
-        spec["long_rows"] = draw(st.sampled_from(["truncate", "split"]))
+        spec["overflow"] = draw(st.sampled_from(["truncate", "split"]))
         if spec["shuffle"] == "window":
-            spec["group_by_length"] = draw(st.sampled_from([0, 3]))
+            spec["length_bucket_size"] = draw(st.sampled_from([0, 3]))
     if mix := draw(st.sampled_from([None, None, "a:1,b:2", "a:1,b:1;b:3,a:1@7;a:1@40"])):
-        spec |= {"mix": mix, "mix_stop": draw(st.sampled_from(["first", "all"]))}
+        spec |= {"mix": mix, "stopping_strategy": draw(st.sampled_from(["first_exhausted", "all_exhausted"]))}
     return spec
 
 
@@ -76,7 +76,7 @@ runs = st.fixed_dictionaries(
     {
         "batch_size": st.integers(1, 4),
         "world_size": st.integers(1, 3),
-        "tail": st.sampled_from(["drop", "wrap"]),
+        "drop_last": st.booleans(),
         "offset": st.integers(0, 9),
         "skip": st.sampled_from([None, "samples:2-5", "0-0,3-4", "samples:0-0,4-6,9-1000000"]),
     }
@@ -95,7 +95,7 @@ def write(folder: Path, shards: Shards, number: int, *, is_filtered: bool) -> No
                 numbers = range(row, row + len(group))
                 file.write_table(pa.table([ids, [kept for _, kept in group], numbers], schema=schema))
                 row += len(group)
-    lines = ['columns = ["n"]', "validation = 0.4", 'on_bad_row = "substitute"', "max_bad_share = 0.99", "vocab_size = 1000000"]
+    lines = ['columns = ["n"]', "validation = 0.4", 'on_bad_row = "replace"', "max_bad_share = 0.99", "vocab_size = 1000000"]
     (folder / "penstock.toml").write_text("\n".join(lines + ['filter = "kept"'] * is_filtered))
 
 
@@ -110,13 +110,13 @@ def bodies(plan: Plan, epoch: int) -> Iterator[tuple[int, int, bytes]]:
             yield step, rank, bytes(frames(chunk, load(chunk)))
 
 
-def sequences_of(body: bytes) -> list[Sequence]:
+def samples_of(body: bytes) -> list[Sequence]:
     [frame] = wire.decode(body)
     ids = frame.tensors["input_ids"]
     lengths = frame.tensors["lengths"].tolist() if "lengths" in frame.tensors else [ids.shape[1]] * len(ids)
     found = [tuple(line[:length]) for line, length in zip(ids.tolist(), lengths, strict=True)]
     if "n" in frame.tensors:
-        assert frame.tensors["n"].tolist() == [sequence[0] // TOKENS_A_ROW for sequence in found]
+        assert frame.tensors["n"].tolist() == [sample[0] // TOKENS_A_ROW for sample in found]
     return found
 
 
@@ -125,25 +125,25 @@ def good_blocks(member: Member) -> list[Block]:
     return [block for block in blocks if block.has_good]
 
 
-def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, num_substituted: int, is_filtered: bool) -> None:
-    """Whether the sequences of an epoch of one dataset are all that its rows make, each once."""
+def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, num_replaced: int, is_filtered: bool) -> None:
+    """Whether the samples of an epoch of one dataset are all that its rows make, each once."""
     lengths = [row for groups in shards for group in groups for row in group]
     [member] = plan.members
     whole = member.blocks.get(range(member.snapshot.num_blocks), member.order_key.split)
     served = {member.snapshot.first_row_of(i) + row for i, block in enumerate(whole) for row in block.stored_rows.tolist()}
     assert not is_filtered or all(lengths[row][1] for row in served)
     tokens = {row: [TOKENS_A_ROW * row + t for t in range(lengths[row][0])] for row in served}
-    found = Counter(token for sequence in order for token in sequence)
-    if plan.spec.packing == "rows" and plan.spec.long_rows == "truncate":
+    found = Counter(token for sample in order for token in sample)
+    if plan.spec.packing == "rows" and plan.spec.overflow == "truncate":
         assert len(order) == len(served)
-        starts = Counter(sequence[0] // TOKENS_A_ROW for sequence in order)
+        starts = Counter(sample[0] // TOKENS_A_ROW for sample in order)
         good = {row for row in served if tokens[row]}
         assert set(starts) == good
         assert sum(starts.values()) - len(good) == len(served) - len(good)  # a neighbour for each bad row
-        assert num_substituted == len(served) - len(good)
+        assert num_replaced == len(served) - len(good)
         assert all(list(s) == tokens[s[0] // TOKENS_A_ROW][: plan.spec.seq_len] for s in order)
         return
-    assert num_substituted == 0
+    assert num_replaced == 0
     expected = Counter(token for row in served for token in tokens[row])
     assert not found - expected
     assert sum((expected - found).values()) < (plan.spec.seq_len if plan.spec.packing == "concat" else 1)
@@ -171,7 +171,7 @@ def test_whatever_the_data_and_the_spec(
             assert any(not good_blocks(member) for member in whole.members)
             event("nothing to serve")
             assume(False)
-        except DatasetRefused:
+        except DatasetInvalid:
             bad_of = [(m.blocks.quarantine.num_bad_rows, m.index.num_rows or m.snapshot.num_rows) for m in whole.members]
             assert any(num_bad > 0.99 * num_rows for num_bad, num_rows in bad_of)
             event("too much is bad")
@@ -182,20 +182,20 @@ def test_whatever_the_data_and_the_spec(
             event("refused")
             assume(False)
         event(f"{spec['packing']}, {'mixture' if 'mix' in spec else spec['split']}")
-        order = [sequence for body in made for sequence in sequences_of(body)]
+        order = [sample for body in made for sample in samples_of(body)]
         assert len(order) == whole.schedule.num_positions
         if "mix" not in spec:
-            num_substituted = sum(frame.substituted for frame in wire.decode(b"".join(made)))
-            check_contents(order, whole, first, num_substituted=num_substituted, is_filtered=is_filtered)
+            num_replaced = sum(frame.replaced for frame in wire.decode(b"".join(made)))
+            check_contents(order, whole, first, num_replaced=num_replaced, is_filtered=is_filtered)
 
         # A run is a slice of that order, whatever its batch size, its ranks, and what it skips.
         skipped = plan.spec.skipped()
         kept = [i for i in range(len(order)) if not any(start <= i < stop for start, stop in skipped)]
         expected = [order[i] for i in kept if i >= run["offset"]]
         everything = list(bodies(plan, epoch))
-        shown = [sequence for *_, body in everything for sequence in sequences_of(body)]
+        shown = [sample for *_, body in everything for sample in samples_of(body)]
         per_step = run["batch_size"] * run["world_size"]
-        if run["tail"] == "drop":
+        if run["drop_last"]:
             assert shown == expected[: len(expected) // per_step * per_step]
         else:
             round_and_round = expected + [order[i] for i in kept] * per_step
@@ -240,8 +240,8 @@ def test_rows_that_cannot_be_used_give_way_in_those_blocks_of_a_batch_that_have_
     catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
     for batch_size, rows in ((5, [0, 0, 3, 3, 4]), (3, [0, 0, 3])):  # the other one lacks a block in which a row stands in
         [(_, _, body)] = bodies(plan_of(catalog, "a", batch_size=batch_size, shuffle="none", seq_len=9), 0)
-        assert [sequence[0] // TOKENS_A_ROW for sequence in sequences_of(body)] == rows
-        assert [frame.substituted for frame in wire.decode(body)] == [2]
+        assert [sample[0] // TOKENS_A_ROW for sample in samples_of(body)] == rows
+        assert [frame.replaced for frame in wire.decode(body)] == [2]
 
 
 def test_what_travels_is_said_as_json_beside_the_facts(tmp_path: Path) -> None:
@@ -261,9 +261,9 @@ def test_what_travels_is_said_as_json_beside_the_facts(tmp_path: Path) -> None:
     plan = plan_of(catalog, "a", batch_size=2, shuffle="none", seq_len=4)
     [chunk] = chunks(plan, 0, 0, range(1))
     [page] = [json.loads(text, parse_constant=pytest.fail) for text in as_json(chunk, load(chunk))]
-    assert [sequence["index"] for sequence in page["sequences"]] == [0, 1]
-    assert [sequence["source"] for sequence in page["sequences"]] == [f"part-0.parquet, row group 0, row {n}" for n in (0, 1)]
-    shown = [sequence["columns"] for sequence in page["sequences"]]
+    assert [sample["index"] for sample in page["samples"]] == [0, 1]
+    assert [sample["source"] for sample in page["samples"]] == [f"part-0.parquet, row group 0, row {n}" for n in (0, 1)]
+    shown = [sample["columns"] for sample in page["samples"]]
     assert shown == [
         {"source": "wiki", "index": 7, "score": 1.5, "half": [1, "inf"], "yes": [True, False], "image": "2 bytes"},
         {"source": "code", "index": 8, "score": None, "half": [None, 2], "yes": [False, True], "image": "0 bytes"},
@@ -341,7 +341,7 @@ def test_nothing_that_a_body_was_made_of_waits_for_the_garbage_collector(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "spec", [{}, {"packing": "concat"}, {"packing": "best_fit"}, {"long_rows": "split"}, {"group_by_length": 4}]
+    "spec", [{}, {"packing": "concat"}, {"packing": "best_fit"}, {"overflow": "split"}, {"length_bucket_size": 4}]
 )
 def test_planned_epochs_are_dropped_with_their_snapshot(tmp_path: Path, spec: dict[str, Any]) -> None:
     (tmp_path / "data").mkdir()
@@ -350,7 +350,7 @@ def test_planned_epochs_are_dropped_with_their_snapshot(tmp_path: Path, spec: di
     gc.disable()
     try:
         member = replace(plan.members[0], planned=PlannedEpochs())
-        member.epoch(1)[1].sequences(np.arange(2))
+        member.epoch(1)[1].samples(np.arange(2))
         planned = weakref.ref(member.planned)
         del member
         assert planned() is None
@@ -367,11 +367,11 @@ def test_of_a_very_long_row_the_first_tokens_are_shown_and_how_many_there_are(
     pq.write_table(pa.table(columns), tmp_path / "data" / "a" / "part-0.parquet")
     served = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30).datasets["a"]
     short, long = (show_row(served, row) for row in range(2))
-    assert (short["num_tokens"], short["num_learned"], short["tokens"]) == (8, 4, list(range(8)))
-    assert (long["num_tokens"], long["num_learned"], long["tokens"]) == (30, 10, list(range(10)))
+    assert (short["num_tokens"], short["num_loss_tokens"], short["tokens"]) == (8, 4, list(range(8)))
+    assert (long["num_tokens"], long["num_loss_tokens"], long["tokens"]) == (30, 10, list(range(10)))
     assert sum(turn["num_tokens"] for turn in long["turns"]) == 10
     shown = "\n".join(inspect(served, range(1, 2), Terminal(80, False), 0))
-    assert "30 tokens, 10 learned" in shown
+    assert "30 tokens, 10 with loss" in shown
     assert "..." in shown
 
 
@@ -380,13 +380,13 @@ def test_a_mixture_without_an_end_tells_where_it_shows_a_row(tmp_path: Path) -> 
     for number, name in enumerate("ab"):
         write(tmp_path / "data" / name, [[[(3, True)] * 5]], number, is_filtered=False)
     catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
-    plan = plan_of(catalog, "a", mix="a:1,b:2", mix_stop="never", batch_size=1)
+    plan = plan_of(catalog, "a", mix="a:1,b:2", stopping_strategy="never", batch_size=1)
     found = find_row(plan, "a", 3, 0)
     assert len(found) == 100
     assert [occurrence["step"] // 15 for occurrence in found] == list(range(100))
-    behind = find_row(plan_of(catalog, "a", mix="a:1,b:2", mix_stop="never", batch_size=1, offset=15_000), "a", 3, 0)
+    behind = find_row(plan_of(catalog, "a", mix="a:1,b:2", stopping_strategy="never", batch_size=1, offset=15_000), "a", 3, 0)
     assert [occurrence["step"] // 15 for occurrence in behind] == list(range(100))  # those that are shown, not those left out
-    with pytest.raises(BadParameter, match="epoch 1 does not exist: with mix_stop=never epoch 0 does not end"):
+    with pytest.raises(BadParameter, match="epoch 1 does not exist: with stopping_strategy=never epoch 0 does not end"):
         find_row(plan, "a", 3, 1)
     with pytest.raises(BadParameter, match="are counted up to epoch"):
         find_row(plan_of(catalog, "a", mix="a:1,b:2", batch_size=1), "a", 3, 2**53)

@@ -28,7 +28,7 @@ PINNED = Destination(device=CPU, pin_memory=True)
 class Asked:
     """A source of frames that say nothing but their step, and its transport."""
 
-    num_bytes = num_retries = num_damaged = 0
+    num_bytes = num_retries = num_corrupted = 0
 
     def connect(self, _allocate: None) -> Transport:
         return cast(Transport, self)
@@ -58,10 +58,10 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
 
 def fail_at(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def expanded(frame: wire.Frame, *, pin_memory: bool, columns: Container[str]) -> Batch:
+    def expanded(frame: wire.Frame, *, pin_memory: bool, tensors: Container[str]) -> Batch:
         if frame.step == last:
             raise RuntimeError("CUDA error: out of memory")
-        return expand(frame, pin_memory=pin_memory, columns=columns)
+        return expand(frame, pin_memory=pin_memory, tensors=tensors)
 
     monkeypatch.setattr(penstock.feeding.feed, "expand", expanded)
 
@@ -69,7 +69,7 @@ def fail_at(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def feed(num_steps: int, replay: int | None = None, asked: Asked | None = None) -> Feed:
     return Feed(
         cast(Source, asked or Asked()), Spec(), 0, range(num_steps), prefetch_bytes=1 << 20, destination=PINNED, replay=replay,
-        columns=("input_ids",),
+        tensors=("input_ids",),
     )  # fmt: skip
 
 

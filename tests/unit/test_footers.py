@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import write_numbered
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.snapshots import footers as footers_module
 from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots.folders import list_folder
@@ -242,7 +242,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(data: Path, monkeypatch
         return file
 
     monkeypatch.setattr(shard_module, "open_file", overtaken)
-    with pytest.raises(DatasetRefused, match="part-000.parquet is being written to"):
+    with pytest.raises(DatasetInvalid, match="part-000.parquet is being written to"):
         read(data, Footers(data))
 
 
@@ -255,7 +255,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(data: Path, monke
         return digest
 
     monkeypatch.setattr(shard_module, "_file_digest", written_to)
-    with pytest.raises(DatasetRefused, match="part-000.parquet is being written to"):
+    with pytest.raises(DatasetInvalid, match="part-000.parquet is being written to"):
         read(data, Footers(data))
 
 

@@ -41,7 +41,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @files
 @given(st.lists(st.lists(IDS, max_size=3), min_size=1, max_size=8), st.sampled_from(sorted(ID_CODES)), st.booleans())
 def test_an_index_tells_the_documents(tmp_path: Path, documents: list[list[list[int]]], type_: str, modes: bool) -> None:
-    rows = [row for document in documents if (row := [token for sequence in document for token in sequence])]
+    rows = [row for document in documents if (row := [token for sample in document for token in sample])]
     if rows:
         assert rows_of(tmp_path / "out", write_indexed(tmp_path / "corpus.bin", documents, type_, modes=modes)) == rows
 
@@ -149,9 +149,9 @@ def broken(path: Path, at: int, value: int, type_: str) -> None:
         (18, 5, "<u8", r"corpus.idx has 94 bytes, not the \d+ that its header tells of"),
         (18, 2**62, "<u8", "that its header tells of"),
         (34, -1, "<i4", "corpus.idx tells of 1 ids, but there are 4"),
-        (46, 7, "<i8", "sequences that do not lie end to end"),
+        (46, 7, "<i8", "samples that do not lie end to end"),
         (34 + 36 + 8, 9, "<i8", "lengths below 0"),
-        (34 + 36 + 16, 2, "<i8", "documents that are not those of its 3 sequences"),
+        (34 + 36 + 16, 2, "<i8", "documents that are not those of its 3 samples"),
     ],
 )
 def test_a_damaged_index_is_refused(tmp_path: Path, at: int, value: int, type_: str, message: str) -> None:
@@ -255,8 +255,8 @@ def test_an_index_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_a_border_beyond_the_last_sequence_is_refused_in_any_portion(tmp_path: Path) -> None:
+def test_a_border_beyond_the_last_sample_is_refused_in_any_portion(tmp_path: Path) -> None:
     write_indexed(tmp_path / "corpus.bin", [[[n]] for n in range(6)])
     broken(tmp_path / "corpus.idx", 34 + 6 * 12 + 2 * 8, 10**6, "<i8")
-    with pytest.raises(ImportRefused, match="or of more sequences than it has"):
+    with pytest.raises(ImportRefused, match="or of more samples than it has"):
         rows_of(tmp_path / "out", tmp_path / "corpus.bin")

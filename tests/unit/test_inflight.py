@@ -88,7 +88,7 @@ def test_a_request_that_fails_or_wants_no_body_gives_back_what_it_took(tmp_path:
         assert held_behind("GET", 200) == (0, 0)
 
 
-@pytest.mark.parametrize("query", ["", "&group_by_length=4"])
+@pytest.mark.parametrize("query", ["", "&length_bucket_size=4"])
 def test_of_requests_that_may_wait_two_at_a_time_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str) -> None:
     """They wait in as many threads as there are, and each would take memory beyond the budget."""
     write_numbered(tmp_path / "data" / "numbers", 40)

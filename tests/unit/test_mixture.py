@@ -57,13 +57,13 @@ def test_an_epoch_ends_with_the_first_dataset_or_with_the_last(
     mix: Mix, sizes: "np.ndarray[tuple[int], np.dtype[np.int64]]"
 ) -> None:
     sizes, mixture = sizes[: len(mix.datasets)], Mixture(mix)
-    for stop in ("first", "all"):
+    for stop in ("first_exhausted", "all_exhausted"):
         length = mixture.epoch_length(sizes.tolist(), stop)
         if length is None:
             assert not all(mix.phases[-1].shares)
             continue
         counts = np.array([mixture.num_before(i, length) for i in range(len(sizes))])
-        if stop == "first":
+        if stop == "first_exhausted":
             assert (counts <= sizes).all()
             dataset, number = (int(value[0]) for value in mixture.locate(np.array([length])))
             assert number == sizes[dataset]  # the next sample would be seen a second time
@@ -176,7 +176,7 @@ def test_a_dataset_that_ends_with_a_phase_has_no_sample_behind_it() -> None:
         assert None not in samples[:2]
         assert samples[2:] == [None, None]
         sizes = [2, 100] if number == 0 else [100, 2]
-        assert mixture.epoch_length(sizes, "first") == mixture.sample(1 - number, 100)
+        assert mixture.epoch_length(sizes, "first_exhausted") == mixture.sample(1 - number, 100)
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,10 @@ def test_the_blocks_of_a_row_group_stay_together(counts: IntArray, seed: int, wi
 
 
 @given(block_counts, shuffles, st.integers(1, 200), st.integers(0, 5))
-def test_an_epoch_shows_every_sequence_once_and_finds_each_again(
-    counts: IntArray, shuffle: str, window: int, epoch: int
-) -> None:
+def test_an_epoch_shows_every_sample_once_and_finds_each_again(counts: IntArray, shuffle: str, window: int, epoch: int) -> None:
     order = EpochOrder(counts, groups_of(counts, epoch), shuffle=shuffle, window=window, seed=7, epoch=epoch)
-    positions = np.arange(order.num_sequences)
-    blocks, indices = order.sequences(positions)
+    positions = np.arange(order.num_samples)
+    blocks, indices = order.samples(positions)
     assert sorted(zip(blocks, indices, strict=True)) == [(b, i) for b, n in enumerate(counts) for i in range(n)]
     assert (order.positions(blocks, indices) == positions).all()
 
@@ -126,8 +124,8 @@ def test_an_epoch_shows_every_sequence_once_and_finds_each_again(
 def test_runs_of_one_length_begin_where_global_batches_do(counts: IntArray, window: int, run: int, epoch: int) -> None:
     order = EpochOrder(counts, groups_of(counts, epoch), shuffle="window", window=window, seed=7, epoch=epoch)
     by_length = LengthOrder(order, lambda pools, indices: (pools * 7 + indices * 5) % 11, run, key(7, epoch, "test"))
-    positions = np.arange(order.num_sequences)
-    pools, indices = by_length.sequences(positions)
+    positions = np.arange(order.num_samples)
+    pools, indices = by_length.samples(positions)
     assert (by_length.positions(pools, indices) == positions).all()
     windows, lengths = order.windows(positions), (pools * 7 + indices * 5) % 11
     for number in set(windows.tolist()):
@@ -142,22 +140,22 @@ def test_asking_for_some_positions_in_any_order_gives_what_asking_for_all_gives(
     counts: IntArray, shuffle: str, window: int
 ) -> None:
     order = EpochOrder(counts, np.ones_like(counts), shuffle=shuffle, window=window, seed=7, epoch=0)
-    blocks, indices = order.sequences(np.arange(order.num_sequences))
-    for position in range(order.num_sequences):
-        assert order.sequences(np.array([position])) == (blocks[position], indices[position])
-    round_and_round = np.arange(order.num_sequences + 1) % order.num_sequences
-    assert np.array_equal(order.sequences(round_and_round), (blocks[round_and_round], indices[round_and_round]))
+    blocks, indices = order.samples(np.arange(order.num_samples))
+    for position in range(order.num_samples):
+        assert order.samples(np.array([position])) == (blocks[position], indices[position])
+    round_and_round = np.arange(order.num_samples + 1) % order.num_samples
+    assert np.array_equal(order.samples(round_and_round), (blocks[round_and_round], indices[round_and_round]))
 
 
 def test_without_shuffle_the_order_is_as_stored() -> None:
     order = EpochOrder(np.array([2, 0, 3]), np.ones(3, int), shuffle="none", window=1, seed=1, epoch=1)
-    blocks, indices = order.sequences(np.arange(5))
+    blocks, indices = order.samples(np.arange(5))
     assert (blocks.tolist(), indices.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
 
 
 def test_a_window_mixes_whole_blocks_of_at_least_its_size_and_nothing_beyond() -> None:
     order = EpochOrder(np.full(20, 10), np.ones(20, int), shuffle="window", window=35, seed=0, epoch=0)
-    blocks, _ = order.sequences(np.arange(200))
+    blocks, _ = order.samples(np.arange(200))
     windows = [set(blocks[start : start + 40].tolist()) for start in (0, 40, 80, 120, 160)]
     assert [len(window) for window in windows] == [4] * 5
     assert len(set.union(*windows)) == 20
@@ -166,8 +164,8 @@ def test_a_window_mixes_whole_blocks_of_at_least_its_size_and_nothing_beyond() -
 @given(block_counts, st.integers(0, 9), st.integers(1, 60))
 def test_a_position_lies_in_its_window_and_its_block_among_the_windows_blocks(counts: IntArray, seed: int, window: int) -> None:
     order = EpochOrder(counts, groups_of(counts, seed), shuffle="window", window=window, seed=seed, epoch=0)
-    blocks, _ = order.sequences(np.arange(order.num_sequences))
-    last = order.window(order.num_sequences - 1)
+    blocks, _ = order.samples(np.arange(order.num_samples))
+    last = order.window(order.num_samples - 1)
     for position, block in enumerate(blocks.tolist()):
         assert block in order.pools_of_window(order.window(position))
     listed = [block for number in range(last + 1) for block in order.pools_of_window(number).tolist()]
@@ -181,8 +179,8 @@ def test_ahead_lists_pools_in_the_order_of_their_first_need(
     counts: IntArray, shuffle: str, seed: int, window: int, count: int
 ) -> None:
     order = EpochOrder(counts, groups_of(counts, seed), shuffle=shuffle, window=window, seed=seed, epoch=0)
-    pools, _ = order.sequences(np.arange(order.num_sequences))
-    for position in range(order.num_sequences):
+    pools, _ = order.samples(np.arange(order.num_samples))
+    for position in range(order.num_samples):
         found, needed_at = order.ahead(position, count)
         assert len(set(found.tolist())) == len(found)
         assert (np.diff(needed_at) >= 0).all()
@@ -191,14 +189,14 @@ def test_ahead_lists_pools_in_the_order_of_their_first_need(
         listed = dict(zip(found.tolist(), needed_at.tolist(), strict=True))
         assert {pool: listed[pool] for pool in exact} == exact
         if shuffle != "none":  # all that the window of the last of these positions, and the next window, still need
-            last = order.window(min(position + count, order.num_sequences) - 1)
-            _, stop = order.bounds_of_window(min(last + 1, order.windows(np.array([order.num_sequences - 1]))[0]))
+            last = order.window(min(position + count, order.num_samples) - 1)
+            _, stop = order.bounds_of_window(min(last + 1, order.windows(np.array([order.num_samples - 1]))[0]))
             assert set(pools[position:stop].tolist()) <= set(listed)
 
 
 def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:
     order = EpochOrder(np.full(9, 10), np.ones(9, int), shuffle="window", window=40, seed=0, epoch=0)
-    blocks, _ = order.sequences(np.arange(90))
+    blocks, _ = order.samples(np.arange(90))
     assert len(set(blocks[:40].tolist())) == 4
     assert len(set(blocks[40:].tolist())) == 5
 
@@ -208,7 +206,7 @@ def test_seeds_and_epochs_give_other_orders(shuffle: str) -> None:
     def order(seed: int, epoch: int) -> list[int]:
         blocks, indices = EpochOrder(
             np.full(10, 10), np.ones(10, int), shuffle=shuffle, window=50, seed=seed, epoch=epoch
-        ).sequences(np.arange(100))  # fmt: skip
+        ).samples(np.arange(100))  # fmt: skip
         return [10 * block + index for block, index in zip(blocks.tolist(), indices.tolist(), strict=True)]
 
     assert len({tuple(order(seed, epoch)) for seed in (41, 42) for epoch in (0, 1)}) == 4
@@ -216,8 +214,8 @@ def test_seeds_and_epochs_give_other_orders(shuffle: str) -> None:
 
 
 schedules = st.builds(
-    lambda num, batch, world, offset, tail: Schedule(
-        num_positions=num, batch_size=batch, world_size=world, offset=min(offset, num), tail=tail
+    lambda num, batch, world, offset, drop_last: Schedule(
+        num_positions=num, batch_size=batch, world_size=world, offset=min(offset, num), drop_last=drop_last
     ),
     st.integers(1, 200), st.integers(1, 9), st.integers(1, 9), st.integers(0, 50), st.sampled_from(["drop", "wrap"]),
 )  # fmt: skip
@@ -238,7 +236,7 @@ def test_ranks_partition_an_epoch_and_locate_finds_every_sample(schedule: Schedu
         assert {step for step in range(schedule.num_steps + 2) if schedule.shows(position, step)} == steps
     left = range(schedule.offset, schedule.num_positions)
     per_step = schedule.batch_size * schedule.world_size
-    if schedule.tail == "drop":
+    if schedule.drop_last:
         assert set(shown) <= set(left)
         assert set(shown.values()) <= {1}
         assert len(left) - len(shown) < per_step
@@ -260,7 +258,7 @@ def test_the_sample_order_is_the_same_for_every_world_size(schedule: Schedule) -
 
 
 def test_an_address_that_does_not_exist_is_refused_with_the_bound() -> None:
-    schedule = Schedule(num_positions=100, batch_size=10, world_size=2, offset=0, tail="drop")
+    schedule = Schedule(num_positions=100, batch_size=10, world_size=2, offset=0, drop_last=True)
     with pytest.raises(StepOutOfRange, match="5 steps, 0 to 4"):
         schedule.positions([4, 5], 0)
     with pytest.raises(StepOutOfRange, match="step -1 does not exist"):

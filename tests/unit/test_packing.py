@@ -17,9 +17,9 @@ block_tokens = st.lists(st.integers(0, 30), min_size=1, max_size=12).map(np.arra
 
 
 def ring_positions(packing: Concat, tokens_per_block: npt.NDArray[np.int64]) -> list[list[int]]:
-    """The tokens of every sequence by their place on the ring, in the order of blocks."""
-    blocks = np.repeat(np.arange(len(tokens_per_block)), packing.sequences_per_pool)
-    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_pool.tolist()])
+    """The tokens of every sample by their place on the ring, in the order of blocks."""
+    blocks = np.repeat(np.arange(len(tokens_per_block)), packing.samples_per_pool)
+    indices = np.concatenate([np.arange(n) for n in packing.samples_per_pool.tolist()])
     block_starts = np.cumsum(tokens_per_block) - tokens_per_block
     made: list[list[int]] = [[] for _ in blocks]
     for number, block, row, start, stop in zip(*(part.tolist() for part in packing.spans(blocks, indices)), strict=True):
@@ -34,19 +34,19 @@ def ring_positions(packing: Concat, tokens_per_block: npt.NDArray[np.int64]) -> 
 def test_concat_cuts_the_ring_token_for_token(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
     shift = data.draw(st.integers(0, seq_len - 1))
     packing, total = Concat(tokens, seq_len, shift), int(tokens.sum())
-    assert packing.sequences_per_pool.sum() == packing.num_sequences == total // seq_len
-    sequences = ring_positions(packing, tokens) if packing.num_sequences else []
-    assert all(len(sequence) == seq_len for sequence in sequences)
-    flat = [position for sequence in sequences for position in sequence]
+    assert packing.samples_per_pool.sum() == packing.num_samples == total // seq_len
+    samples = ring_positions(packing, tokens) if packing.num_samples else []
+    assert all(len(sample) == seq_len for sample in samples)
+    flat = [position for sample in samples for position in sample]
     assert flat == [(shift + n) % total for n in range(len(flat))]
     assert len(set(flat)) == len(flat) > total - seq_len
 
 
 @given(block_tokens.filter(any), st.integers(1, 9), st.data())
-def test_any_choice_of_sequences_gives_what_all_give(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
+def test_any_choice_of_samples_gives_what_all_give(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
     packing = Concat(tokens, seq_len, seq_len // 2)
-    blocks = np.repeat(np.arange(len(tokens)), packing.sequences_per_pool)
-    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_pool.tolist()])
+    blocks = np.repeat(np.arange(len(tokens)), packing.samples_per_pool)
+    indices = np.concatenate([np.arange(n) for n in packing.samples_per_pool.tolist()])
     chosen = np.array(data.draw(st.lists(st.integers(0, max(len(blocks) - 1, 0)), max_size=5)), np.int64)
     chosen = chosen if len(blocks) else chosen[:0]
     alone = packing.spans(blocks[chosen], indices[chosen])
@@ -63,8 +63,8 @@ def test_any_choice_of_sequences_gives_what_all_give(tokens: npt.NDArray[np.int6
 @given(block_tokens.filter(any), st.integers(1, 9), st.data())
 def test_holding_is_the_inverse_of_spans(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
     packing = Concat(tokens, seq_len, data.draw(st.integers(0, seq_len - 1)))
-    blocks = np.repeat(np.arange(len(tokens)), packing.sequences_per_pool)
-    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_pool.tolist()])
+    blocks = np.repeat(np.arange(len(tokens)), packing.samples_per_pool)
+    indices = np.concatenate([np.arange(n) for n in packing.samples_per_pool.tolist()])
     block = data.draw(st.sampled_from(np.flatnonzero(tokens).tolist()))
     start = data.draw(st.integers(0, int(tokens[block]) - 1))
     stop = data.draw(st.integers(start + 1, int(tokens[block])))
@@ -77,9 +77,9 @@ def test_holding_is_the_inverse_of_spans(tokens: npt.NDArray[np.int64], seq_len:
     assert set(zip(*(values.tolist() for values in held), strict=True)) == expected
 
 
-def test_a_row_is_a_sequence() -> None:
+def test_a_row_is_a_sample() -> None:
     packing = Rows(np.array([2, 0, 3]), 9)
-    assert packing.sequences_per_pool.tolist() == [2, 0, 3]
+    assert packing.samples_per_pool.tolist() == [2, 0, 3]
     spans = packing.spans(np.array([2, 0]), np.array([1, 0]))
     assert [values.tolist() for values in spans] == [[0, 1], [2, 0], [1, 0], [0, 0], [9, 9]]
     assert [values.tolist() for values in packing.holding(2, 1, 30, 40)] == [[2], [1]]
@@ -93,13 +93,13 @@ blocks_of_lengths = st.lists(st.lists(st.integers(0, 25), max_size=8).map(np.arr
 
 
 def all_spans(packing: Packing) -> list[list[tuple[int, int, int, int]]]:
-    """What every sequence is made of, as (block, row, start, stop)."""
-    pools = np.repeat(np.arange(len(packing.sequences_per_pool)), packing.sequences_per_pool)
-    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_pool.tolist()])
+    """What every sample is made of, as (block, row, start, stop)."""
+    pools = np.repeat(np.arange(len(packing.samples_per_pool)), packing.samples_per_pool)
+    indices = np.concatenate([np.arange(n) for n in packing.samples_per_pool.tolist()])
     made: list[list[tuple[int, int, int, int]]] = [[] for _ in pools]
     if len(pools):
-        for sequence, *span in zip(*(values.tolist() for values in packing.spans(pools, indices)), strict=True):
-            made[sequence].append(tuple(span))
+        for sample, *span in zip(*(values.tolist() for values in packing.spans(pools, indices)), strict=True):
+            made[sample].append(tuple(span))
     return made
 
 
@@ -107,23 +107,21 @@ def check_every_token_once(packing: Packing, lengths: list[npt.NDArray[np.int64]
     seen = {
         (block, row): np.zeros(length, int) for block, rows in enumerate(lengths) for row, length in enumerate(rows.tolist())
     }
-    sequences = all_spans(packing)
-    for spans in sequences:
+    samples = all_spans(packing)
+    for spans in samples:
         assert 0 < sum(min(stop, len(seen[block, row])) - start for block, row, start, stop in spans) <= seq_len
         for block, row, start, stop in spans:
             seen[block, row][start:stop] += 1
     assert all((count == 1).all() for count in seen.values())
-    places = [(pool, i) for pool, n in enumerate(packing.sequences_per_pool.tolist()) for i in range(n)]
-    for (pool, _), spans in zip(places, sequences, strict=True):
+    places = [(pool, i) for pool, n in enumerate(packing.samples_per_pool.tolist()) for i in range(n)]
+    for (pool, _), spans in zip(places, samples, strict=True):
         assert {block for block, *_ in spans} <= set(packing.blocks_of(pool))
-    assert [block for pool in range(len(packing.sequences_per_pool)) for block in packing.blocks_of(pool)] == list(
+    assert [block for pool in range(len(packing.samples_per_pool)) for block in packing.blocks_of(pool)] == list(
         range(len(lengths))
     )
     for (block, row), count in seen.items():
         held = packing.holding(block, row, 0, len(count))
-        expected = [
-            place for place, spans in zip(places, sequences, strict=True) if (block, row) in {span[:2] for span in spans}
-        ]
+        expected = [place for place, spans in zip(places, samples, strict=True) if (block, row) in {span[:2] for span in spans}]
         assert sorted(zip(*(values.tolist() for values in held), strict=True)) == expected
 
 
@@ -149,7 +147,7 @@ def test_best_fit_loses_no_document_and_repeats_none(
 
 
 def rows_together(lengths: npt.NDArray[np.int64], seq_len: int, draw_key: int | None) -> list[frozenset[int]]:
-    """The rows that each sequence of one pool holds, where it holds several."""
+    """The rows that each sample of one pool holds, where it holds several."""
     packed = PackedPools.of([pack(lengths, seq_len)])
     packing = BestFit(np.array([0, 1]), packed, np.array([len(lengths)]), seq_len, draw_key)
     return [frozenset(row for _, row, *_ in spans) for spans in all_spans(packing) if len(spans) > 1]

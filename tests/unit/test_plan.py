@@ -46,7 +46,7 @@ def test_an_epoch_that_is_consumed_has_no_steps_and_nothing_is_behind_it(catalog
 
 def test_who_skips_the_whole_epoch_is_told_so(catalog: Catalog) -> None:
     assert catalog.plan("a", Spec(batch_size=10, skip="0-8")).schedule.num_steps == 1
-    with pytest.raises(BadParameter, match=r"^skip leaves out the whole epoch: all of its 100 sequences\. Skip fewer\.$"):
+    with pytest.raises(BadParameter, match=r"^skip leaves out the whole epoch: all of its 100 samples\. Skip fewer\.$"):
         catalog.plan("a", Spec(batch_size=10, skip="0-99"))
 
 
@@ -74,7 +74,7 @@ def test_a_mixture_has_as_many_epochs_as_samples_can_be_counted(catalog: Catalog
 
 
 def test_each_position_of_a_mixture_is_found_from_its_sample(catalog: Catalog) -> None:
-    plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:3", mix_stop="all", offset=250, tail="wrap"))
+    plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:3", stopping_strategy="all_exhausted", offset=250, drop_last=False))
     assert plan.mixture
     for epoch in range(2):
         samples = epoch * plan.schedule.num_positions + np.arange(plan.schedule.num_positions)
@@ -95,7 +95,7 @@ def test_each_position_of_a_mixture_is_found_from_its_sample(catalog: Catalog) -
 def test_of_many_positions_those_are_told_that_are_shown_first(
     skip: str, offset: int, mix: str | None, own: list[int], most: int
 ) -> None:
-    spec: dict[str, Any] = {"skip": skip or None, "offset": offset % 30, "tail": "wrap"} | ({"mix": mix} if mix else {})
+    spec: dict[str, Any] = {"skip": skip or None, "offset": offset % 30, "drop_last": False} | ({"mix": mix} if mix else {})
     with TemporaryDirectory() as name:
         plan = synthetic_plan(Path(name), {"a": [[40]]} | ({"b": [[120]]} if mix else {}), batch_size=4, **spec)
     shown = []
@@ -107,7 +107,7 @@ def test_of_many_positions_those_are_told_that_are_shown_first(
 
 
 def test_what_a_wrapped_tail_shows_again_is_told_too(tmp_path: Path) -> None:
-    mix: dict[str, Any] = {"mix": "a:0.9,b:0.1", "tail": "wrap", "offset": 2500, "batch_size": 8}
+    mix: dict[str, Any] = {"mix": "a:0.9,b:0.1", "drop_last": False, "offset": 2500, "batch_size": 8}
     plan = synthetic_plan(tmp_path, {"a": [[3000]], "b": [[3000]]}, **mix)
     for epoch in range(12):
         for own_epoch in plan.own_epochs(0, epoch):
@@ -118,10 +118,10 @@ def test_what_a_wrapped_tail_shows_again_is_told_too(tmp_path: Path) -> None:
 
 def test_an_epoch_of_a_mixture_that_cannot_be_counted_is_refused(tmp_path: Path) -> None:
     few = {"a": [[10**11]], "b": [[1000]]}
-    with pytest.raises(BadParameter, match=r"would have 9,999,999,999,9.* sequences, and no more than 2\^53 are counted"):
-        synthetic_plan(tmp_path, few, mix="a:0.00001,b:0.99999", mix_stop="all")
-    for stop in ("first", "never"):
-        synthetic_plan(tmp_path, few, mix="a:0.00001,b:0.99999", mix_stop=stop).check_epoch(0)
+    with pytest.raises(BadParameter, match=r"would have 9,999,999,999,9.* samples, and no more than 2\^53 are counted"):
+        synthetic_plan(tmp_path, few, mix="a:0.00001,b:0.99999", stopping_strategy="all_exhausted")
+    for stop in ("first_exhausted", "never"):
+        synthetic_plan(tmp_path, few, mix="a:0.00001,b:0.99999", stopping_strategy=stop).check_epoch(0)
 
 
 def test_a_batch_of_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_a_skip_of_what_no_epoch_has_is_told_of(tmp_path: Path, skip: str, told:
     [
         (60, {"batch_size": 32}, "28 of the 60 samples"),
         (60, {"batch_size": 16, "world_size": 2}, "28 of the 60 samples"),
-        (60, {"batch_size": 32, "tail": "wrap"}, None),
+        (60, {"batch_size": 32, "drop_last": False}, None),
         (60, {"batch_size": 32, "offset": 20}, None),  # a run that goes on was told when it began
         (100, {"batch_size": 45}, None),
         (101, {"batch_size": 45}, "11 of the 101 samples"),
@@ -178,7 +178,7 @@ def test_a_skip_of_what_no_epoch_has_is_told_of(tmp_path: Path, skip: str, told:
 )
 def test_many_samples_that_no_step_has_are_told_of(tmp_path: Path, rows: int, spec: dict[str, Any], told: str | None) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[rows]]}, **spec)
-    found = [text.partition("tail=drop leaves out ")[2].partition(" of each")[0] for text in advice_on_run(plan)]
+    found = [text.partition("drop_last=true leaves out ")[2].partition(" of each")[0] for text in advice_on_run(plan)]
     assert [text for text in found if text] == ([told] if told else [])
 
 

@@ -57,7 +57,7 @@ def test_the_epochs_that_were_asked_for_longest_ago_make_room(monkeypatch: pytes
         return epochs.get(number, plan)
 
     packing, order = epoch(0)
-    each = packing.sequences_per_pool.nbytes + order.nbytes
+    each = packing.samples_per_pool.nbytes + order.nbytes
     assert each >= 3 * 8 * POOLS
     monkeypatch.setattr(planned, "_BUDGET_BYTES", 5 * (each + planned._LEAST_BYTES))
     for number in (0, 1, 2, 3, 4, 0, 5, 0, 2, 5, 1):
@@ -89,7 +89,7 @@ def test_windows_that_are_sorted_by_length_count() -> None:
     order = EpochOrder(rows, np.ones(POOLS, np.int64), shuffle="window", window=500, seed=0, epoch=0)
     sorted_ = LengthOrder(order, lambda pools, _: pools, 8, 1)
     before = sorted_.nbytes
-    sorted_.sequences(np.arange(10 * POOLS))
+    sorted_.samples(np.arange(10 * POOLS))
     remembered = sum(places.nbytes for window in range(4) for places in sorted_._arranged(window))
     assert before == sorted_.nbytes == order.nbytes + remembered
     assert list(sorted_._known) == [0, 1, 2, 3]
@@ -106,10 +106,10 @@ def test_a_crowd_sorts_a_window_once_and_the_one_that_was_asked_for_longest_ago_
     order = EpochOrder(rows, np.ones(POOLS, np.int64), shuffle="window", window=500, seed=0, epoch=0)
     sorted_ = LengthOrder(order, lengths, 8, 1)
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda number: sorted_.sequences(np.array([500 * (number % 4)])), range(16)))
+        list(threads.map(lambda number: sorted_.samples(np.array([500 * (number % 4)])), range(16)))
     assert sorted(asked) == [0, 1, 2, 3]
     for window in (0, 1, 2, 3, 0, 4, 0, 2, 3, 1):
-        sorted_.sequences(np.array([500 * window]))
+        sorted_.samples(np.array([500 * window]))
     assert asked[4:] == [4, 1]
     assert sorted_.window(500) == 1
     assert np.array_equal(sorted_.pools_of_window(1), order.pools_of_window(1))
@@ -123,7 +123,7 @@ def test_windows_of_an_epoch_that_made_room_do_not_wait_for_the_garbage_collecto
     def plan() -> PlannedEpoch:
         order = EpochOrder(rows, np.ones(POOLS, np.int64), shuffle="window", window=500, seed=0, epoch=0)
         sorted_ = LengthOrder(order, lambda pools, _: pools, 8, 1)
-        sorted_.sequences(np.arange(10 * POOLS))
+        sorted_.samples(np.arange(10 * POOLS))
         orders.append(weakref.ref(sorted_))
         return Rows(rows, 8), sorted_
 

@@ -1,4 +1,4 @@
-"""Pre-tokenized rows: turns, what is learned and what is padding, against plain Python; and which columns are masks."""
+"""Pre-tokenized rows: turns, what has loss and what is padding, against plain Python; and which columns are masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock_server.batches.gather import chunks, load
 from penstock_server.batches.readable import as_json, provenance
 from penstock_server.datasets.advice import advice_on_run
 from penstock_server.datasets.catalog import open_catalog
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.encode import Selected, encode
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.mask_columns import way_without
@@ -29,7 +29,7 @@ from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 from planned import open_snapshot, plan_of
 
-Row = list[tuple[int, bool, bool]]  # of each id: itself, whether it is learned, and whether it is no padding
+Row = list[tuple[int, bool, bool]]  # of each id: itself, whether it has loss, and whether it is no padding
 
 ROWS = st.lists(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=6), min_size=1, max_size=6)
 
@@ -50,15 +50,15 @@ def encoded(columns: dict[str, Any], *masks: str, bos: int | None = None, eos: i
 
 
 def expected(row: Row, *, loss: bool, padding: bool, bos: int | None, eos: int | None) -> tuple[list[int], list[bool]] | None:
-    """The ids of a row, and whether each is learned; None if the row is bad."""
-    left = [(token, is_learned or not loss) for token, is_learned, is_there in row if is_there or not padding]
-    if not any(is_learned for _, is_learned in left):
+    """The ids of a row, and whether each has loss; None if the row is bad."""
+    left = [(token, is_in_loss or not loss) for token, is_in_loss, is_there in row if is_there or not padding]
+    if not any(is_in_loss for _, is_in_loss in left):
         return None
     if bos is not None and left[0][0] != bos:
         left.insert(0, (bos, left[0][1]))
     if eos is not None and left[-1][0] != eos:
         left.append((eos, left[-1][1]))
-    return [token for token, _ in left], [is_learned for _, is_learned in left]
+    return [token for token, _ in left], [is_in_loss for _, is_in_loss in left]
 
 
 def told(turns: list[int]) -> list[bool]:
@@ -73,12 +73,12 @@ def test_what_is_learned_and_left_is_what_the_masks_say(
     masks = [{"switches": "loss_mask"}.get(loss, loss)] if loss != "none" else []
     if loss == "labels":
         # What is padding may have any label.
-        labels = [[(token if there else 77) if learned else -100 for token, learned, there in row] for row in rows]
+        labels = [[(token if there else 77) if in_loss else -100 for token, in_loss, there in row] for row in rows]
         columns["labels"] = pa.array(
             labels if padding else [[t if m else -100 for t, m, _ in row] for row in rows], pa.list_(pa.int64())
         )
     elif masks:
-        marks = [[learned for _, learned, _ in row] for row in rows]
+        marks = [[in_loss for _, in_loss, _ in row] for row in rows]
         kind = pa.bool_() if loss == "switches" else pa.int8()
         columns["loss_mask"] = pa.array(
             [[int(mark) if kind == pa.int8() else mark for mark in row] for row in marks], pa.large_list(kind)
@@ -95,7 +95,7 @@ def test_what_is_learned_and_left_is_what_the_masks_say(
     else:
         turns = found["tokens_turns"].to_pylist()
         assert [row and told(row) for row in turns] == [row and row[1] for row in wanted]
-        for row in turns:  # of no ids is the first turn alone, before ids that are learned from the first on
+        for row in turns:  # of no ids is the first turn alone, before ids that have loss from the first on
             assert row is None or 0 not in row[1:]
 
 
@@ -111,8 +111,8 @@ def test_a_turn_is_as_long_as_it_can_be() -> None:
         ("labels", None, "labels is null"),
         ("labels", [1, None, 3], "labels has a null"),
         ("labels", [2, 3, -100], "labels has 2 at id 1; a label must be the id itself, not the next one, or -100"),
-        ("labels", [-100] * 3, "labels is -100 throughout: nothing is learned"),
-        ("loss_mask", [0, 0, 0], "loss_mask is 0 throughout: nothing is learned"),
+        ("labels", [-100] * 3, "labels is -100 throughout: no token has loss"),
+        ("loss_mask", [0, 0, 0], "loss_mask is 0 throughout: no token has loss"),
         ("loss_mask", [0, 2, 1], "loss_mask has 2 where 0 or 1 is meant"),
         ("attention_mask", [0, 0, 0], "attention_mask is 0 throughout: it is padding alone"),
         ("attention_mask", [1, -1, 1], "attention_mask has -1 where 0 or 1 is meant"),
@@ -160,9 +160,9 @@ def test_documents_that_were_packed_into_a_row_stay_apart(
         assert found["tokens"][row].as_py() == [token for document in documents for token, _, _ in document]
         assert found["tokens_documents"][row].as_py() == [len(document) for document in documents]
         assert told(found["tokens_turns"][row].as_py()) == [
-            (is_learned or not loss) and (place > 0 or number == 0)
+            (is_in_loss or not loss) and (place > 0 or number == 0)
             for number, document in enumerate(documents)
-            for place, (_, is_learned, _) in enumerate(document)
+            for place, (_, is_in_loss, _) in enumerate(document)
         ]
 
 
@@ -200,10 +200,10 @@ def test_a_bos_and_an_eos_belong_to_the_first_and_the_last_document() -> None:
     [
         ({"packing": "rows"}, None, [1, 2, -100, 4, 5, -100]),
         ({"packing": "best_fit"}, [0, 1, 0, 1, 2, 0], [-100, 2, -100, 4, 5, -100]),
-        ({"packing": "best_fit", "loss": "all"}, [0, 1, 0, 1, 2, 0], [-100, 2, -100, 4, 5, -100]),
-        ({"packing": "concat", "boundaries": "documents"}, [0, 1, 0, 1, 2, 0], [-100, 2, -100, 4, 5, -100]),
+        ({"packing": "best_fit", "loss_on": "all"}, [0, 1, 0, 1, 2, 0], [-100, 2, -100, 4, 5, -100]),
+        ({"packing": "concat", "mark_documents": True}, [0, 1, 0, 1, 2, 0], [-100, 2, -100, 4, 5, -100]),
         # Cut within the second document: what is left of it is a document, as where rows are cut.
-        ({"packing": "concat", "boundaries": "documents", "seq_len": 3}, [0, 1, 0], [-100, 2, -100]),
+        ({"packing": "concat", "mark_documents": True, "seq_len": 3}, [0, 1, 0], [-100, 2, -100]),
     ],
 )
 def test_a_batch_keeps_packed_documents_apart(
@@ -213,9 +213,9 @@ def test_a_batch_keeps_packed_documents_apart(
     catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
     plan = plan_of(catalog, "packed", **{"seq_len": 6, "batch_size": 1, "shuffle": "none"} | spec)
     [chunk] = chunks(plan, 0, 0, range(1))
-    [line] = json.loads(as_json(chunk, load(chunk))[0])["sequences"]
+    [line] = json.loads(as_json(chunk, load(chunk))[0])["samples"]
     assert (line.get("position_ids"), line["labels"]) == (positions, labels)
-    assert [source["stop"] for source in provenance(plan, 0, 0, 0)["sequences"][0]["sources"]] == [plan.spec.seq_len]
+    assert [source["stop"] for source in provenance(plan, 0, 0, 0)["samples"][0]["sources"]] == [plan.spec.seq_len]
     advice = [sentence for sentence in advice_on_run(plan) if "packed: its rows hold several documents" in sentence]
     assert bool(advice) == (spec["packing"] == "rows")
 
@@ -340,7 +340,7 @@ def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
         ({"labels": ONES}, 'attention_mask = "mask"', "there is no column 'mask'"),
         ({}, 'text = "input_ids"', "column 'input_ids' is list<element: int64>, but text must be text"),
         ({}, 'messages = "input_ids"', "column 'input_ids' is list<element: int64>, but messages must be lists of messages"),
-        ({"a": ONES, "b": ONES}, 'labels = "a"\nloss_mask = "b"', "labels and loss_mask both tell which ids are learned"),
+        ({"a": ONES, "b": ONES}, 'labels = "a"\nloss_mask = "b"', "labels and loss_mask both tell which ids have loss"),
         ({"a": ONES, "b": ONES}, 'seq_lengths = "a"\nposition_ids = "b"', "seq_lengths and position_ids both tell where"),
         (
             {"text": ["fox"]},
@@ -350,7 +350,7 @@ def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
     ],
 )
 def test_masks_that_cannot_be_are_refused(written: Written, columns: dict[str, Any], declared: str, message: str) -> None:
-    with pytest.raises(DatasetRefused, match=message):
+    with pytest.raises(DatasetInvalid, match=message):
         written(columns, declared)
 
 
@@ -366,16 +366,16 @@ IDS, MASKED = pa.table({"input_ids": [[1, 2, 3]]}), pa.table({"input_ids": [[1, 
 
 
 def test_a_mask_that_only_a_later_shard_has_is_not_passed_over(tmp_path: Path) -> None:
-    with pytest.raises(DatasetRefused, match=r"part-1.parquet: column 'labels' is not in the first .*: labels = false"):
+    with pytest.raises(DatasetInvalid, match=r"part-1.parquet: column 'labels' is not in the first .*: labels = false"):
         open_snapshot(write(tmp_path / "later", IDS, MASKED))
-    with pytest.raises(DatasetRefused, match=r"part-1.parquet: there is no column 'labels'"):
+    with pytest.raises(DatasetInvalid, match=r"part-1.parquet: there is no column 'labels'"):
         open_snapshot(write(tmp_path / "sooner", MASKED, IDS))
     assert open_snapshot(write(tmp_path / "none", IDS, MASKED, recipe="labels = false")).num_rows == 2
 
 
 def test_two_columns_of_one_name_are_no_mask(tmp_path: Path) -> None:
     twice = pa.Table.from_arrays([pa.array([[1, 2, 3]])] * 3, ["input_ids", "labels", "labels"])
-    with pytest.raises(DatasetRefused, match="2 columns are called 'labels'. Rename all but one"):
+    with pytest.raises(DatasetInvalid, match="2 columns are called 'labels'. Rename all but one"):
         open_snapshot(write(tmp_path / "twice", twice))
     assert open_snapshot(write(tmp_path / "none", twice, recipe="labels = false")).num_rows == 1
 
@@ -404,7 +404,7 @@ def test_prompts_and_answers_of_ids_need_no_recipe(tmp_path: Path, columns: list
 
 def test_padding_of_labels_is_told_from_a_wrong_id(tmp_path: Path) -> None:
     padded = pa.table({"input_ids": [[1, 2]], "labels": [[3, -100]]})
-    with pytest.raises(DatasetRefused, match=r"Where -100 is padding, cut it off with a transform\."):
+    with pytest.raises(DatasetInvalid, match=r"Where -100 is padding, cut it off with a transform\."):
         open_snapshot(write(tmp_path / "data", padded, recipe='prompt = "input_ids"\nresponse = "labels"'))
 
 

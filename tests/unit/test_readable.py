@@ -64,35 +64,35 @@ def catalog(tmp_path: Path) -> Catalog:
     [
         *((name, {"packing": "rows"}) for name in ("text", "pairs", "chats", "preferences")),
         *((name, {"packing": "best_fit"}) for name in ("text", "pairs", "chats", "packed")),
-        *((name, {"packing": "concat", "boundaries": "documents"}) for name in ("text", "pairs", "packed")),
+        *((name, {"packing": "concat", "mark_documents": True}) for name in ("text", "pairs", "packed")),
         ("pairs", {"packing": "concat"}),
-        ("pairs", {"long_rows": "split", "seq_len": 8}),
-        ("pairs", {"task": "seq2seq", "loss": "response"}),
+        ("pairs", {"overflow": "split", "seq_len": 8}),
+        ("pairs", {"task": "seq2seq", "loss_on": "response"}),
     ],
 )
 def test_labels_and_positions_are_those_that_a_trainer_gets(
     catalog: Catalog, dataset: str, way: dict[str, Any], loss: str
 ) -> None:
-    spec = {"batch_size": 4, "seq_len": 30, "loss": loss} | way
+    spec = {"batch_size": 4, "seq_len": 30, "loss_on": loss} | way
     plan = plan_of(catalog, dataset, **spec)
     [chunk] = chunks(plan, 0, 0, range(1))
     blocks = load(chunk)
     [page] = map(json.loads, as_json(chunk, blocks))
     [frame] = wire.decode(frames(chunk, blocks))
     batch = expand(frame, pin_memory=False)
-    assert sum(sequence["num_tokens"] for sequence in page["sequences"]) == count_tokens(frame)
+    assert sum(sample["num_tokens"] for sample in page["samples"]) == count_tokens(frame)
     names = {name for name in batch if name.endswith(("input_ids", "labels", "position_ids"))}
-    for index, sequence in enumerate(page["sequences"]):
-        assert {name for name in sequence if name.endswith(("input_ids", "labels", "position_ids"))} == names
+    for index, sample in enumerate(page["samples"]):
+        assert {name for name in sample if name.endswith(("input_ids", "labels", "position_ids"))} == names
         for name in names:
-            shown, line = sequence[name], batch[name][index].tolist()
+            shown, line = sample[name], batch[name][index].tolist()
             assert shown == line[: len(shown)]
             if name.endswith("labels"):
                 assert set(line[len(shown) :]) <= {-100}
             else:
                 side = name.removesuffix("input_ids").removesuffix("position_ids")
                 assert len(shown) == batch[f"{side}attention_mask"][index].sum()
-        if starts := sequence.get("document_starts"):
+        if starts := sample.get("document_starts"):
             bits = np.unpackbits(frame.tensors["document_starts"][index], bitorder="little")
             assert starts == np.flatnonzero(bits).tolist()
 
@@ -111,7 +111,7 @@ def test_what_is_too_large_to_be_read_is_not_shown(catalog: Catalog, monkeypatch
     monkeypatch.setattr(penstock_server.batches.readable, "_MOST_TOKENS", 39)
     with pytest.raises(BadParameter, match="a batch of 40 tokens is too large to be shown: .* lower batch_size"):
         as_json(chunk, load(chunk))
-    num_parts = sum(len(sequence["sources"]) for sequence in provenance(plan, 0, 0, 0)["sequences"])
+    num_parts = sum(len(sample["sources"]) for sample in provenance(plan, 0, 0, 0)["samples"])
     monkeypatch.setattr(penstock_server.batches.readable, "_MOST_PARTS", num_parts)
     provenance(plan, 0, 0, 0)
     monkeypatch.setattr(penstock_server.batches.readable, "_MOST_PARTS", num_parts - 1)
@@ -119,7 +119,7 @@ def test_what_is_too_large_to_be_read_is_not_shown(catalog: Catalog, monkeypatch
         provenance(plan, 0, 0, 0)
 
 
-def test_what_is_raised_before_a_sequence_ends_a_page(catalog: Catalog) -> None:
+def test_what_is_raised_before_a_sample_ends_a_page(catalog: Catalog) -> None:
     plan = plan_of(catalog, "text", batch_size=4, seq_len=10)
     [chunk] = chunks(plan, 0, 0, range(2))
     left = iter([True] * 5)
@@ -134,11 +134,11 @@ def test_what_is_raised_before_a_sequence_ends_a_page(catalog: Catalog) -> None:
     assert len(as_json(chunk, load(chunk), check)) == 2
 
 
-def test_sequences_that_are_too_many_to_be_read_are_not_shown(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_are_too_many_to_be_read_are_not_shown(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(catalog, "text", batch_size=4, seq_len=10)
     [chunk] = chunks(plan, 0, 0, range(2))
-    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_SEQUENCES", 8)
+    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_SAMPLES", 8)
     assert len(as_json(chunk, load(chunk))) == 2
-    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_SEQUENCES", 7)
-    with pytest.raises(BadParameter, match="8 sequences in 2 batches are too many .* lower batch_size, ask for fewer"):
+    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_SAMPLES", 7)
+    with pytest.raises(BadParameter, match="8 samples in 2 batches are too many .* lower batch_size, ask for fewer"):
         as_json(chunk, load(chunk))

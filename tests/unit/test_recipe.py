@@ -47,7 +47,7 @@ ALIKE: dict[str, Any] = {
 BESIDE: dict[str, Any] = {
     "splits": "hash",
     "validation": 0.1,
-    "on_bad_row": "substitute",
+    "on_bad_row": "replace",
     "max_bad_share": 0.5,
 }  # changes no token
 ELSEWHERE = {"kind", "chat", "filter", "transform"}  # the fields' roles tell the kind; the others are texts, and tested as such

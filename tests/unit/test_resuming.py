@@ -16,7 +16,7 @@ specs = st.builds(
     Spec,
     batch_size=st.integers(1, 6),
     world_size=st.integers(1, 5),
-    tail=st.sampled_from(["drop", "wrap"]),
+    drop_last=st.booleans(),
     skip=st.sampled_from([None, None, "samples:0-3", "samples:17-40,55-55"]),
 )
 
@@ -28,7 +28,7 @@ def shown(spec: Spec, at: Position, num_samples: int) -> list[int]:
         batch_size=spec.batch_size,
         world_size=spec.world_size,
         offset=min(at.offset, num_samples),
-        tail=spec.tail,
+        drop_last=spec.drop_last,
         skipped=spec.skipped(),
     )
     steps = range(at.step, schedule.num_steps)
@@ -43,7 +43,7 @@ def without(samples: list[int], spec: Spec) -> list[int]:
 def check_rest(spec: Spec, at: Position, left: list[int], num_samples: int) -> None:
     per_step = spec.batch_size * spec.world_size
     found = shown(spec, at, num_samples)
-    if spec.tail == "drop":
+    if spec.drop_last:
         assert found == left[: len(left) // per_step * per_step]
     else:
         assert found[: len(left)] == left
@@ -57,7 +57,7 @@ def test_whatever_is_resumed_at_any_step_gives_the_rest_and_nothing_else(
 ) -> None:
     state, left = write_state("a", last, Position(epoch=3)), list(range(num_samples))
     for spec, num_steps in legs:
-        at = read_state(state, "a", spec, num_sequences=num_samples)
+        at = read_state(state, "a", spec, num_samples=num_samples)
         kept = without(left, spec)
         check_rest(spec, at, kept, num_samples)
         per_step = spec.batch_size * spec.world_size
@@ -65,7 +65,7 @@ def test_whatever_is_resumed_at_any_step_gives_the_rest_and_nothing_else(
         states = [write_state("a", spec, replace(at, step=at.step + step)) for step in range(len(behind))]
         for then, rest in zip(states, behind, strict=True):
             for other in (last, replace(spec, world_size=spec.world_size + 3), replace(spec, skip=last.skip)):
-                check_rest(other, read_state(then, "a", other, num_sequences=num_samples), without(rest, other), num_samples)
+                check_rest(other, read_state(then, "a", other, num_samples=num_samples), without(rest, other), num_samples)
         step = min(num_steps, len(behind) - 1)
         state, left = states[step], behind[step]
         assert state["epoch"] == 3

@@ -19,13 +19,13 @@ def test_all_that_is_public_is_completed() -> None:
 
 def test_help_tells_what_each_parameter_of_a_batch_does() -> None:
     assert Spec.__doc__
-    assert all(f"{field.name:15}  {field.metadata['doc']}" in Spec.__doc__ for field in fields(Spec))
+    assert all(f"{field.name:18}  {field.metadata['doc']}" in Spec.__doc__ for field in fields(Spec))
 
 
 def test_statistics_show_the_share_of_waiting_first() -> None:
-    shown = repr(Stats(num_batches=12_345, wait_seconds=1.0, busy_seconds=3.0))
-    assert shown.startswith("Stats(wait_share=25.0%, num_batches=12,345, ")
-    assert shown.endswith("wait_seconds=1.00, busy_seconds=3.00, buffered_bytes=0)")
+    shown = repr(Stats(num_batches=12_345, wait_seconds=1.0, compute_seconds=3.0))
+    assert shown.startswith("Stats(wait_fraction=25.0%, num_batches=12,345, ")
+    assert shown.endswith("wait_seconds=1.00, compute_seconds=3.00, buffered_bytes=0)")
 
 
 def test_of_a_parameter_that_is_wrong_the_line_is_shown_and_nothing_of_what_found_it() -> None:

@@ -43,7 +43,7 @@ Identity = tuple[int, int, int, int]  # member, block, row, first token
 
 
 def served(plan: Plan, epoch: int) -> list[tuple[Identity, int, int]]:
-    """What an epoch serves, sample for sample, as batches are made of it: the sequence, its step and its rank."""
+    """What an epoch serves, sample for sample, as batches are made of it: the sample, its step and its rank."""
     order = []
     for step in range(plan.schedule.num_steps):
         for rank in range(plan.spec.world_size):
@@ -56,9 +56,9 @@ def served(plan: Plan, epoch: int) -> list[tuple[Identity, int, int]]:
 
 
 def stored(plan: Plan, member: int, epoch: int) -> list[Identity]:
-    """The sequences of an epoch of a member in the order in which they are stored."""
+    """The samples of an epoch of a member in the order in which they are stored."""
     packing, _ = plan.members[member].epoch(epoch)
-    counts = packing.sequences_per_pool
+    counts = packing.samples_per_pool
     pools = np.repeat(np.arange(len(counts)), counts)
     indices = np.concatenate([np.arange(count) for count in counts.tolist()])
     found: dict[int, Identity] = {}
@@ -71,18 +71,18 @@ SPECS: list[Spelled] = [
     {"shuffle": "none"},
     {"shuffle": "window", "window": 70},
     {"shuffle": "global", "split": "validation"},
-    {"shuffle": "global", "long_rows": "split", "seq_len": 9},
-    {"shuffle": "window", "window": 70, "group_by_length": 8},
-    {"shuffle": "window", "window": 200, "long_rows": "split", "seq_len": 16, "group_by_length": 8},
+    {"shuffle": "global", "overflow": "split", "seq_len": 9},
+    {"shuffle": "window", "window": 70, "length_bucket_size": 8},
+    {"shuffle": "window", "window": 200, "overflow": "split", "seq_len": 16, "length_bucket_size": 8},
     {"shuffle": "window", "window": 90, "packing": "concat", "seq_len": 16},
     {"shuffle": "global", "packing": "best_fit", "seq_len": 64},
     {"shuffle": "window", "window": 70, "mix": MIX},
-    {"shuffle": "global", "mix": MIX, "mix_stop": "all", "packing": "concat", "seq_len": 32},
+    {"shuffle": "global", "mix": MIX, "stopping_strategy": "all_exhausted", "packing": "concat", "seq_len": 32},
 ]
 SLICES: list[Spelled] = [
     {"batch_size": 4, "world_size": 2},
     {"batch_size": 1, "world_size": 3, "offset": 17},
-    {"batch_size": 7, "world_size": 1, "tail": "wrap"},
+    {"batch_size": 7, "world_size": 1, "drop_last": False},
     {"batch_size": 3, "world_size": 2, "skip": "samples:5-20,40-40", "offset": 3},
 ]
 
@@ -93,7 +93,7 @@ def test_each_sample_is_at_the_place_of_what_is_served(catalog: Catalog, spec: S
     plan = plan_of(catalog, "a", seed=5, **spec, **slices)
     order, sample = served(plan, 2), draw(plan, 2)
     places = [stored(plan, source.member, source.epoch) for source in sample.sources]
-    assert sample.num_samples == len(order) or (slices.get("tail") == "wrap" and sample.num_samples > len(order) - 7)
+    assert sample.num_samples == len(order) or (slices.get("drop_last") is False and sample.num_samples > len(order) - 7)
     assert sample.scattered.samples.tolist() == list(range(sample.num_samples))
     for looked_at in (sample.scattered, sample.runs):
         columns = (looked_at.samples, looked_at.sources, looked_at.places)
@@ -115,7 +115,7 @@ def measured(plan: Plan, epoch: int) -> tuple[Sample, dict[str, float], list[int
 
 def pools_of(packing: Packing) -> list[int]:
     """The pool of each place."""
-    return np.repeat(np.arange(len(packing.sequences_per_pool)), packing.sequences_per_pool).tolist()
+    return np.repeat(np.arange(len(packing.samples_per_pool)), packing.samples_per_pool).tolist()
 
 
 @pytest.mark.parametrize("slices", SLICES)
@@ -124,8 +124,8 @@ def test_neighbours_are_as_far_apart_as_counting_says(catalog: Catalog, spec: Sp
     plan = plan_of(catalog, "a", seed=6, **spec, **slices)
     sample, measures, places, steps_of = measured(plan, 1)
     packing, order = plan.members[0].epoch(1)
-    pools, starts = pools_of(packing), np.cumsum(packing.sequences_per_pool) - packing.sequences_per_pool
-    own_pools, indices = order.sequences(np.arange(len(pools)))
+    pools, starts = pools_of(packing), np.cumsum(packing.samples_per_pool) - packing.samples_per_pool
+    own_pools, indices = order.samples(np.arange(len(pools)))
     position = {place: position for position, place in enumerate((starts[own_pools] + indices).tolist())}
     steps: dict[int, set[int]] = {}
     for place, step in zip(places, steps_of, strict=True):
@@ -134,7 +134,7 @@ def test_neighbours_are_as_far_apart_as_counting_says(catalog: Catalog, spec: Sp
     apart, meet = [], []
     for n, place in enumerate(places[: sample.num_samples]):
         across = place + 1 < len(pools) and pools[place] != pools[place + 1]
-        if place + 1 < len(pools) and not ("group_by_length" in spec and across):
+        if place + 1 < len(pools) and not ("length_bucket_size" in spec and across):
             apart.append(abs(position[place] - position[place + 1]))
             meet.append(n // sample.samples_per_step in steps.get(place + 1, ()))
     assert measures["neighbour_distance"] == sorted(apart)[(len(apart) + 1) // 2 - 1]
@@ -185,9 +185,9 @@ def test_the_spread_counts_each_part_in_each_stretch_and_rank(tmp_path: Path) ->
     ("datasets", "spec"),
     [
         ({"a": [[10, 3, 25]] * 10}, {"batch_size": 4, "world_size": 4}),
-        ({"a": [[1] * 90]}, {"batch_size": 8, "world_size": 2, "offset": 20, "tail": "wrap"}),
+        ({"a": [[1] * 90]}, {"batch_size": 8, "world_size": 2, "offset": 20, "drop_last": False}),
         (MEMBERS, {"batch_size": 8, "world_size": 2, "mix": MIX}),
-        ({"a": [[30, 30]], "b": [[3]]}, {"batch_size": 16, "mix": "a:1,b:1", "mix_stop": "all"}),
+        ({"a": [[30, 30]], "b": [[3]]}, {"batch_size": 16, "mix": "a:1,b:1", "stopping_strategy": "all_exhausted"}),
     ],
 )
 def test_expected_is_what_uniform_shuffles_show_on_average(
@@ -205,14 +205,14 @@ def test_expected_is_what_uniform_shuffles_show_on_average(
 
 
 def test_grouping_by_length_is_named_as_what_it_is(catalog: Catalog) -> None:
-    found = report(plan_of(catalog, "a", batch_size=4, group_by_length=8, window=10**6), 0)
+    found = report(plan_of(catalog, "a", batch_size=4, length_bucket_size=8, window=10**6), 0)
     assert found.grade == "uniform"
-    assert "side by side on purpose (group_by_length=8)" in found.verdict
+    assert "side by side on purpose (length_bucket_size=8)" in found.verdict
 
 
 def test_where_windows_have_to_be_sorted_only_the_first_ones_are(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock_server.shuffling.extent._MOST_EFFORT", 5000)
-    plan = plan_of(catalog, "a", batch_size=4, group_by_length=4, window=30)
+    plan = plan_of(catalog, "a", batch_size=4, length_bucket_size=4, window=30)
     arranged: set[int] = set()
     arrange = LengthOrder._arrange
 

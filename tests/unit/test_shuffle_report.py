@@ -33,11 +33,11 @@ GEOMETRIES: list[tuple[dict[str, Geometry], dict[str, Any]]] = [
     ({"a": EVEN}, {"batch_size": 8, "world_size": 4}),
     ({"a": EVEN}, {"batch_size": 8, "shuffle": "window", "window": 10**6}),
     ({"a": [[1] * 40]}, {"batch_size": 1}),
-    ({"a": [[2000]]}, {"batch_size": 64, "tail": "wrap", "offset": 700}),
+    ({"a": [[2000]]}, {"batch_size": 64, "drop_last": False, "offset": 700}),
     ({"a": [[3, 900], [1], [5] * 30]}, {"batch_size": 2, "world_size": 3, "skip": "samples:10-99,200-250"}),
     ({"a": MANY}, {"batch_size": 32, "world_size": 8}),
     (MEMBERS, {"batch_size": 4, "world_size": 2, "mix": MIX}),
-    (MEMBERS, {"batch_size": 4, "mix": MIX, "mix_stop": "all"}),
+    (MEMBERS, {"batch_size": 4, "mix": MIX, "stopping_strategy": "all_exhausted"}),
 ]
 
 
@@ -59,7 +59,7 @@ def test_a_global_shuffle_is_called_uniform_whatever_the_seed(
     ("spec", "grade", "says"),
     [
         ({"shuffle": "none"}, "none", "use shuffle=window, the default, or shuffle=global"),
-        ({"window": 65_536}, "windowed", "windows of about 66,667 sequences, 3.3 % of the epoch"),
+        ({"window": 65_536}, "windowed", "windows of about 66,667 samples, 3.3 % of the epoch"),
         ({"window": 1000}, "weak", "raise window= to 131,072 or more, or use shuffle=global"),
         ({"window": 2**22}, "uniform", "samples show no difference from an exact uniform shuffle"),
         ({"shuffle": "global"}, "uniform", "As good as uniform: 16,384 of 2 million samples show no"),
@@ -71,7 +71,7 @@ def test_the_shuffles_are_told_apart(tmp_path: Path, spec: dict[str, Any], grade
     assert says in found.verdict
 
 
-def test_a_window_of_few_large_blocks_is_weak_however_many_sequences_it_has(tmp_path: Path) -> None:
+def test_a_window_of_few_large_blocks_is_weak_however_many_samples_it_has(tmp_path: Path) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[60_000] * 4] * 20}, batch_size=32, world_size=8, window=200_000)
     found = report(plan, 0)
     assert (found.grade, found.windows[0].blocks) == ("weak", 4)
@@ -92,22 +92,22 @@ def test_where_many_neighbours_meet_in_a_batch_the_order_is_weak(tmp_path: Path,
 
 
 def test_a_mixture_is_measured_in_each_of_its_datasets(tmp_path: Path) -> None:
-    found = report(synthetic_plan(tmp_path, MEMBERS, mix=MIX, mix_stop="all", window=200, batch_size=4), 0)
+    found = report(synthetic_plan(tmp_path, MEMBERS, mix=MIX, stopping_strategy="all_exhausted", window=200, batch_size=4), 0)
     assert found.grade == "windowed"
     assert [(window.dataset, window.windows) for window in found.windows] == [("a", 12), ("b", 3), ("c", 1)]
     assert set(found.over_time.members.tolist()) == {0, 1, 2}
-    assert "windows of 200 sequences or more of each dataset" in found.verdict
+    assert "windows of 200 samples or more of each dataset" in found.verdict
 
 
 class Bent(EpochOrder):
     """The stored order with its positions moved: a fault in a shuffle."""
 
     def __init__(self, packing: Packing, groups: IntArray, moved: IntArray) -> None:
-        super().__init__(packing.sequences_per_pool, groups, shuffle="none", window=1, seed=0, epoch=0)
+        super().__init__(packing.samples_per_pool, groups, shuffle="none", window=1, seed=0, epoch=0)
         self._moved = moved
 
-    def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
-        return super().sequences(self._moved[positions])
+    def samples(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+        return super().samples(self._moved[positions])
 
     def positions(self, pools: IntArray, indices: IntArray) -> IntArray:
         found: IntArray = np.argsort(self._moved)[super().positions(pools, indices)]
@@ -165,7 +165,7 @@ def test_a_fault_in_a_shuffle_is_caught_and_called_one(tmp_path: Path, bend: Ben
     class Faulty(Member):
         def epoch(self, epoch: int) -> tuple[Packing, EpochOrder | LengthOrder]:
             packing, order = super().epoch(epoch)
-            moved = bend(order.num_sequences, np.random.default_rng(epoch))
+            moved = bend(order.num_samples, np.random.default_rng(epoch))
             return packing, Bent(packing, self.snapshot.blocks_per_group, moved)
 
     spec: dict[str, Any] = {"shuffle": "global", "batch_size": 8, "world_size": 2}
@@ -193,7 +193,7 @@ def test_a_billion_rows_are_measured_in_bounded_memory_and_no_block_is_read(tmp_
     assert len(found.sample.scattered.samples) == 16_384
 
 
-@pytest.mark.parametrize("spec", [{"mix_stop": "never"}, {"mix_stop": "all", "packing": "rows"}])
+@pytest.mark.parametrize("spec", [{"stopping_strategy": "never"}, {"stopping_strategy": "all_exhausted", "packing": "rows"}])
 def test_of_a_mixture_that_shows_too_many_epochs_the_first_samples_are_measured(tmp_path: Path, spec: dict[str, Any]) -> None:
     datasets: dict[str, Geometry] = {"a": MANY, "b": [[5] * 8], "c": [[7] * 3]}
     found = report(synthetic_plan(tmp_path, datasets, mix=MIX, shuffle="global", batch_size=4, **spec), 0)
@@ -224,7 +224,7 @@ def numbers_in(found: Any) -> Iterator[float]:
     st.sampled_from(["none", "window", "global"]),
     st.integers(1, 5),
     st.integers(1, 4),
-    st.sampled_from(["drop", "wrap"]),
+    st.booleans(),
     st.integers(0, 20),
     st.sampled_from([None, "samples:2-5", "samples:0-0,4-6"]),
     st.sampled_from([None, MIX]),
@@ -235,7 +235,7 @@ def test_however_little_there_is_the_report_is_json_or_a_refusal(
     shuffle: str,
     batch_size: int,
     world_size: int,
-    tail: str,
+    drop_last: bool,
     offset: int,
     skip: str | None,
     mix: str | None,
@@ -243,7 +243,7 @@ def test_however_little_there_is_the_report_is_json_or_a_refusal(
     spec: dict[str, Any] = {"shuffle": shuffle, "batch_size": batch_size, "world_size": world_size, "window": 5}
     datasets = {"a": shards, "b": [[1]], "c": [[2, 1]]} if mix else {"a": shards}
     try:
-        found = report(synthetic_plan(tmp_path, datasets, **spec, tail=tail, offset=offset, skip=skip, mix=mix), 1)
+        found = report(synthetic_plan(tmp_path, datasets, **spec, drop_last=drop_last, offset=offset, skip=skip, mix=mix), 1)
     except BadParameter:
         return
     answer = found.to_dict()

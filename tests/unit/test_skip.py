@@ -15,8 +15,10 @@ ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 30)), min_size=1
 )
 
 
-def schedule(num: int, batch: int, world: int, offset: int, tail: str, skipped: tuple[tuple[int, int], ...]) -> Schedule:
-    return Schedule(num_positions=num, batch_size=batch, world_size=world, offset=min(offset, num), tail=tail, skipped=skipped)
+def schedule(num: int, batch: int, world: int, offset: int, drop_last: bool, skipped: tuple[tuple[int, int], ...]) -> Schedule:
+    return Schedule(
+        num_positions=num, batch_size=batch, world_size=world, offset=min(offset, num), drop_last=drop_last, skipped=skipped
+    )
 
 
 schedules = st.builds(
@@ -57,7 +59,7 @@ def test_a_run_is_the_epoch_less_what_is_skipped(schedule: Schedule) -> None:
         for position in schedule.positions([step], rank)[0].tolist()
     ]
     assert schedule.num_repeated == max(0, len(shown) - len(left))
-    if schedule.tail == "drop":
+    if schedule.drop_last:
         assert shown == left[: len(left) // per_step * per_step]
     else:
         assert shown[: len(left)] == left

@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def frame(step: int, **other: int | str) -> bytes:
     layout = wire.Layout.of([("input_ids", "uint16", (2, 3))])
     payload = step.to_bytes(2, "little") * (layout.nbytes // 2)
-    address = wire.Address(dataset="docs", snapshot="5eed", spec=SPEC.digest, epoch=1, rank=0, step=step)
+    address = wire.Address(dataset="docs", snapshot="5eed", spec_digest=SPEC.digest, epoch=1, rank=0, step=step)
     address = address._replace(**other)  # type: ignore[arg-type]
     return wire.Heads(address, layout).head(address.step, wire.digest(payload)) + payload
 
@@ -53,7 +53,7 @@ def frames(*answers: bytes, steps: range = STEPS) -> tuple[list[int], int, int]:
         source = Source(url, "docs", rank=0, retry_seconds=9)
         with closing(source.connect()) as transport:
             found = source.frames(transport, SPEC, 1, steps)
-            return [frame.step for frame in found], transport.num_retries, transport.num_damaged
+            return [frame.step for frame in found], transport.num_retries, transport.num_corrupted
 
 
 def test_a_run_is_one_request() -> None:
@@ -100,7 +100,7 @@ def test_of_a_run_with_a_damaged_frame_those_before_it_are_kept() -> None:
 @pytest.mark.parametrize(
     "other",
     [frame(5), frame(6), frame(4, rank=1), frame(4, epoch=0), frame(4, snapshot="old"), frame(4, dataset="numbers"),
-     frame(4, spec=Spec(snapshot="5eed", seed=1).digest),
+     frame(4, spec_digest=Spec(snapshot="5eed", seed=1).digest),
      b"", frame(4)[:-1], frame(4) + frame(5), b"<html>", frame(4)[64:]],
     ids=["another step", "the next step", "another rank", "another epoch", "another snapshot", "another dataset",
          "another seed", "nothing", "a part", "two", "a page", "an end"],
@@ -113,7 +113,7 @@ def test_what_was_not_asked_for_is_asked_for_again_and_counted(other: bytes) -> 
     ("other", "reason"),
     [
         (frame(5), "step 4 was asked for, but another came. Does a cache on the way .* by\\? A run resumes"),
-        (frame(4, spec="5eed"), "step 4 was asked for, but another came, of other parameters. Does a cache on the way"),
+        (frame(4, spec_digest="5eed"), "step 4 was asked for, but another came, of other parameters. Does a cache on the way"),
     ],
 )
 def test_of_a_batch_of_another_address_a_cache_is_suspected(other: bytes, reason: str) -> None:
@@ -152,7 +152,7 @@ def test_what_is_known_of_servers_stays_on_the_machine_that_found_out() -> None:
 
 
 ASKED = {"skip": "1-2", "mix": "docs:2,more:1"}
-ANSWER = {"spec": ASKED, "num_steps": 3, "num_sequences": 24, "vocab_size": None, "tensors": [], "advice": []}
+ANSWER = {"spec": ASKED, "num_steps": 3, "num_samples": 24, "vocab_size": None, "tensors": [], "advice": []}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_server_of_another_version_and_an_answer_to_another_question_are_named
         Source(url, "docs", rank=0, retry_seconds=0).resolve(Spec.from_query(ASKED.items()))
 
 
-@pytest.mark.parametrize("others", [{"skip": "1-2"}, {"dataset_index": 1}, {"seed": 1}])
+@pytest.mark.parametrize("others", [{"skip": "1-2"}, {"dataset_index": True}, {"seed": 1}])
 def test_an_answer_to_who_asked_for_more_than_this_one_is_none(others: dict[str, Any]) -> None:
     body = json.dumps({**ANSWER, "spec": Spec(**others).to_dict()}).encode()
     [(name, value)] = others.items()
@@ -188,7 +188,7 @@ def test_a_provenance_that_is_no_object_is_asked_for_again() -> None:
         source = Source(url, "docs", rank=0, retry_seconds=9)
         with closing(source.connect()) as transport:
             assert source.provenance(transport, SPEC, 1, 4) == {"step": 4}
-            assert transport.num_damaged == 2
+            assert transport.num_corrupted == 2
 
 
 def test_fewer_and_more_than_was_asked_for_is_told_and_what_fits_is_kept() -> None:
@@ -219,13 +219,16 @@ def test_a_step_that_is_refused_says_nothing_of_those_behind_it_when_a_ledger_is
 
 
 def test_data_that_cannot_be_opened_now_is_awaited_by_a_run_alone() -> None:
-    away = problem("dataset-away", 503)
+    away = problem("dataset-unavailable", 503)
     assert frames(away, away, response(frame(4))) == ([4], 2, 0)
     with server(away, away) as url:
         source = Source(url, "docs", rank=0, retry_seconds=9)
-        with pytest.raises(DataError, match="this is dataset-away"):
+        with pytest.raises(DataError, match="this is dataset-unavailable"):
             source.resolve(SPEC)
-        with closing(source.connect(is_awaited=False)) as transport, pytest.raises(DataError, match="this is dataset-away"):
+        with (
+            closing(source.connect(is_awaited=False)) as transport,
+            pytest.raises(DataError, match="this is dataset-unavailable"),
+        ):
             source.frames(transport, SPEC, 1, range(4, 5))
 
 
@@ -236,7 +239,7 @@ def test_an_answer_that_tells_its_digest_is_held_to_it() -> None:
     answers = [response(body.upper(), "200 OK", digest), response(body, "200 OK", digest)]
     with server(*answers) as url, closing(Source(url, "docs", rank=0, retry_seconds=9).connect()) as transport:
         assert transport.get("/", bytes) == body
-        assert transport.num_damaged == 1
+        assert transport.num_corrupted == 1
 
 
 def test_a_length_that_no_answer_has_is_a_fault_as_any_other() -> None:
@@ -317,7 +320,7 @@ def test_all_ranks_ask_the_same_server_what_the_latest_snapshot_is() -> None:
     assert asked == ["first", "second", "second", "first"]  # a snapshot that is named is the same everywhere: ranks are spread
 
 
-def test_how_long_rows_are_is_asked_of_the_first_of_the_epoch_whatever_a_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_overflow_are_is_asked_of_the_first_of_the_epoch_whatever_a_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[httpx.URL] = []
 
     def ask_aside(url: str, seconds: float) -> httpx.Response:
@@ -325,14 +328,14 @@ def test_how_long_rows_are_is_asked_of_the_first_of_the_epoch_whatever_a_batch_i
         raise httpx.ConnectError("away")
 
     monkeypatch.setattr(penstock.source, "ask_aside", ask_aside)
-    spec = Spec(snapshot="5eed", seed=3, batch_size=2, world_size=4, offset=8, skip="1-2", group_by_length=8)
+    spec = Spec(snapshot="5eed", seed=3, batch_size=2, world_size=4, offset=8, skip="1-2", length_bucket_size=8)
     assert Source("http://a:1", "docs", rank=1, retry_seconds=9).some_lengths(spec, 5) == []
     assert asked[0].path == "/v1/datasets/docs/epochs/5/ranks/0/batches/0/provenance"
-    few = Spec(snapshot="5eed", seed=3, batch_size=64, tail="wrap")
+    few = Spec(snapshot="5eed", seed=3, batch_size=64, drop_last=False)
     assert Spec.from_query(parse_qsl(asked[0].query.decode())) == few
 
 
-def test_a_row_that_is_in_two_sequences_has_one_length_and_what_is_no_answer_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_is_in_two_samples_has_one_length_and_what_is_no_answer_none(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [("a", "x", 0, 0), ("b", "x", 0, 0), ("a", "y", 0, 0), ("a", "x", 1, 0), ("a", "x", 0, 1)]
     rows = [
         dict(
@@ -343,7 +346,7 @@ def test_a_row_that_is_in_two_sequences_has_one_length_and_what_is_no_answer_non
         )
         for number, place in enumerate(places)
     ]
-    body = json.dumps({"sequences": [{"sources": rows[:3]}, {"sources": rows[2:]}]})
+    body = json.dumps({"samples": [{"sources": rows[:3]}, {"sources": rows[2:]}]})
 
     def lengths_of(status: int, body: str) -> list[RowLength]:
         answer = httpx.Response(status, text=body, request=httpx.Request("GET", "http://a:1"))

@@ -22,7 +22,7 @@ def test_what_a_query_leaves_out_has_its_default() -> None:
 
 
 def test_a_spec_comes_back_from_its_own_query() -> None:
-    spec = Spec(batch_size=3, seed=2**63 - 1, snapshot="abc", pad="longest", tail="wrap", target_len=7, task="seq2seq")
+    spec = Spec(batch_size=3, seed=2**63 - 1, snapshot="abc", pad="longest", drop_last=False, target_seq_len=7, task="seq2seq")
     assert Spec.from_query(spec.to_query().items()) == spec
 
 
@@ -30,7 +30,7 @@ def test_a_spec_comes_back_from_its_own_query() -> None:
     ("query", "message"),
     [
         ([("batchsize", "3")], "Did you mean 'batch_size'"),
-        ([("flavour", "sweet")], "Known: batch_size, boundaries"),
+        ([("flavour", "sweet")], "Known: batch_size, dataset_index"),
         ([("seed", "1"), ("seed", "2")], "seed is given twice"),
         ([("seq_len", "-3")], "seq_len must be from 1 to 1,048,576, not -3"),
         ([("seq_len", "99999999")], "seq_len must be from 1 to"),
@@ -51,7 +51,7 @@ def test_a_wrong_parameter_is_named_with_its_bound(query: list[tuple[str, str]],
 
 
 def test_a_wrong_name_may_mean_another_parameter_of_the_url() -> None:
-    with pytest.raises(SpecError, match="'strat' is not .* Did you mean 'start'\\? Known: .*, start, stop, tail"):
+    with pytest.raises(SpecError, match="'strat' is not .* Did you mean 'start'\\? Known: .*, start, stop, stopping_strategy"):
         Spec.from_query([("strat", "1")], others=("start", "stop"))
     with pytest.raises(SpecError, match="'start' is not a parameter of a batch"):
         Spec.from_query([("start", "1")])
@@ -59,8 +59,8 @@ def test_a_wrong_name_may_mean_another_parameter_of_the_url() -> None:
 
 def test_all_wrong_parameters_are_listed_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        Spec(batch_size=0, seq_len=0, tail="cut")  # type: ignore[arg-type]
-    assert caught.value.parameters == ("batch_size", "seq_len", "tail")
+        Spec(batch_size=0, seq_len=0, drop_last=2)  # type: ignore[arg-type]
+    assert caught.value.parameters == ("batch_size", "seq_len", "drop_last")
 
 
 def test_a_bool_is_no_number() -> None:
@@ -86,9 +86,9 @@ def test_what_is_no_amount_is_refused(amount: object) -> None:
 
 
 def test_numbers_of_numpy_and_torch_are_as_good_as_plain_ones() -> None:
-    spec = Spec(batch_size=np.int64(3), seq_len=torch.tensor(7), target_len=np.uint8(5), task="seq2seq")  # type: ignore[arg-type]
-    assert spec == Spec(batch_size=3, seq_len=7, target_len=5, task="seq2seq")
-    assert spec.to_query() == Spec(batch_size=3, seq_len=7, target_len=5, task="seq2seq").to_query()
+    spec = Spec(batch_size=np.int64(3), seq_len=torch.tensor(7), target_seq_len=np.uint8(5), task="seq2seq")  # type: ignore[arg-type]
+    assert spec == Spec(batch_size=3, seq_len=7, target_seq_len=5, task="seq2seq")
+    assert spec.to_query() == Spec(batch_size=3, seq_len=7, target_seq_len=5, task="seq2seq").to_query()
     with pytest.raises(SpecError, match="batch_size must be a whole number"):
         Spec(batch_size=np.float64(3))  # type: ignore[arg-type]
 
@@ -131,9 +131,16 @@ def test_the_dataset_hands_every_parameter_on(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Source, "resolve", resolve)
     given: list[dict[str, Any]] = [
         {"batch_size": 3, "seq_len": 64, "world_size": 2, "seed": 1, "shuffle": "none", "window": 9, "split": "train"},
-        {"packing": "concat", "boundaries": "documents", "loss": "all", "tail": "wrap", "skip": "1-2", "snapshot": "a+b"},
-        {"long_rows": "split", "pad": "longest", "group_by_length": 4, "mix": "a:1,b:1", "mix_stop": "all", "dataset_index": 1},
-        {"task": "seq2seq", "target_len": 8},
+        {"packing": "concat", "mark_documents": True, "loss_on": "all", "drop_last": False, "skip": "1-2", "snapshot": "a+b"},
+        {
+            "overflow": "split",
+            "pad": "longest",
+            "length_bucket_size": 4,
+            "mix": "a:1,b:1",
+            "stopping_strategy": "all_exhausted",
+            "dataset_index": True,
+        },
+        {"task": "seq2seq", "target_seq_len": 8},
     ]
     for spec in given:
         with pytest.raises(SpecError, match="far enough"):
@@ -143,21 +150,20 @@ def test_the_dataset_hands_every_parameter_on(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_came_later_changes_no_name_of_a_spec_that_does_without() -> None:
-    assert Spec(dataset_index=0).digest == Spec().digest
-    assert Spec(dataset_index=1).digest != Spec().digest
-    assert DEFAULTS.keys() - Spec().to_dict().keys() == {"dataset_index"}
-    assert Spec.from_query(Spec(dataset_index=1).to_query().items()) == Spec(dataset_index=1)
+    assert Spec(dataset_index=False).digest == Spec().digest
+    assert Spec(dataset_index=True).digest != Spec().digest
+    assert Spec.from_query(Spec(dataset_index=True).to_query().items()) == Spec(dataset_index=True)
 
 
 def test_what_makes_no_sense_together_is_refused_with_the_parameter_at_fault() -> None:
     for name, spec in (
-        ("target_len", {"target_len": 9}),
-        ("long_rows", {"long_rows": "split", "packing": "concat"}),
+        ("target_seq_len", {"target_seq_len": 9}),
+        ("overflow", {"overflow": "split", "packing": "concat"}),
         ("task", {"task": "seq2seq", "packing": "best_fit"}),
-        ("group_by_length", {"group_by_length": 8, "packing": "concat"}),
-        ("group_by_length", {"group_by_length": 8, "shuffle": "global"}),
-        ("boundaries", {"boundaries": "documents"}),
-        ("long_rows", {"long_rows": "split", "task": "seq2seq"}),
+        ("length_bucket_size", {"length_bucket_size": 8, "packing": "concat"}),
+        ("length_bucket_size", {"length_bucket_size": 8, "shuffle": "global"}),
+        ("mark_documents", {"mark_documents": True}),
+        ("overflow", {"overflow": "split", "task": "seq2seq"}),
         ("pad", {"pad": "3", "seq_len": 8}),
     ):
         with pytest.raises(SpecError) as caught:
@@ -172,5 +178,5 @@ def test_a_plus_that_a_query_turned_into_a_blank_is_one_again() -> None:
 def test_a_multiple_that_does_not_divide_the_longest_response_is_refused() -> None:
     with pytest.raises(SpecError, match="pad must be seq_len"):
         Spec(pad="000000001" + 5_000 * "0")
-    with pytest.raises(SpecError, match="pad=64 must divide target_len=100"):
-        Spec(seq_len=128, task="seq2seq", target_len=100, pad="64")
+    with pytest.raises(SpecError, match="pad=64 must divide target_seq_len=100"):
+        Spec(seq_len=128, task="seq2seq", target_seq_len=100, pad="64")

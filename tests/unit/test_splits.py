@@ -38,8 +38,8 @@ WAYS: list[dict[str, Any]] = [
     {"packing": "rows"},
     {"packing": "concat", "seq_len": 1},
     {"packing": "best_fit", "seq_len": 2},
-    {"long_rows": "split", "seq_len": 1},
-    {"group_by_length": 8},
+    {"overflow": "split", "seq_len": 1},
+    {"length_bucket_size": 8},
 ]
 
 
@@ -211,7 +211,7 @@ def test_a_mixture_trains_on_the_train_rows_of_all_its_datasets(open_named: Call
 
 
 def test_a_bad_row_gives_way_to_a_row_of_its_split(open_named: Callable[..., Catalog], tmp_path: Path) -> None:
-    catalog = open_named(HUB[:2], 'on_bad_row = "substitute"\nmax_bad_share = 0.9')
+    catalog = open_named(HUB[:2], 'on_bad_row = "replace"\nmax_bad_share = 0.9')
     rows = [[number] if number % 64 > 60 and number < 64 else [] for number in range(ROWS)]
     pq.write_table(pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))}), tmp_path / "data" / "d" / "test-1.parquet")
     catalog.refresh("d")

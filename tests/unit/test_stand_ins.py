@@ -16,14 +16,14 @@ from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
 Opener = Callable[..., Member]
-SUBSTITUTE = 'on_bad_row = "substitute"\nmax_bad_share = 0.99\n'
+REPLACE = 'on_bad_row = "replace"\nmax_bad_share = 0.99\n'
 
 
 @pytest.fixture
 def open_holes(tmp_path: Path) -> Opener:
     """Opens shards of three row groups of three rows, of token lists."""
 
-    def opened(rows: list[list[int]], toml: str = SUBSTITUTE, split: Split = "all") -> Member:
+    def opened(rows: list[list[int]], toml: str = REPLACE, split: Split = "all") -> Member:
         folder = tmp_path / "data" / "holes"
         shards = [rows[start : start + 9] for start in range(0, len(rows), 9)]
         write_shards(folder, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=3)
@@ -78,7 +78,7 @@ def test_no_block_stands_in_for_one_beyond_another_that_has_a_good_row(open_hole
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_rows_of_a_split_stand_in_for_rows_of_it_alone_and_tell_each_other(open_holes: Opener, split: str) -> None:
-    member = open_holes([[n] if n % 9 > 4 else [] for n in range(90)], SUBSTITUTE + "validation = 0.4", split)
+    member = open_holes([[n] if n % 9 > 4 else [] for n in range(90)], REPLACE + "validation = 0.4", split)
     blocks = member.blocks.get(range(30), split)
     expected: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for index, block in enumerate(blocks):

@@ -15,15 +15,15 @@ from penstock.spec import Packing, Shuffle, describe
 
 HERE = Position(epoch=2, step=5)
 
-read = partial(read_state, num_sequences=100)
+read = partial(read_state, num_samples=100)
 
 
 @pytest.mark.parametrize(
     ("then", "now"),
     [
-        ({"group_by_length": 16, "seq_len": 64}, {"seq_len": 128}),
-        ({"group_by_length": 16, "seq_len": 64}, {"task": "seq2seq"}),
-        ({"long_rows": "split", "seq_len": 64}, {"seq_len": 128}),
+        ({"length_bucket_size": 16, "seq_len": 64}, {"seq_len": 128}),
+        ({"length_bucket_size": 16, "seq_len": 64}, {"task": "seq2seq"}),
+        ({"overflow": "split", "seq_len": 64}, {"seq_len": 128}),
         ({"packing": "best_fit", "seq_len": 64}, {"seq_len": 128}),
         ({"split": "train"}, {"split": "all"}),
         ({"mix": "a:1,b:1"}, {"mix": "a:1,b:2"}),
@@ -36,7 +36,9 @@ def test_what_changes_the_order_is_refused(then: dict[str, Any], now: dict[str, 
         read(state, "a", Spec(**(then | now)))
 
 
-@pytest.mark.parametrize("now", [{"seq_len": 128}, {"pad": "longest"}, {"tail": "wrap"}, {"loss": "all"}, {"task": "seq2seq"}])
+@pytest.mark.parametrize(
+    "now", [{"seq_len": 128}, {"pad": "longest"}, {"drop_last": False}, {"loss_on": "all"}, {"task": "seq2seq"}]
+)
 def test_what_leaves_the_order_as_it_is_does_not_matter(now: dict[str, Any]) -> None:
     assert read(write_state("a", Spec(seq_len=64), HERE), "a", Spec(**({"seq_len": 64} | now))) == HERE
 
@@ -69,7 +71,7 @@ def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() 
     with pytest.warns(UserWarning, match=expected):
         assert read(state, "b", now, strict=False) == Position(epoch=2, offset=82, step=0)
     with pytest.warns(UserWarning, match="its first 94 of 90 samples.* not at all; nothing is left of this epoch.$"):
-        read_state(write_state("a", then, Position(epoch=2, offset=10, step=6)), "b", now, num_sequences=90, strict=False)
+        read_state(write_state("a", then, Position(epoch=2, offset=10, step=6)), "b", now, num_samples=90, strict=False)
     assert read(state, "a", then, strict=False) == Position(epoch=2, offset=10, step=5)  # without a word
 
 
@@ -114,29 +116,29 @@ def test_a_state_counts_as_far_as_samples_are_counted() -> None:
 
 
 def test_what_is_no_state_is_refused_whatever_is_asked_for() -> None:
-    with pytest.raises(StateMismatch, match="not a state of a RemoteDataset, version 1: it is a list"):
+    with pytest.raises(StateMismatch, match="not a state of a RemoteDataset, version 2: it is a list"):
         read([1, 2], "a", Spec(), strict=False)  # type: ignore[arg-type]
     with pytest.raises(StateMismatch, match="damaged"):
         read(write_state("a", Spec(), HERE) | {"step": None}, "a", Spec(seed=1), strict=False)
 
 
 @given(st.sampled_from(get_args(Packing)), st.sampled_from([0, 8]))
-def test_states_have_the_same_keys_whatever_the_spec(packing: Packing, group_by_length: int) -> None:
-    spec = Spec(packing=packing, group_by_length=0 if packing != "rows" else group_by_length)
+def test_states_have_the_same_keys_whatever_the_spec(packing: Packing, length_bucket_size: int) -> None:
+    spec = Spec(packing=packing, length_bucket_size=0 if packing != "rows" else length_bucket_size)
     assert write_state("a", spec, HERE).keys() == write_state("a", Spec(), HERE).keys()
 
 
 def test_of_every_parameter_it_is_said_whether_states_depend_on_it() -> None:
     """Whoever adds one says it here, and in `_ORDER` if samples stand elsewhere with another value."""
-    only_shapes = {"pad", "boundaries", "target_len", "loss", "tail", "dataset_index"}
+    only_shapes = {"pad", "mark_documents", "target_seq_len", "loss_on", "drop_last", "dataset_index"}
     named = write_state("a", Spec(), HERE).keys() - {"version", "dataset", "epoch", "step"}
     assert named | only_shapes == {parameter["name"] for parameter in describe()}
     assert not named & only_shapes
 
 
 def test_of_a_state_of_another_version_the_version_is_told() -> None:
-    with pytest.raises(StateMismatch, match=r"not a state of a RemoteDataset, version 1: it says that it is of version 2\."):
-        read(write_state("a", Spec(), HERE) | {"version": 2}, "a", Spec())
+    with pytest.raises(StateMismatch, match=r"not a state of a RemoteDataset, version 2: it says that it is of version 3\."):
+        read(write_state("a", Spec(), HERE) | {"version": 3}, "a", Spec())
 
 
 @pytest.mark.parametrize(
@@ -152,13 +154,13 @@ def test_of_a_state_of_another_version_the_version_is_told() -> None:
         ({"mix": "a:3,b:1,c:1", "snapshot": "one+two+three"}, False),
         ({"mix": "a:3,b:1;a:1,b:1@84", "snapshot": "one+other"}, False),
         ({"mix": "a:3,b:1;a:1,b:1@84", "snapshot": "one"}, False),
-        ({"mix_stop": "never", "mix": "a:3,b:1;a:1,b:1@84"}, False),
+        ({"stopping_strategy": "never", "mix": "a:3,b:1;a:1,b:1@84"}, False),
         ({"seed": 1, "mix": "a:3,b:1;a:1,b:1@84"}, False),
         ({"mix": None}, False),
     ],
 )
 def test_the_mix_may_be_another_behind_what_was_trained_on(now: dict[str, Any], is_taken: bool) -> None:
-    then = Spec(mix="a:3,b:1", mix_stop="first", snapshot="one+two", batch_size=4, world_size=3, skip="2")
+    then = Spec(mix="a:3,b:1", stopping_strategy="first_exhausted", snapshot="one+two", batch_size=4, world_size=3, skip="2")
     state = write_state("a", then, Position(step=6))  # 72 samples, and the 12 that are skipped
     if is_taken:
         assert read(state, "a", replace(then, **now)) == Position(step=6)
@@ -167,11 +169,13 @@ def test_the_mix_may_be_another_behind_what_was_trained_on(now: dict[str, Any], 
             read(state, "a", replace(then, **now))
 
 
-@pytest.mark.parametrize("values", [{"at": Position(epoch=1, step=5)}, {"by_worker": True}, {"tail": "wrap"}])
+@pytest.mark.parametrize("values", [{"at": Position(epoch=1, step=5)}, {"by_worker": True}, {"drop_last": False}])
 def test_the_mix_is_that_of_the_state_where_it_is_not_plain_what_was_trained_on(values: dict[str, Any]) -> None:
     """In a later epoch, in a loader's worker, and where the last step is filled."""
-    options: dict[str, Any] = {"at": Position(step=5), "by_worker": False, "tail": "drop"} | values
-    then = Spec(mix="a:3,b:1", mix_stop="first", snapshot="one+two", batch_size=4, tail=options["tail"])
+    options: dict[str, Any] = {"at": Position(step=5), "by_worker": False, "drop_last": True} | values
+    then = Spec(
+        mix="a:3,b:1", stopping_strategy="first_exhausted", snapshot="one+two", batch_size=4, drop_last=options["drop_last"]
+    )
     state = write_state("a", then, options["at"])
     with pytest.raises(StateMismatch, match="mix: .* same values, or start"):
         read(state, "a", replace(then, mix="a:3,b:1;a:1,b:1@1000"), by_worker=options["by_worker"])
@@ -179,7 +183,7 @@ def test_the_mix_is_that_of_the_state_where_it_is_not_plain_what_was_trained_on(
 
 
 def test_of_a_mix_that_changes_too_early_it_is_told_from_where_on_it_may() -> None:
-    then = Spec(mix="a:3,b:1", mix_stop="first", snapshot="one+two", batch_size=4)
+    then = Spec(mix="a:3,b:1", stopping_strategy="first_exhausted", snapshot="one+two", batch_size=4)
     now = replace(then, mix="a:1,b:1")
     with pytest.raises(StateMismatch, match="values, or let the mix be another from sample 20 on, and no earlier: ") as told:
         read(write_state("a", then, Position(step=5)), "a", now)
@@ -191,7 +195,7 @@ def test_of_a_mix_that_changes_too_early_it_is_told_from_where_on_it_may() -> No
 
 
 def test_the_snapshot_to_go_on_with_is_of_all_datasets_that_are_in_the_mix_now() -> None:
-    then = Spec(mix="a:3,c:1", mix_stop="first", snapshot="one+three", batch_size=4)
+    then = Spec(mix="a:3,c:1", stopping_strategy="first_exhausted", snapshot="one+three", batch_size=4)
     now = replace(then, mix="a:3,c:1;a:1,b:1,c:1@20", snapshot="new+two+three")
     with pytest.raises(StateMismatch, match=r"\(another of a\).* \(snapshot='one\+two\+three': the data as it was\)"):
         read(write_state("a", then, Position(step=5)), "a", now)
@@ -227,16 +231,16 @@ def test_of_a_range_that_the_run_has_trained_on_it_is_told(skip: str | None) -> 
     state = write_state("a", then, Position(step=15))
     for batch_size in (4, 2):
         with pytest.warns(UserWarning, match="is past samples:49-63, which skip leaves out now and its run did not"):
-            read(state, "a", replace(then, batch_size=batch_size, skip="samples:49-63,145-150"), num_sequences=500)
+            read(state, "a", replace(then, batch_size=batch_size, skip="samples:49-63,145-150"), num_samples=500)
     with pytest.warns(UserWarning, match="is past samples:49-119, which" if skip is None else "is past samples:49-143, which"):
-        read(state, "a", replace(then, skip="samples:49-150"), num_sequences=500)
+        read(state, "a", replace(then, skip="samples:49-150"), num_samples=500)
     come_or_known = "samples:145-150,16-39" if skip else "samples:145-150"
-    read(state, "a", replace(then, skip=come_or_known), num_sequences=500)  # nothing to tell
-    read(state, "a", replace(then, skip="0-1"), num_sequences=15 * 8)  # the epoch is over: this is for the next
+    read(state, "a", replace(then, skip=come_or_known), num_samples=500)  # nothing to tell
+    read(state, "a", replace(then, skip="0-1"), num_samples=15 * 8)  # the epoch is over: this is for the next
 
 
 def test_of_a_mixture_the_datasets_are_told_whose_data_changed() -> None:
-    then = Spec(mix="a:3,b:1,c:1", mix_stop="first", snapshot="one+two+three")
+    then = Spec(mix="a:3,b:1,c:1", stopping_strategy="first_exhausted", snapshot="one+two+three")
     with pytest.raises(StateMismatch, match=r"'one\+two\+three' then, 'one\+new\+three' now \(another of b\)"):
         read(write_state("a", then, HERE), "a", replace(then, snapshot="one+new+three"))
     with pytest.raises(StateMismatch, match=r"'new\+new' now \(another of a, b\); mix: "):

@@ -14,7 +14,7 @@ from penstock.display.terminal import Terminal
 @pytest.mark.parametrize("width", [24, 40, 54, 80])
 def test_however_narrow_a_terminal_is_the_last_piece_is_shown_beside_the_first(width: int) -> None:
     turns = [
-        Piece(text=f"<{number} begins " + "and goes on " * 20 + f"{number} ends>", num_tokens=1, learned=True)
+        Piece(text=f"<{number} begins " + "and goes on " * 20 + f"{number} ends>", num_tokens=1, in_loss=True)
         for number in range(4)
     ]
     for pieces, left_out in ((turns[:1], ""), (turns[:2], ""), (turns[:3], "1 more turn …"), (turns, "2 more turns …")):

@@ -8,7 +8,7 @@ from penstock.tensors import document_mask, expand, names_of
 
 
 def frame(**tensors: object) -> wire.Frame:
-    address = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=0)
+    address = wire.Address(dataset="d", snapshot="s", spec_digest="p", epoch=0, rank=0, step=0)
     arrays = {}
     for name, values in tensors.items():
         of_list = np.uint16 if name in ("input_ids", "labels") else np.int32
@@ -77,7 +77,7 @@ def test_documents_have_positions_of_their_own_and_learn_nothing_from_each_other
     assert (added[~mask] == torch.finfo(torch.bfloat16).min).all()
     assert sorted(names_of(made.alike.names)) == sorted(batch)
     for name, whole in batch.items():
-        alone = expand(made, pin_memory=False, columns={name})
+        alone = expand(made, pin_memory=False, tensors={name})
         assert list(alone) == [name]
         assert torch.equal(alone[name], whole)
 

@@ -20,8 +20,8 @@ import pytest
 import penstock.network.transport
 from answering import problem, response, server
 from penstock import (
-    AddressError,
     DataError,
+    OutOfRange,
     PenstockError,
     ServerUnavailable,
     SnapshotGone,
@@ -119,12 +119,12 @@ def test_when_time_is_up_one_error_says_for_how_long_whom_and_why() -> None:
     [
         ("bad-parameter", 422, SpecError),
         ("unknown-dataset", 404, UnknownDataset),
-        ("step-out-of-range", 404, AddressError),
-        ("rank-out-of-range", 404, AddressError),
+        ("step-out-of-range", 404, OutOfRange),
+        ("rank-out-of-range", 404, OutOfRange),
         ("snapshot-gone", 409, SnapshotGone),
         ("shard-unreadable", 500, DataError),
         ("bad-row", 500, DataError),
-        ("dataset-refused", 500, DataError),
+        ("dataset-invalid", 500, DataError),
         ("index-failed", 500, DataError),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_run_that_is_under_way_rides_out_a_load_balancer_whose_servers_are_awa
     page = response(b"" if status.startswith("204") else b"<html>", status)
     with server(page, page, response(b"here")) as url, closing(Transport(Servers([url]), retry_seconds=20)) as transport:
         assert transport.get("/", decode) == b"here"
-        assert (transport.num_retries, transport.num_damaged) == (2, 2 if status.startswith("200") else 0)
+        assert (transport.num_retries, transport.num_corrupted) == (2, 2 if status.startswith("200") else 0)
 
 
 def test_an_outage_is_two_lines_in_the_log_and_not_a_flood(caplog: pytest.LogCaptureFixture) -> None:
@@ -309,7 +309,7 @@ def test_one_attempt_brings_what_is_sound_before_a_fault() -> None:
     answers = [b"", cut + b"123", cut + b"12x4", response(b"12x4"), response(b"1234"), problem("bad-row", 500)]
     with server(*answers) as url, closing(Transport(Servers([url]), retry_seconds=9)) as transport:
         assert [transport.get_some("/", decode) for _ in answers] == [[], [1, 2, 3], [1, 2], [1, 2], [1, 2, 3, 4], []]
-        assert (transport.num_retries, transport.num_damaged, transport.num_bytes) == (4, 1, 3 + 4 + 4 + 4)
+        assert (transport.num_retries, transport.num_corrupted, transport.num_bytes) == (4, 1, 3 + 4 + 4 + 4)
 
 
 def test_an_answer_of_another_version_that_breaks_off_ends_no_run() -> None:

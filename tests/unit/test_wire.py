@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import penstock.wire.frame
 from penstock import VersionMismatch, WireError, wire
 from penstock.wire import Address, Frame, Layout
-from penstock.wire.layout import DTYPES, MOST_SEQUENCES, layout_of, pack_texts
+from penstock.wire.layout import DTYPES, MOST_SAMPLES, layout_of, pack_texts
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -24,18 +24,18 @@ TENSORS: Arrays = {
 }
 
 
-def frame_bytes(tensors: Arrays = TENSORS, step: int = 3, substituted: int = 0, rank: int = 0) -> bytes:
+def frame_bytes(tensors: Arrays = TENSORS, step: int = 3, replaced: int = 0, rank: int = 0) -> bytes:
     layout = Layout.of([(name, str(array.dtype), array.shape) for name, array in tensors.items()])
     payload = bytearray(layout.nbytes)
     for name, [view] in layout.arrays(memoryview(payload), 0, layout.nbytes, 1).items():
         view[...] = tensors[name]
-    address = Address(dataset="tiny", snapshot="00112233aabbccdd", spec="5bec", epoch=1, rank=rank, step=step)
-    return wire.Heads(address, layout).head(address.step, wire.digest(memoryview(payload)), substituted) + bytes(payload)
+    address = Address(dataset="tiny", snapshot="00112233aabbccdd", spec_digest="5bec", epoch=1, rank=rank, step=step)
+    return wire.Heads(address, layout).head(address.step, wire.digest(memoryview(payload)), replaced) + bytes(payload)
 
 
 def test_a_frame_comes_back_as_it_was_sent() -> None:
     [frame] = wire.decode(frame_bytes())
-    assert frame.address == Address(dataset="tiny", snapshot="00112233aabbccdd", spec="5bec", epoch=1, rank=0, step=3)
+    assert frame.address == Address(dataset="tiny", snapshot="00112233aabbccdd", spec_digest="5bec", epoch=1, rank=0, step=3)
     assert {name: array.tolist() for name, array in frame.tensors.items()} == {n: a.tolist() for n, a in TENSORS.items()}
     assert [array.dtype for array in frame.tensors.values()] == [np.uint16, np.int32]
     assert (frame.digest, frame.nbytes) == (wire.digest(frame_bytes()[-frame.nbytes :]), 128)
@@ -71,8 +71,8 @@ def test_payloads_and_tensors_lie_on_64_byte_boundaries_of_the_body(steps: list[
 def test_the_length_of_a_header_does_not_depend_on_the_digest_nor_on_how_much_is_substituted() -> None:
     layout = Layout.of([("input_ids", "uint16", (1, 1))])
     for length in range(64):  # it is rounded up, so what differs shows with some names only
-        heads = wire.Heads(Address("d" * length, snapshot="s", spec="p", epoch=0, rank=0, step=0), layout)
-        others = [heads.head(70_000, "f" * 16, substituted) for substituted in (0, 1, 200, 1000, MOST_SEQUENCES)]
+        heads = wire.Heads(Address("d" * length, snapshot="s", spec_digest="p", epoch=0, rank=0, step=0), layout)
+        others = [heads.head(70_000, "f" * 16, replaced) for replaced in (0, 1, 200, 1000, MOST_SAMPLES)]
         [nbytes] = {len(head) for head in (heads.head(70_000), *others)}
         assert nbytes % 64 == 0
 
@@ -85,11 +85,11 @@ FRAMES = st.lists(st.tuples(STEPS, st.integers(1, 40), st.sampled_from([0, 0, 1,
 def test_frames_are_the_same_whatever_steps_are_expected(sent: list[tuple[int, int, int]], others: list[int]) -> None:
     body = b"".join(frame_bytes({"ids": np.arange(width, dtype=np.uint16)}, step, bad) for step, width, bad in sent)
     frames = list(wire.decode(body))
-    assert [(frame.step, frame.tensors["ids"].size, frame.substituted) for frame in frames] == sent
+    assert [(frame.step, frame.tensors["ids"].size, frame.replaced) for frame in frames] == sent
     for steps in ([step for step, _, _ in sent], others):
         again = list(wire.decode(body, steps))
         assert all(_same(*pair) and pair[0].digest == pair[1].digest for pair in zip(again, frames, strict=True))
-        assert [frame.substituted for frame in again] == [frame.substituted for frame in frames]
+        assert [frame.replaced for frame in again] == [frame.replaced for frame in frames]
 
 
 def test_frames_of_one_layout_are_recognised_and_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_each_of_several_frames_that_are_alike_has_its_own_part_of_a_tensor_of_a
     body = b"".join(frame_bytes({"cube": cube}, step, 9 * (step == 4)) for step, cube in enumerate(cubes, start=4))
     frames = list(wire.decode(body, range(4, 7)))
     assert len({id(frame.alike) for frame in frames}) == 1
-    assert [frame.substituted for frame in frames] == [9, 0, 0]
+    assert [frame.replaced for frame in frames] == [9, 0, 0]
     assert [frame.tensors["cube"].tolist() for frame in frames] == cubes.tolist()
     assert [frame.total("cube") for frame in frames] == cubes.sum(axis=(1, 2, 3)).tolist()
 
@@ -132,7 +132,7 @@ def test_frames_that_are_not_as_expected_are_not_compared_over_and_over(
 
     monkeypatch.setattr(wire.Heads, "_digests", counting)
     steps = range(300)
-    body = b"".join(frame_bytes(step=step, substituted=bad[step % len(bad)]) for step in steps)
+    body = b"".join(frame_bytes(step=step, replaced=bad[step % len(bad)]) for step in steps)
     assert [frame.step for frame in wire.decode(body, steps)] == list(steps)
     assert sum(compared) <= 9 * len(steps)
 
@@ -181,8 +181,10 @@ def test_tensors_hold_the_memory_that_they_are_views_of() -> None:
 
 
 def test_names_may_be_those_of_a_headers_fields() -> None:
-    [frame] = wire.decode(frame_bytes({"header_digest": np.arange(3, dtype=np.uint16), "pad": np.arange(3, dtype=np.uint16)}))
-    assert list(frame.tensors) == ["header_digest", "pad"]
+    [frame] = wire.decode(
+        frame_bytes({"header_digest": np.arange(3, dtype=np.uint16), "filler": np.arange(3, dtype=np.uint16)})
+    )
+    assert list(frame.tensors) == ["header_digest", "filler"]
 
 
 def test_another_wire_version_is_named() -> None:
@@ -213,9 +215,11 @@ def test_tensors_do_not_overlap() -> None:
 
 def sealed(tensors: list[Any], payload: bytes = bytes(128)) -> bytes:
     """A frame whose digests are right, whatever its header says of the tensors."""
-    empty = wire.Heads(Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=0), Layout((), len(payload))).head(0)
+    empty = wire.Heads(
+        Address(dataset="d", snapshot="s", spec_digest="p", epoch=0, rank=0, step=0), Layout((), len(payload))
+    ).head(0)
     header = msgpack.unpackb(empty[:-5]) | {"digest": wire.digest(payload), "tensors": tensors}
-    fields = {name: value for name, value in header.items() if name not in ("header_digest", "pad")}
+    fields = {name: value for name, value in header.items() if name not in ("header_digest", "filler")}
     header["header_digest"] = wire.digest(msgpack.packb(fields))
     packed: bytes = msgpack.packb(header)
     return packed + empty[-5:] + payload
@@ -270,12 +274,12 @@ def test_many_long_texts_fit_where_their_bytes_do() -> None:
     assert frame.texts == {"a": texts}
 
 
-def test_two_tensors_of_one_name_and_more_texts_than_sequences_are_refused() -> None:
+def test_two_tensors_of_one_name_and_more_texts_than_samples_are_refused() -> None:
     with pytest.raises(WireError, match="does not fit"):
         list(wire.decode(sealed([["a", "uint8", [4], 0], ["a", "uint8", [4], 64]])))
-    for count in (MOST_SEQUENCES, MOST_SEQUENCES + 1):
+    for count in (MOST_SAMPLES, MOST_SAMPLES + 1):
         body = sealed([["a", "utf8", [count, 0], 0]], bytes(8 * (count + 1)))
-        if count > MOST_SEQUENCES:
+        if count > MOST_SAMPLES:
             with pytest.raises(WireError, match="does not fit"):
                 list(wire.decode(body))
         else:
@@ -310,7 +314,7 @@ def test_frames_before_one_whose_texts_lie_are_given() -> None:
     frames = []
     for step, borders in enumerate([(0, 1, 4), (0, 2, 4), (0, 5, 4), (0, 3, 4)]):
         payload = (np.array(borders, "<i8").tobytes() + b"abcd").ljust(layout.nbytes, b"\0")
-        address = Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=step)
+        address = Address(dataset="d", snapshot="s", spec_digest="p", epoch=0, rank=0, step=step)
         frames.append(wire.Heads(address, layout).head(step, wire.digest(payload)) + payload)
     found = wire.decode(b"".join(frames), range(4))
     assert [next(found).texts["url"] for _ in range(2)] == [["a", "bcd"], ["ab", "cd"]]
@@ -327,6 +331,6 @@ def test_texts_come_back_as_they_were_sent() -> None:
     payload = bytearray(layout.nbytes)
     for name, [view] in layout.arrays(memoryview(payload), 0, layout.nbytes, 1).items():
         wire.pack_texts(raw[name], view)
-    address = Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=0)
+    address = Address(dataset="d", snapshot="s", spec_digest="p", epoch=0, rank=0, step=0)
     [frame] = wire.decode(wire.Heads(address, layout).head(address.step, wire.digest(memoryview(payload))) + payload)
     assert frame.texts == texts

@@ -37,7 +37,8 @@ class Epoch:
     due          samples that were due: all but those that were skipped, dropped, or not reached when the run ended
     missing      those of them that were not trained on
     twice        samples that were trained on more than once
-    num_repeated samples from the epoch's start with which tail=wrap filled the last step; they do not count as trained twice
+    num_repeated samples from the epoch's start with which drop_last=false filled the last step; they do not count as trained
+    twice
     num_ahead    samples that only some ranks had taken when the run ended
     is_finished  the run came to its end, or left it for another epoch or order
     steps_done   where all ranks came, in steps of the last leg
@@ -46,7 +47,7 @@ class Epoch:
     """
 
     epoch: int
-    num_sequences: int
+    num_samples: int
     num_skipped: int
     num_dropped: int
     num_repeated: int
@@ -105,7 +106,7 @@ def _account(
     missing, twice = without(due, given), covered(join([covered(given, 2), *_again(legs)]))
     return Epoch(
         epoch=epoch,
-        num_sequences=last.slicing.num_positions,
+        num_samples=last.slicing.num_positions,
         num_skipped=size(skipped) + size(rest) - size(dropped),
         num_dropped=size(dropped),
         num_repeated=sum(leg.slicing.num_repeated for leg in legs if leg.has_last_step) if is_finished else 0,

@@ -12,14 +12,14 @@ from typing import Any
 
 from penstock.audit.reading import read_ledger
 from penstock.audit.report import Report
-from penstock.errors import AddressError, DataError, SnapshotGone, UnknownDataset
+from penstock.errors import DataError, OutOfRange, SnapshotGone, UnknownDataset
 from penstock.ledger.begin import Begin
 from penstock.source import Source
 
 _RETRY_SECONDS = 30.0
 _STEPS_AT_ONCE = 16
 _MOST_BATCHES_SHOWN = 20
-_REFUSALS = (AddressError, DataError, SnapshotGone, UnknownDataset)
+_REFUSALS = (OutOfRange, DataError, SnapshotGone, UnknownDataset)
 
 
 @dataclass(frozen=True, slots=True)

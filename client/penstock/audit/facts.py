@@ -69,7 +69,7 @@ def _thrown(thrown: Thrown) -> dict[str, Any]:
 
 
 def _epoch(epoch: Epoch) -> dict[str, Any]:
-    counts = ("num_sequences", "num_due", "num_skipped", "num_dropped", "num_repeated", "num_ahead")
+    counts = ("num_samples", "num_due", "num_skipped", "num_dropped", "num_repeated", "num_ahead")
     return {
         "epoch": epoch.epoch,
         "proven": epoch.is_proven,

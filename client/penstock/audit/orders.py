@@ -14,7 +14,7 @@ from penstock.mix import first_other, parse_mix
 from penstock.place.state import goes_on, order_of
 from penstock.slicing import Slicing
 
-_OF_MIXTURES = ("mix", "snapshot", "num_sequences")  # what may become another in one run
+_OF_MIXTURES = ("mix", "snapshot", "num_samples")  # what may become another in one run
 
 OrderKey = tuple[tuple[str, object], ...]
 
@@ -34,7 +34,7 @@ class _Order:
     def goes_on_from(self, other: _Order) -> bool:
         """Whether it is the other one, but for a mix that is another from where the run changed over to it."""
         epoch, position = self.first
-        if epoch or not 0 < position <= other.values["num_sequences"] or not goes_on(other.values, self.values, position):
+        if epoch or not 0 < position <= other.values["num_samples"] or not goes_on(other.values, self.values, position):
             return False
         rank = _shared_rank(self, other)
         is_later = self.times(rank)[0] > other.times(rank)[0]
@@ -57,7 +57,7 @@ class Orders:
     def add(self, begin: Begin) -> None:
         """An iteration."""
         key = _key_of(begin)
-        first = (begin.epoch, Slicing.of(begin.spec, begin.num_sequences).position(begin.step))
+        first = (begin.epoch, Slicing.of(begin.spec, begin.num_samples).position(begin.step))
         order = self._orders.setdefault(key, _Order(dict(key), first, {}))
         order.first = min(order.first, first)
         since, until = order.began.get(begin.rank, (begin.time, begin.time))
@@ -66,14 +66,14 @@ class Orders:
     def of(self, begin: Begin) -> tuple[OrderKey, Begin, int]:
         """The order that an iteration is accounted for in, which is the last one of its run.
 
-        With it the iteration, of as many sequences as that order has, and the position up to which it gave the same samples.
+        With it the iteration, of as many samples as that order has, and the position up to which it gave the same samples.
         """
         if not self._last:
             self._find_last()
         last, sample = self._last[_key_of(begin)]
-        num_sequences = self._orders[last].values["num_sequences"]
-        stop = min(sample, begin.num_sequences, num_sequences) if begin.epoch == 0 or sample == inf else 0
-        return last, replace(begin, num_sequences=num_sequences), int(stop)
+        num_samples = self._orders[last].values["num_samples"]
+        stop = min(sample, begin.num_samples, num_samples) if begin.epoch == 0 or sample == inf else 0
+        return last, replace(begin, num_samples=num_samples), int(stop)
 
     def _find_last(self) -> None:
         """Orders are of one run if each goes on from another of them; the last is that in which an iteration began last."""
@@ -101,4 +101,4 @@ def _run_of(key: OrderKey, orders: Mapping[OrderKey, _Order]) -> dict[OrderKey, 
 
 def _key_of(begin: Begin) -> OrderKey:
     """What decides which sample stands where in an epoch: of one order if it is equal."""
-    return tuple({"dataset": begin.dataset, **order_of(begin.spec), "num_sequences": begin.num_sequences}.items())
+    return tuple({"dataset": begin.dataset, **order_of(begin.spec), "num_samples": begin.num_samples}.items())

@@ -18,7 +18,8 @@ _CELLS_AT_ONCE = 1 << 26  # a run and a rank each
 def positions_of(slicing: Slicing, runs: Mapping[int, IntArray]) -> IntArray:
     """The intervals [start, stop) of positions that the steps of some ranks are, shape [intervals, 2].
 
-    `runs` are half-open ranges of steps of each rank, shape [runs, 2], sorted and disjoint. What tail=wrap repeats from the
+    `runs` are half-open ranges of steps of each rank, shape [runs, 2], sorted and disjoint. What drop_last=false repeats from
+    the
     epoch's start is left out. As few intervals as possible where all ranks have a step, else some for each step.
     """
     return not_empty(_unskipped(slicing, join([_samples(slicing, *group) for group in _groups(slicing.world_size, runs)])))

@@ -39,7 +39,7 @@ class Part:
     `time` is that of its begin line, but never before that of another line above it, whatever the clock said; `last_time` that
     of the begin line with which it last went on after another.
 
-    Two things only all files together tell, and the audit puts them in, see Orders.of: `begin` then tells as many sequences as
+    Two things only all files together tell, and the audit puts them in, see Orders.of: `begin` then tells as many samples as
     the order has that its run came to, and `stop` is the position up to which it is of that order.
     """
 

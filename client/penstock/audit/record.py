@@ -133,10 +133,10 @@ class RankRecord:
         return all(start.in_run is not None for start in self.starts)
 
 
-def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRecord:
+def record_of(rank: int, parts: Sequence[Part], *, assume_fresh_weights: bool) -> RankRecord:
     """What a rank's files hold of one order, of all their parts.
 
-    With `trust_starts` every start counts as one that loaded a state.
+    With `assume_fresh_weights` every start counts as one that loaded a state.
     """
     by_iteration: dict[tuple[object, ...], list[Part]] = {}
     for part in sorted(parts, key=lambda part: part.time):
@@ -149,8 +149,8 @@ def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRe
     for joined in by_iteration.values():
         begins = sorted((part.begin for part in joined), key=lambda begin: begin.step)
         begin, last_step = begins[0], begins[-1].step
-        resumes = trust_starts or _resumes(begin)
-        start = Start(len(starts), begin, last_step, Slicing.of(begin.spec, begin.num_sequences), resumes)
+        resumes = assume_fresh_weights or _resumes(begin)
+        start = Start(len(starts), begin, last_step, Slicing.of(begin.spec, begin.num_samples), resumes)
         iterations.append(_join(starts.setdefault((begin.launch, begin.num_loads), start), begin, joined))
     return RankRecord(rank, iterations, list(_changed(rank, parts)))
 
@@ -162,7 +162,7 @@ def _resumes(begin: Begin) -> bool:
 
 
 def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:
-    slicing, stop = Slicing.of(begin.spec, begin.num_sequences), min(part.stop for part in parts)
+    slicing, stop = Slicing.of(begin.spec, begin.num_samples), min(part.stop for part in parts)
     runs = runs_of(np.sort(np.concatenate([part.steps for part in parts])))
     is_own = stop >= slicing.num_positions
     return Iteration(

@@ -93,10 +93,11 @@ class Report:
         return any(leg.begin.num_workers for history in histories for leg in history.legs)
 
 
-def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
+def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Report:
     """What the ledgers at these paths prove, all ranks' and all starts'. In memory is one rank at a time.
 
-    With `trust_starts`, a start that loaded no state throws away what was recorded after its first step, as one that did.
+    With `assume_fresh_weights`, a start that loaded no state throws away what was recorded after its first step, as one that
+    did.
     Raises LedgerError: a file cannot be read at all.
     """
     damages: list[Damage] = []
@@ -122,7 +123,7 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
                 parts.setdefault((key, part.begin.rank), []).append(part)
         num_lost += sum(max(numbers) + 1 - len(numbers) for numbers in recorded.values())
         for (key, rank), found in parts.items():
-            records.setdefault(key, []).append(record_of(rank, found, trust_starts=trust_starts))
+            records.setdefault(key, []).append(record_of(rank, found, assume_fresh_weights=assume_fresh_weights))
     runs = {key: _Run.of(found) for key, found in records.items()}
     return Report(list(paths), num_batches, num_lost, [_make_order(key, runs) for key in runs], damages)
 

@@ -49,7 +49,7 @@ def _verdict(report: Report) -> str:
         nothing = f". Of {unrecorded} nothing is recorded" if unrecorded else ""
         if not report.by_workers:
             repeated = sum(epoch.num_repeated for epoch in epochs)
-            but_for = f", but for {repeated:,} that tail=wrap repeats" if repeated else ""
+            but_for = f", but for {repeated:,} that drop_last=false repeats" if repeated else ""
             return f"{verdict} trained on exactly once{but_for}{nothing}"
         return (
             f"{verdict} handed to the loader exactly once{nothing}. Where the loop left an epoch early, the last batches, as "
@@ -98,18 +98,18 @@ def _start(start: Start) -> str:
 
 def _epoch(epoch: Epoch) -> str:
     if epoch.is_proven:
-        text = f"  epoch {epoch.epoch}: {epoch.num_due:,} of {epoch.num_sequences:,} samples, each once"
+        text = f"  epoch {epoch.epoch}: {epoch.num_due:,} of {epoch.num_samples:,} samples, each once"
     else:
         missing, twice = size(epoch.missing), size(epoch.twice)
         once = size(without(epoch.due, epoch.twice)) - missing
-        text = f"  epoch {epoch.epoch}: of {epoch.num_sequences:,} samples, {once:,} once, {missing:,} never, "
+        text = f"  epoch {epoch.epoch}: of {epoch.num_samples:,} samples, {once:,} once, {missing:,} never, "
         text += f"{twice:,} more than once"
     if epoch.num_skipped:
         text += f"; {epoch.num_skipped:,} skipped"
     if epoch.num_dropped:
         text += f"; {epoch.num_dropped:,} dropped at the end"
     if epoch.num_repeated:
-        text += f"; {epoch.num_repeated:,} from the epoch's start once more, to fill the last step (tail=wrap)"
+        text += f"; {epoch.num_repeated:,} from the epoch's start once more, to fill the last step (drop_last=false)"
     if not epoch.is_finished:
         text += f"; it is not finished: all ranks reached step {epoch.steps_done:,} of {epoch.legs[-1].slicing.num_steps:,}"
     if epoch.num_ahead:
@@ -192,7 +192,7 @@ def _problems(order: Order, orders: Sequence[Order]) -> Iterator[str]:
     if anew and any(len(epoch.twice) for epoch in order.epochs):
         yield (
             f"  Start {anew[0].number + 1} loaded no state, so what was trained on before it counts, too. If its weights "
-            f"were new as well, or those from before its first step: --trust-starts"
+            f"were new as well, or those from before its first step: --assume-fresh-weights"
         )
     yield from _some(map(_changed, order.changed))
 
@@ -219,7 +219,7 @@ def _gap(gap: Gap) -> str:
 def _left(epoch: int, start: Start) -> str:
     is_anew = not start.resumes and start.begin.epoch <= epoch
     return f"  LEFT    epoch {epoch} for another order of this dataset: {_start(start).strip()}" + (
-        ". If its weights were new: --trust-starts" if is_anew else ""
+        ". If its weights were new: --assume-fresh-weights" if is_anew else ""
     )
 
 

@@ -20,7 +20,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     peek = commands.add_parser(
         "peek",
         help="show what is in a batch",
-        description="Shows one batch as a table: the text of every sequence, dimmed where it has no loss, its tokens and its "
+        description="Shows one batch as a table: the text of every sample, dimmed where it has no loss, its tokens and its "
         "padding, and the rows that it comes from.",
         allow_abbrev=False,
     )
@@ -42,7 +42,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench.add_argument("address", metavar="ADDRESS", help=_ADDRESS)
     bench.add_argument("--seconds", type=_amount, metavar="N", default=10.0, help="how long to measure (default: 10)")
     bench.add_argument(
-        "--training-rate",
+        "--target-tokens-per-second",
         type=_amount,
         metavar="N",
         help="tokens a second that the model takes, such as 250k: then measures once more, at that pace",
@@ -78,14 +78,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "ledgers", metavar="LEDGER", nargs="+", help="as given to RemoteDataset, for the files of all ranks; or single files"
     )
     audit.add_argument(
-        "--trust-starts",
+        "--assume-fresh-weights",
         action="store_true",
         help="treat a start that loaded no state as one that did: what was trained before beyond its first step is lost",
     )
     audit.add_argument(
         "--server", metavar="URL", action="append", help="also ask this server whether it still gives the same batches"
     )
-    audit.add_argument("--sample", metavar="N", help="how many batches to ask it for, at random, or 'all' (default: 100)")
+    audit.add_argument("--spot-check", metavar="N", help="how many batches to ask it for, at random, or 'all' (default: 100)")
     audit.add_argument("--rows", action="store_true", help="ask it which rows the missing batches hold, and list them")
     audit.add_argument("--json", action="store_true", help="print the report as JSON")
     audit.set_defaults(run=partial(_run, "audit"))

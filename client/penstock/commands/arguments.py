@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from penstock.spec import Spec, describe
+from penstock.spec import Spec, as_text, describe
 
 if TYPE_CHECKING:  # it imports httpx, and --help is to be quick
     from penstock.commands.address import Address
+
+_METAVARS = {"integer": "N", "boolean": "true|false", "string": "TEXT"}
 
 
 def add_spec_options(command: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
@@ -18,12 +20,12 @@ def add_spec_options(command: argparse.ArgumentParser, *, without: tuple[str, ..
         if parameter["name"] in without:
             continue
         options = parameter.get("options")
-        default = "" if parameter["default"] is None else f" (default: {parameter['default']})"
+        default = "" if parameter["default"] is None else f" (default: {as_text(parameter['default'])})"
         # The values stay text: the spec itself checks them, with better words than argparse has.
         group.add_argument(
             f"--{parameter['name'].replace('_', '-')}",
             dest=f"spec_{parameter['name']}",
-            metavar="|".join(options) if options else "N" if parameter["kind"] == "integer" else "TEXT",
+            metavar="|".join(options) if options else _METAVARS[parameter["kind"]],
             help=f"{parameter['doc']}{default}".replace("%", "%%"),
         )
 

@@ -23,7 +23,7 @@ from penstock.ledger.names import find_ledgers
 from penstock.printable import printable
 from penstock.wording import counted
 
-_SAMPLE = 100
+_SPOT_CHECK = 100
 _MOST_DIGITS = 18
 
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     sample, servers = _sample(arguments), [parse_address(url).server for url in arguments.server or []]
     paths = _paths(arguments.ledgers)
-    report = audit(paths, trust_starts=arguments.trust_starts)
+    report = audit(paths, assume_fresh_weights=arguments.assume_fresh_weights)
     comparison, rows = None, dict[str, dict[str, Any]]()
     silence: PenstockError | None = None
     try:
@@ -72,11 +72,11 @@ def _why_silent(servers: Sequence[str]) -> PenstockError | None:
 
 def _sample(arguments: argparse.Namespace) -> int | None:
     """How many batches to ask for; None: all. Raises SpecError: the options do not go together."""
-    if (arguments.rows or arguments.sample is not None) and not arguments.server:
-        raise SpecError("--sample and --rows ask a server: name it with --server URL")
-    text = str(_SAMPLE) if arguments.sample is None else arguments.sample
+    if (arguments.rows or arguments.spot_check is not None) and not arguments.server:
+        raise SpecError("--spot-check and --rows ask a server: name it with --server URL")
+    text = str(_SPOT_CHECK) if arguments.spot_check is None else arguments.spot_check
     if text != "all" and not (text.isascii() and text.isdigit()):
-        raise SpecError(f"--sample must be a whole number or 'all', not {text!r}")
+        raise SpecError(f"--spot-check must be a whole number or 'all', not {text!r}")
     return None if text == "all" or len(text) > _MOST_DIGITS else int(text)  # more batches than any run has
 
 
@@ -103,7 +103,7 @@ def _compared(comparison: Comparison | None) -> Iterator[str]:
     alike: dict[object, list[Differing]] = {}
     for batch in comparison.differing:  # a snapshot that is gone is the same refusal for each of them
         alike.setdefault((batch.dataset, batch.now) if batch.is_refused else batch, []).append(batch)
-    for batch, *others in islice(alike.values(), _SAMPLE):
+    for batch, *others in islice(alike.values(), _SPOT_CHECK):
         also = f" and {counted(len(others), 'other batch', 'other batches')}" if others else f": {batch.then} then"
         yield (
             f"  CHANGED {batch.dataset}, epoch {batch.epoch}, step {batch.step:,} of rank {batch.rank}{also}, now {batch.now}"
@@ -117,8 +117,8 @@ def _shown(rows: dict[str, dict[str, Any]], num_left_out: int) -> Iterator[str]:
             yield f"{batch} is not told by the server: {provenance['reason']}"
             continue
         yield f"{batch} would have shown"
-        for sequence in provenance["sequences"]:
-            for s in sequence["sources"]:
+        for sample in provenance["samples"]:
+            for s in sample["sources"]:
                 yield f"  {s['dataset']}, {s['shard']}, row group {s['row_group']}, row {s['row']}"
     if num_left_out:
         yield ""

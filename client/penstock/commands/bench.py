@@ -30,7 +30,7 @@ class Result:
     """All that a run of the benchmark found.
 
     first_batch_seconds  from the first request to the first batch
-    paced                the same at `training_rate` tokens a second
+    paced                the same at `target_tokens_per_second` tokens a second
     newly_cached_bytes   what the server decoded meanwhile; None where it does not tell
     """
 
@@ -39,7 +39,7 @@ class Result:
     supply: Supply
     first_batch_seconds: float
     free: Figures
-    training_rate: float | None
+    target_tokens_per_second: float | None
     paced: Figures | None
     newly_cached_bytes: int | None
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             next(supply.batches)
             first_batch_seconds = time.perf_counter() - began
             free = measure(supply, arguments.seconds, tick)
-            rate = arguments.training_rate
+            rate = arguments.target_tokens_per_second
             paced = measure(supply, arguments.seconds, tick, tokens_per_second=rate) if rate else None
         cached = _cached_bytes(transport, dataset)
     result = Result(
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         supply=supply,
         first_batch_seconds=first_batch_seconds,
         free=free,
-        training_rate=rate,
+        target_tokens_per_second=rate,
         paced=paced,
         newly_cached_bytes=None if cached is None or cached_before is None else max(0, cached - cached_before),
     )
@@ -102,7 +102,7 @@ def _as_text(result: Result, terminal: Terminal) -> Iterator[str]:
     yield _row("CPU", f"{free.cpu_seconds_per_million_tokens:.3f} s", cores)
     yield _row("wait, p50", *_waits(free))
     if result.paced:
-        yield _row(f"at {_short(result.training_rate or 0)}/s", *_waits(result.paced))
+        yield _row(f"at {_short(result.target_tokens_per_second or 0)}/s", *_waits(result.paced))
     yield _row("first batch", f"{result.first_batch_seconds:.2f} s", "")
     yield ""
     for warning in _warnings(result):
@@ -138,13 +138,15 @@ def _warnings(result: Result) -> Iterator[str]:
 
 def _verdict(result: Result) -> str:
     could = f"This client could feed {_short(result.free.tokens_per_second)} tokens/s."
-    if not result.paced or not result.training_rate:
+    if not result.paced or not result.target_tokens_per_second:
         waits = (
-            f"some {_waits(result.free)[0]} a batch; --training-rate measures it" if result.supply.makes_tensors else "hardly"
+            f"some {_waits(result.free)[0]} a batch; --target-tokens-per-second measures it"
+            if result.supply.makes_tensors
+            else "hardly"
         )
         return f"{could} A model that takes fewer waits {waits}; one that takes twice as many would wait half of its time."
     share = f"{result.paced.waits.share:.1%}"
-    return f"{could} At {_short(result.training_rate)} tokens/s of training the loop waited {share} of the time."
+    return f"{could} At {_short(result.target_tokens_per_second)} tokens/s of training the loop waited {share} of the time."
 
 
 def _as_json(result: Result) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def _as_json(result: Result) -> dict[str, Any]:
         "spec": result.supply.spec.to_dict(),
         "first_batch_seconds": result.first_batch_seconds,
         **_figures(result.free),
-        "training_rate": result.training_rate,
+        "target_tokens_per_second": result.target_tokens_per_second,
         "at_training_rate": _figures(result.paced) if result.paced else None,
         "newly_cached_bytes": result.newly_cached_bytes,
     }

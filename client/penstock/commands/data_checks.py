@@ -83,13 +83,13 @@ def _dataset(about: Mapping[str, Any]) -> Check:
             "warn",
             "dataset",
             f"{text}; {bad['known']:,} bad rows are known, and a batch with one of them fails",
-            f'GET {dataset_path(name)}/quarantine lists them; remove them, or set on_bad_row = "substitute" in penstock.toml',
+            f'GET {dataset_path(name)}/quarantine lists them; remove them, or set on_bad_row = "replace" in penstock.toml',
         )
     if unused := about["unused_columns"]:
         return Check(
             "warn",
             "dataset",
-            f"{text}; not used: {', '.join(unused)}, which by name would tell what is learned, or is padding",
+            f"{text}; not used: {', '.join(unused)}, which by name would tell what has loss, or is padding",
             "the log of the server says how to name them in penstock.toml",
         )
     return Check("ok", "dataset", f"{text}; {bad['known']:,} bad rows are replaced by neighbours" if bad["known"] else text)
@@ -100,7 +100,7 @@ def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     if not datasets:
         return
     cache = datasets[0]["cache"]
-    used, budget, asked = cache["used_bytes"], cache["budget_bytes"], cache["asked_bytes"]
+    used, budget, asked = cache["used_bytes"], cache["budget_bytes"], cache["configured_bytes"]
     text = f"{size(used)} of {size(budget)} used"
     again = "blocks that do not fit are decoded again each time they are needed"
     needed = sum(one["blocks_bytes"] for one in datasets)
@@ -140,9 +140,9 @@ def check_bandwidth(server: str, transport: Transport, known: Mapping[str, Any],
 def _pull(server: str, transport: Transport, dataset: str) -> Check:
     source = Source(server, dataset, rank=0, retry_seconds=RETRY_SECONDS)
     # Long lines of padding do: of a small dataset the usual ones would measure how many requests can be made.
-    resolved = source.resolve(Spec(seq_len=_SEQ_LEN, tail="wrap"))
+    resolved = source.resolve(Spec(seq_len=_SEQ_LEN, drop_last=False))
     if not resolved.num_steps:
-        return Check("warn", "bandwidth", f"{dataset} holds no sequence", "check its filter and its shards")
+        return Check("warn", "bandwidth", f"{dataset} holds no sample", "check its filter and its shards")
 
     def pull(steps: range, then: range = range(0)) -> tuple[list[Frame], float]:
         began = time.perf_counter()

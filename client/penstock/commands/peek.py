@@ -30,14 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
         batch = get_json(transport, path, {**query, "format": "json"})
         # Of the same data, also where the dataset grows between the two requests.
         provenance = get_json(transport, f"{path}/provenance", {**query, "snapshot": batch["snapshot"]})
-    sequences = view(batch, provenance)
+    samples = view(batch, provenance)
     terminal = Terminal.of(sys.stdout)
     for line in (
         *_head(batch, query, terminal),
         "",
-        *table(sequences, terminal, arguments.lines),
+        *table(samples, terminal, arguments.lines),
         "",
-        *_foot(batch, query, sequences, terminal),
+        *_foot(batch, query, samples, terminal),
         terminal.paint(_curl(address.server, path, {**query, "format": "json"}), DIM),
     ):
         print(line)
@@ -60,13 +60,13 @@ def _head(batch: Mapping[str, Any], query: Mapping[str, str], terminal: Terminal
 
 
 def _foot(
-    batch: Mapping[str, Any], query: Mapping[str, str], sequences: Sequence[SequenceView], terminal: Terminal
+    batch: Mapping[str, Any], query: Mapping[str, str], samples: Sequence[SequenceView], terminal: Terminal
 ) -> Iterator[str]:
-    lines = [line for sequence in sequences for line in sequence.lines]
+    lines = [line for sample in samples for line in sample.lines]
     tokens, positions = sum(line.num_tokens for line in lines), sum(line.num_positions for line in lines)
-    learned = sum(s.num_learned for s in sequences)
+    in_loss = sum(s.num_loss_tokens for s in samples)
     yield (
-        f"{tokens:,} of {positions:,} positions are tokens ({padding_of(lines):.0%} padding), {learned:,} learned; "
+        f"{tokens:,} of {positions:,} positions are tokens ({padding_of(lines):.0%} padding), {in_loss:,} with loss; "
         f"{batch['nbytes']:,} bytes"
     )
     spec = Spec.from_query(query.items())
@@ -78,17 +78,17 @@ def _foot(
             yield from terminal.paragraph(f"for less padding use a smaller {option}, or --pad longest{packings}", YELLOW)
         if spec.cuts_rows and (num_cut := sum(line.num_cut > 0 for line in own)):
             lost, of_lines = counted(sum(line.num_cut for line in own), "token"), counted(len(own), own[0].noun)
-            packings = ": --long-rows split, --packing best_fit or concat keeps them" if can_be_packed else ""
+            packings = ": --overflow split, --packing best_fit or concat keeps them" if can_be_packed else ""
             told = f"{limit} cuts {lost} off {num_cut} of {of_lines}, and no batch holds them{packings}"
             yield from terminal.paragraph(told, YELLOW)
-    if batch["substituted"]:
+    if batch["replaced"]:
         named = f"GET {dataset_path(batch['dataset'])}/quarantine lists them"
-        stand = f"{batch['substituted']} of these sequences stand in for rows that cannot be used"
+        stand = f"{batch['replaced']} of these samples stand in for rows that cannot be used"
         yield from terminal.paragraph(f"{stand}: {named}", YELLOW)
-    if empty := [str(s.index) for s in sequences if not s.num_learned]:
-        which = f"sequence{'s' * (len(empty) > 1)} {', '.join(empty)}"
-        yield from terminal.paragraph(f"nothing is learned from {which}: does the prompt fill seq_len?", RED)
-    if any(not piece.learned for s in sequences for passage in s.passages for piece in passage.pieces):
+    if empty := [str(s.index) for s in samples if not s.num_loss_tokens]:
+        which = f"sample{'s' * (len(empty) > 1)} {', '.join(empty)}"
+        yield from terminal.paragraph(f"no token has loss in {which}: does the prompt fill seq_len?", RED)
+    if any(not piece.in_loss for s in samples for passage in s.passages for piece in passage.pieces):
         dimmed = terminal.paint("dimmed", DIM) if terminal.has_colours else "between ⟦ and ⟧"
         yield f"{dimmed}: no loss is taken there"
 

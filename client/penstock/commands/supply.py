@@ -121,15 +121,15 @@ def _spec(query: Mapping[str, str]) -> Spec:
 def _check_steps(num_steps: int, spec: Spec) -> None:
     if not num_steps:
         raise SpecError(
-            f"an epoch has no step: it has fewer sequences than batch_size={spec.batch_size} times "
-            f"world_size={spec.world_size}. Lower them, or give --tail wrap.",
+            f"an epoch has no step: it has fewer samples than batch_size={spec.batch_size} times "
+            f"world_size={spec.world_size}. Lower them, or give --drop-last false.",
             ("batch_size",),
         )
 
 
 def _count_tensors(is_seq2seq: bool, batch: Mapping[str, Any]) -> Count:
     masks = [batch[f"{side}attention_mask"] for side in SIDES if f"{side}attention_mask" in batch]
-    if is_seq2seq:  # labels are sequences of their own
+    if is_seq2seq:  # labels are samples of their own
         masks.append(batch["labels"] != IGNORED)
     return Count(num_tokens=sum(int(mask.sum()) for mask in masks), num_positions=sum(mask.numel() for mask in masks))
 

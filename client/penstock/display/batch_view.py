@@ -1,4 +1,4 @@
-"""A batch as a person looks at it: sequences, the rows that they are made of, and which tokens of them are learned."""
+"""A batch as a person looks at it: samples, the rows that they are made of, and which tokens of them have loss."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 from penstock.batch import IGNORED, SIDES
 
-MUCH_PADDING = 0.5  # of a sequence, or of a batch: to be looked at
+MUCH_PADDING = 0.5  # of a sample, or of a batch: to be looked at
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens one after the other, all learned or none: their text, or their ids where the server has no tokenizer."""
+    """Tokens one after the other, all with loss or none: their text, or their ids where the server has no tokenizer."""
 
     text: str
     num_tokens: int
-    learned: bool
+    in_loss: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passage:
-    """What a sequence holds of one row, or of one side of a preference pair, which `side` names then."""
+    """What a sample holds of one row, or of one side of a preference pair, which `side` names then."""
 
     source: str
     side: str
@@ -51,14 +51,14 @@ class LineView(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceView:
-    """One sequence of a batch: a line, or one for each side of a pair, or one for an encoder and one for a decoder.
+    """One sample of a batch: a line, or one for each side of a pair, or one for an encoder and one for a decoder.
 
     `columns` is what travels with it.
     """
 
     index: int
     lines: tuple[LineView, ...]
-    num_learned: int
+    num_loss_tokens: int
     passages: tuple[Passage, ...]
     columns: Mapping[str, Any]
 
@@ -79,30 +79,30 @@ def padding_of(lines: Sequence[LineView]) -> float:
 
 
 def view(batch: Mapping[str, Any], provenance: Mapping[str, Any]) -> list[SequenceView]:
-    """The sequences of a batch, from what the server answers to format=json and to .../provenance."""
+    """The samples of a batch, from what the server answers to format=json and to .../provenance."""
     shapes = {name: shape for name, _, shape in batch["tensors"]}
-    lines = [line["sources"] for line in provenance["sequences"]]
+    lines = [line["sources"] for line in provenance["samples"]]
     is_mixed = any(source["dataset"] != batch["dataset"] for sources in lines for source in sources)
-    return [_sequence(facts, sources, shapes, is_mixed) for facts, sources in zip(batch["sequences"], lines, strict=True)]
+    return [_sample(facts, sources, shapes, is_mixed) for facts, sources in zip(batch["samples"], lines, strict=True)]
 
 
-def _sequence(
+def _sample(
     facts: Mapping[str, Any], sources: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]], is_mixed: bool
 ) -> SequenceView:
     names = [_named(source, is_mixed) for source in sources]
     lengths = [source["stop"] - source["start"] for source in sources]
     passages: list[Passage] = []
-    num_learned = 0
+    num_loss_tokens = 0
     for side in SIDES:
         if f"{side}input_ids" not in facts:
             continue
         for name, pieces in zip(names, _by_row(_pieces(facts, side), lengths), strict=True):
             passages.append(Passage(source=name, side=side.removesuffix("_"), pieces=tuple(pieces)))
-        num_learned += sum(_mask(facts, side))
+        num_loss_tokens += sum(_mask(facts, side))
     return SequenceView(
         index=facts["index"],
         lines=tuple(_lines(facts, sources[-1], shapes)),
-        num_learned=num_learned,
+        num_loss_tokens=num_loss_tokens,
         passages=tuple(passages),
         columns=facts.get("columns", {}),
     )
@@ -115,7 +115,7 @@ def _lines(facts: Mapping[str, Any], last: Mapping[str, Any], shapes: Mapping[st
     if "label_lengths" in facts:
         prompt = last["prompt_tokens"]
         yield line("input_ids", "prompt", "seq_len", prompt - len(facts["input_ids"]))
-        yield line("labels", "response", "target_len", last["row_tokens"] - prompt - len(facts["labels"]))
+        yield line("labels", "response", "target_seq_len", last["row_tokens"] - prompt - len(facts["labels"]))
     elif sides := last["side_tokens"]:
         for side, num_tokens in sides.items():
             name = f"{side}_input_ids"
@@ -159,7 +159,7 @@ def _lengths_and_texts(
 
 
 def _mask(facts: Mapping[str, Any], side: str) -> list[bool]:
-    """Which tokens are learned, as the trainer sees it."""
+    """Which tokens have loss, as the trainer sees it."""
     return [label != IGNORED for label in facts[f"{side}labels"]]
 
 

@@ -1,4 +1,4 @@
-"""The table of a batch: a line of numbers for each sequence, and beside it the rows that it is made of, with their text."""
+"""The table of a batch: a line of numbers for each sample, and beside it the rows that it is made of, with their text."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from penstock.display.terminal import BOLD, CYAN, DIM, PLAIN, RED, YELLOW, Termi
 from penstock.wording import counted
 
 _WIDTHS = (4, 7, 5, 7)  # of the columns below
-_TITLES = ("#", "tokens", "pad", "learned")
+_TITLES = ("#", "tokens", "pad", "in loss")
 _FEWEST_PIECE_COLUMNS = 32
 
 
-def table(sequences: Sequence[SequenceView], terminal: Terminal, num_lines: int) -> Iterator[str]:
-    """The table's lines. Of each row about `num_lines` lines of text are shown, and as many rows of each sequence; 0: all."""
+def table(samples: Sequence[SequenceView], terminal: Terminal, num_lines: int) -> Iterator[str]:
+    """The table's lines. Of each row about `num_lines` lines of text are shown, and as many rows of each sample; 0: all."""
     width = terminal.columns - sum(_WIDTHS) - len(_WIDTHS) - 2
     yield f"{_numbers(_TITLES, [BOLD] * 4, terminal)} {_bar(terminal)} {terminal.paint('text', BOLD)}"
     yield terminal.paint("─" * (sum(_WIDTHS) + len(_WIDTHS)) + "┼" + "─" * (width + 1), DIM)
-    for sequence in sequences:
-        facts = (f"{sequence.index}", f"{sequence.num_tokens:,}", f"{sequence.padding:.0%}", f"{sequence.num_learned:,}")
-        styles = (PLAIN, PLAIN, YELLOW if sequence.padding >= MUCH_PADDING else PLAIN, PLAIN if sequence.num_learned else RED)
+    for sample in samples:
+        facts = (f"{sample.index}", f"{sample.num_tokens:,}", f"{sample.padding:.0%}", f"{sample.num_loss_tokens:,}")
+        styles = (PLAIN, PLAIN, YELLOW if sample.padding >= MUCH_PADDING else PLAIN, PLAIN if sample.num_loss_tokens else RED)
         left = _numbers(facts, styles, terminal)
-        for line in _text(sequence, terminal, width, num_lines):
+        for line in _text(sample, terminal, width, num_lines):
             yield f"{left} {_bar(terminal)} {line}".rstrip()
             left = " " * (sum(_WIDTHS) + len(_WIDTHS) - 1)
 
@@ -35,16 +35,16 @@ def _numbers(cells: Sequence[str], styles: Sequence[str], terminal: Terminal) ->
     return " ".join(terminal.paint(c.rjust(w), s) for c, w, s in zip(cells, _WIDTHS, styles, strict=True))
 
 
-def _text(sequence: SequenceView, terminal: Terminal, width: int, num_lines: int) -> Iterator[str]:
-    several = len(sequence.passages) > 1
-    shown = sequence.passages[: num_lines or None]
+def _text(sample: SequenceView, terminal: Terminal, width: int, num_lines: int) -> Iterator[str]:
+    several = len(sample.passages) > 1
+    shown = sample.passages[: num_lines or None]
     for passage in shown:
         for line in wrap(_heading(passage, several), width):
             yield terminal.line(line)
         yield from piece_lines(passage.pieces, terminal, width, num_lines)
-    if left_out := len(sequence.passages) - len(shown):
+    if left_out := len(sample.passages) - len(shown):
         yield terminal.paint(f"▸ and {left_out:,} more; --lines 0 shows all", YELLOW)
-    for name, value in sequence.columns.items():
+    for name, value in sample.columns.items():
         for line in wrap([*units(f"{name}: ", CYAN), *_abridged(str(value), PLAIN, num_lines * width)], width):
             yield terminal.line(line)
 
@@ -89,8 +89,8 @@ def _shares(lengths: Sequence[int], columns: int) -> list[int]:
 
 def _piece(piece: Piece, terminal: Terminal, columns: int) -> Iterator[Unit]:
     """Without colours, what carries no loss stands between ⟦ and ⟧."""
-    marks = ("", "") if piece.learned or terminal.has_colours else ("⟦", "⟧")
-    style = PLAIN if piece.learned else DIM
+    marks = ("", "") if piece.in_loss or terminal.has_colours else ("⟦", "⟧")
+    style = PLAIN if piece.in_loss else DIM
     yield from units(marks[0], style)
     yield from _abridged(piece.text, style, columns)
     yield from units(marks[1], style)

@@ -76,15 +76,15 @@ def find_destination(device: torch.device | None, worker: Worker | None) -> Dest
     return Destination(device=torch.device("cuda", index), pin_memory=True)
 
 
-def pack(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> Batch:
-    """What travelled and is needed for `columns`: where it was received, if torch can copy it from there.
+def pack(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> Batch:
+    """What travelled and is needed for `tensors`: where it was received, if torch can copy it from there.
 
     If not, as with what came through a proxy, it is a copy, in pinned memory where asked for.
     """
     kind = kind_of(frame.alike.names)
     arrays = travelled(frame, kind)
-    unneeded = {name for name in kind.columns if name not in columns}
-    texts = {name: texts for name, texts in frame.texts.items() if name in columns}
+    unneeded = {name for name in kind.columns if name not in tensors}
+    texts = {name: texts for name, texts in frame.texts.items() if name in tensors}
     return {name: _on_host(array, pin_memory) for name, array in arrays.items() if name not in unneeded} | texts
 
 
@@ -93,15 +93,15 @@ def _on_host(array: npt.NDArray[Any], pin_memory: bool) -> torch.Tensor:
     return as_tensor(array, pin_memory) if received is None else received
 
 
-def unpack(packed: Batch, columns: Container[str] = ALL) -> Batch:
+def unpack(packed: Batch, tensors: Container[str] = ALL) -> Batch:
     """What penstock.tensors.expand makes of the frame, where the packed tensors lie. On a GPU nothing waits for it."""
     kind, made = kind_of(tuple(packed)), Batch()
     for side in kind.sides:
         lines = Lines(side, packed, lambda ids: torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device))
         ids, labels = (tensor.to(torch.int64, copy=True) for tensor in (lines.ids, lines.targets))
         mask = torch.ones_like(ids) if lines.attended is None else lines.attended.to(torch.int64)
-        if lines.learned is not None:
-            labels.masked_fill_(~lines.learned, IGNORED)
+        if lines.in_loss is not None:
+            labels.masked_fill_(~lines.in_loss, IGNORED)
         made.update(zip(side.names, (ids, mask, labels), strict=True))
     if "cu_seqlens" in packed:
         borders, ids = packed["cu_seqlens"], made["input_ids"]
@@ -111,7 +111,7 @@ def unpack(packed: Batch, columns: Container[str] = ALL) -> Batch:
         made["labels"].masked_fill_(positions == 0, IGNORED)
         made |= {"position_ids": positions, "cu_seqlens": borders}
     made |= {name: packed[name] for name in kind.columns}
-    return {name: value for name, value in made.items() if name in columns}
+    return {name: value for name, value in made.items() if name in tensors}
 
 
 class OnDevice:
@@ -120,8 +120,8 @@ class OnDevice:
     On a GPU the copy runs beside what the loop computes, and the loop's stream waits for it, not the loop.
     """
 
-    def __init__(self, frames: Prefetch[Frame], device: torch.device, columns: Container[str] = ALL) -> None:
-        self._frames, self._device, self._columns = frames, device, columns
+    def __init__(self, frames: Prefetch[Frame], device: torch.device, tensors: Container[str] = ALL) -> None:
+        self._frames, self._device, self._tensors = frames, device, tensors
         self._stream = _side_stream(device) if device.type == "cuda" else None
         self._ahead: Item | Exception | None = None
 
@@ -147,9 +147,9 @@ class OnDevice:
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
             sent = {
                 name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-                for name, value in pack(frame, pin_memory=self._stream is not None, columns=self._columns).items()
+                for name, value in pack(frame, pin_memory=self._stream is not None, tensors=self._tensors).items()
             }
-            return Item.of(frame, unpack(sent, self._columns))
+            return Item.of(frame, unpack(sent, self._tensors))
 
     def _hand_over(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         loop = torch.cuda.current_stream(self._device)

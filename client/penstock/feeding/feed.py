@@ -39,10 +39,10 @@ class Feed:
         prefetch_bytes: int,
         destination: Destination,
         replay: int | None,
-        columns: Container[str],
+        tensors: Container[str],
     ) -> None:
         self._destination, self._num_steps, self._replay = destination, len(steps), replay
-        self._columns = columns
+        self._tensors = tensors
         self._num_batches = self._num_tokens = 0
         self._busy_seconds = 0.0
         # Until it asked last, and when, while it waits for that. One tuple: another thread must not count a wait twice.
@@ -89,13 +89,13 @@ class Feed:
     def _made(self) -> Iterator[Item]:
         device = self._destination.device
         if device != CPU:
-            return map(uncompiled(_next), repeat(OnDevice(self._frames, device, self._columns)))
+            return map(uncompiled(_next), repeat(OnDevice(self._frames, device, self._tensors)))
         return map(uncompiled(self._expanded), self._frames)
 
     def _expanded(self, frame: Frame) -> Item:
         # As late as can be: what is written to memory that is used again now is still in the processor's cache when it is read,
         # and what waits is as small as it travelled.
-        return Item.of(frame, expand(frame, pin_memory=self._destination.pin_memory, columns=self._columns))
+        return Item.of(frame, expand(frame, pin_memory=self._destination.pin_memory, tensors=self._tensors))
 
     def stats(self) -> Stats:
         """What this feed has done so far. Another thread may ask, too, such as one that watches whether the loop hangs."""
@@ -106,9 +106,9 @@ class Feed:
             num_tokens=self._num_tokens,
             num_bytes=self._transport.num_bytes,
             num_retries=self._transport.num_retries,
-            num_damaged=self._transport.num_damaged,
+            num_corrupted=self._transport.num_corrupted,
             wait_seconds=waited + waits,
-            busy_seconds=self._busy_seconds,
+            compute_seconds=self._busy_seconds,
             buffered_bytes=self._frames.buffered_bytes,
         )
 

@@ -2,7 +2,7 @@
 
 Each process has a file of its own, and every start of the run appends to it. It is text, to be read and searched:
 
-    begin {"ledger": 2, "launch": "5f0c77aa", ..., "epoch": 0, "step": 0, "spec": {...}} 1c9a0d1f
+    begin {"ledger": 3, "launch": "5f0c77aa", ..., "epoch": 0, "step": 0, "spec": {...}} 1c9a0d1f
                    0 9f3c0d11a2b4c5d6 8c0d1f22
                    1 77aa0d11a2b4c5d6 09e3b7aa
     end 5b1e2c3d

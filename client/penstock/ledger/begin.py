@@ -13,7 +13,7 @@ from penstock.errors import LedgerError
 from penstock.spec import LARGEST_COUNT, Spec
 
 MAGIC = b'begin {"ledger": '
-VERSION = 2
+VERSION = 3
 STEP_COLUMNS = 16
 _MOST_WORKERS = 1 << 16  # of a loader; no machine has so many
 
@@ -27,7 +27,7 @@ class Begin:
     state_epoch    the epoch of which something was consumed in the last state that the loop loaded; None if there is none
     iteration      how many the launch began before it; of one that is missing in these nothing was recorded. For workers mostly
                    equal, see round
-    num_sequences  of an epoch, over all ranks, skipped ones included
+    num_samples  of an epoch, over all ranks, skipped ones included
     spec           resolved; its offset is the iteration's
     step           the first one; in a loader's worker that of the round, to which its own number is added
     worker         its number, of `num_workers`; 0 of 0 in the process of the loop itself
@@ -38,7 +38,7 @@ class Begin:
     num_loads: int
     iteration: int
     dataset: str
-    num_sequences: int
+    num_samples: int
     rank: int
     epoch: int
     step: int

@@ -47,18 +47,18 @@ class Book:
             release_ledger(file)
 
     @contextmanager
-    def recording(self, spec: Spec, num_sequences: int, round_: Round, progress: Progress) -> Iterator[Ledger]:
+    def recording(self, spec: Spec, num_samples: int, round_: Round, progress: Progress) -> Iterator[Ledger]:
         """The ledger of an iteration, opened when it begins and closed when it ends. Raises what `open` raises."""
         ledger = None
         try:
-            ledger = self.open(spec, num_sequences, round_, progress)
+            ledger = self.open(spec, num_samples, round_, progress)
             yield ledger
         finally:
             if ledger:
                 ledger.close()
 
-    def open(self, spec: Spec, num_sequences: int, round_: Round, progress: Progress) -> Ledger:
-        """The ledger of an iteration that begins, of an epoch of so many sequences over all ranks; it counts as put on record.
+    def open(self, spec: Spec, num_samples: int, round_: Round, progress: Progress) -> Ledger:
+        """The ledger of an iteration that begins, of an epoch of so many samples over all ranks; it counts as put on record.
 
         Raises LedgerError: see Ledger.
         """
@@ -66,7 +66,7 @@ class Book:
         try:
             with held.opening:  # or iterations of two threads would have one number
                 num_before = progress.num_before(round_)
-                ledger = self._open(spec, num_sequences, round_, num_before)
+                ledger = self._open(spec, num_samples, round_, num_before)
                 progress.put_on_record(round_, num_before)
         except BaseException:
             if ledger:
@@ -74,7 +74,7 @@ class Book:
             raise
         return ledger
 
-    def _open(self, spec: Spec, num_sequences: int, round_: Round, iteration: int) -> Ledger:
+    def _open(self, spec: Spec, num_samples: int, round_: Round, iteration: int) -> Ledger:
         position, worker = round_.stretch.position, round_.worker
         begin = Begin(
             launch=round_.launch,
@@ -82,7 +82,7 @@ class Book:
             state_epoch=round_.state_epoch,
             iteration=iteration,
             dataset=self._dataset,
-            num_sequences=num_sequences,
+            num_samples=num_samples,
             rank=self._rank,
             epoch=position.epoch,
             step=position.step,

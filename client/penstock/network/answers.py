@@ -18,16 +18,16 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from urllib.parse import urljoin
 
-from penstock.errors import AddressError, DataError, PenstockError, SnapshotGone, SpecError, UnknownDataset
+from penstock.errors import DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset
 from penstock.urls import DATASETS
 
 _REFUSALS: Mapping[str, type[PenstockError]] = {
     "bad-parameter": SpecError,
     "unknown-dataset": UnknownDataset,
-    "step-out-of-range": AddressError,
-    "rank-out-of-range": AddressError,
+    "step-out-of-range": OutOfRange,
+    "rank-out-of-range": OutOfRange,
     "snapshot-gone": SnapshotGone,
-    "dataset-refused": DataError,
+    "dataset-invalid": DataError,
     "shard-unreadable": DataError,
     "bad-row": DataError,
     "index-failed": DataError,
@@ -91,7 +91,7 @@ def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes, b
         return kind(detail)
     if slug in ("index-not-ready", "blocks-not-ready"):
         return (NotYet if slug == "index-not-ready" else Preparing)(detail, after_seconds=after_seconds, share=_share(problem))
-    if slug == "dataset-away":
+    if slug == "dataset-unavailable":
         return Away(detail, after_seconds=after_seconds)
     if slug == "busy":
         return Busy(detail, after_seconds=after_seconds)

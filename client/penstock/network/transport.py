@@ -52,7 +52,7 @@ class Transport:
 
     Connections survive no fork: make it in the process that uses it; in another one closing it does nothing. One thread uses
     it at a time; `interrupt` alone may come from another. `num_retries` counts attempts that failed, after which others are
-    made while there is time, `num_damaged` those of them whose body came and was not what had been asked for, and `num_bytes`
+    made while there is time, `num_corrupted` those of them whose body came and was not what had been asked for, and `num_bytes`
     what came in bodies, those that broke off included. For `allocate` see Connection.
     """
 
@@ -65,7 +65,7 @@ class Transport:
         is_awaited: bool = False,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
-        self.num_retries = self.num_damaged = self.num_bytes = 0
+        self.num_retries = self.num_corrupted = self.num_bytes = 0
         self._servers = servers
         self._retry_seconds, self._first_contact, self._is_awaited = retry_seconds, first_contact, is_awaited
         self._process = os.getpid()
@@ -208,7 +208,7 @@ class Transport:
             self.num_bytes += len(body)
             return question.decode(body)
         except WireError as damage:
-            self.num_damaged += 1
+            self.num_corrupted += 1
             raise Fault(str(damage)) from damage
         except Away as away:
             if not self._is_awaited:

@@ -24,14 +24,14 @@ def stretch_behind(
     """
     spec, num_steps = resolved.spec, resolved.num_steps
     position = read_state(
-        state, source.dataset, spec, num_sequences=resolved.num_sequences, by_worker=worker is not None, strict=strict
+        state, source.dataset, spec, num_samples=resolved.num_samples, by_worker=worker is not None, strict=strict
     )
     if worker and not counts_like(state, spec):
         _check_is_over(state, source, spec, worker)
         position = replace(position, offset=LARGEST_COUNT)
     if position.offset:
         # A wrapped last step counts samples past the epoch's end.
-        position = replace(position, offset=min(position.offset, resolved.num_sequences))
+        position = replace(position, offset=min(position.offset, resolved.num_samples))
         num_steps = source.resolve(replace(spec, offset=position.offset)).num_steps
     if position.step > num_steps + 1:  # the last may have been filled, and be dropped now
         raise StateMismatch(f"this state is damaged: it is at step {position.step:,} of {num_steps:,}.")

@@ -14,10 +14,10 @@ from penstock.skip import first_new, kept_runs, parse_skip, position_after, spel
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.whole import is_whole, plain
 
-_VERSION = 1
+_VERSION = 2
 # What decides which sample stands where in an epoch. States of earlier versions lack a name that is added: there it has to mean
 # the default, or every checkpoint would be refused.
-_ORDER = "snapshot seed shuffle window split packing long_rows group_by_length mix mix_stop seq_len task".split()
+_ORDER = "snapshot seed shuffle window split packing overflow length_bucket_size mix stopping_strategy seq_len task".split()
 _AT_TIMES = ("window", "seq_len", "task")  # of these: they decide it under some specs, and under others a state has None
 _OF_MIXTURES = ("mix", "snapshot")  # what may differ from some sample on
 _COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}  # the least that each may be
@@ -53,21 +53,21 @@ def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
 
 
 def read_state(
-    state: Mapping[str, Any], dataset: str, spec: Spec, *, num_sequences: int, by_worker: bool = False, strict: bool = True
+    state: Mapping[str, Any], dataset: str, spec: Spec, *, num_samples: int, by_worker: bool = False, strict: bool = True
 ) -> Position:
     """The position that a state names. Under another batch_size or world_size it is counted in samples.
 
-    `num_sequences` are those of an epoch of the spec, over all ranks. Where the state is of other data or of another order,
+    `num_samples` are those of an epoch of the spec, over all ranks. Where the state is of other data or of another order,
     and `strict` is False, it is so many samples of the same epoch, counted in the order of this spec, and a warning says so.
     Raises StateMismatch: it is no state, or not of this order, the message lists what differs.
     """
     at, consumed = _read_counts(state)
-    if at.offset > num_sequences and strict and state.get("mix") == spec.mix and state.get("snapshot") == spec.snapshot:
-        raise StateMismatch(f"this state is damaged: it begins after sample {at.offset:,} of {num_sequences:,}.")
+    if at.offset > num_samples and strict and state.get("mix") == spec.mix and state.get("snapshot") == spec.snapshot:
+        raise StateMismatch(f"this state is damaged: it begins after sample {at.offset:,} of {num_samples:,}.")
     here = {"dataset": dataset, **order_of(spec)}
     # Later epochs begin where those before end, which follows from the mix. A loader's worker counts steps of others, too, and
     # the last step may have been filled with samples that are trained on already.
-    may_go_on = at.epoch == 0 and not by_worker and spec.tail == "drop"
+    may_go_on = at.epoch == 0 and not by_worker and spec.drop_last
     if may_go_on and goes_on(state, here, consumed):
         here |= {name: state[name] for name in _OF_MIXTURES}
     differing = _differing(state, here)
@@ -81,8 +81,8 @@ def read_state(
     if differing:
         warnings.warn(
             f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {at.epoch} after its "
-            f"first {consumed:,} of {num_sequences:,} samples, as this order counts them: some samples may come again, and "
-            f"others not at all{'' if consumed < num_sequences else '; nothing is left of this epoch'}.",
+            f"first {consumed:,} of {num_samples:,} samples, as this order counts them: some samples may come again, and "
+            f"others not at all{'' if consumed < num_samples else '; nothing is left of this epoch'}.",
             stacklevel=4,  # of load_state_dict
         )
     if _skips_the_same_steps(state, spec):
@@ -99,7 +99,7 @@ def read_state(
             stacklevel=4,  # of load_state_dict
         )
     # A loader's worker counts steps of others, too, and may be at its end before the epoch is.
-    if not (differing or by_worker) and consumed < num_sequences and (passed := _passed(state, spec, consumed)):
+    if not (differing or by_worker) and consumed < num_samples and (passed := _passed(state, spec, consumed)):
         warnings.warn(
             f"this state is past {passed}, which skip leaves out now and its run did not: they are trained on already. To "
             f"leave them out, load a state from before them.",
@@ -159,12 +159,12 @@ def _skips_the_same_steps(state: Mapping[str, Any], spec: Spec) -> bool:
 def order_of(spec: Spec) -> dict[str, Any]:
     """What decides which sample of a dataset stands where in an epoch."""
     values = spec.to_dict()
-    # Where rows are joined or cut, sequences of another length are other samples. Where they are sorted, it is by their
+    # Where rows are joined or cut, samples of another length are other samples. Where they are sorted, it is by their
     # lengths as they are cut; and in seq2seq they are not cut as a whole.
     matters = {
         "window": spec.shuffle == "window",
-        "seq_len": not spec.cuts_rows or spec.group_by_length,
-        "task": spec.cuts_rows and spec.group_by_length,
+        "seq_len": not spec.cuts_rows or spec.length_bucket_size,
+        "task": spec.cuts_rows and spec.length_bucket_size,
     }
     # The same keys for every spec: torch.distributed.checkpoint loads by the keys that it finds here.
     return {name: values[name] if matters.get(name, True) else None for name in _ORDER}

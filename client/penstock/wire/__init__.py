@@ -2,20 +2,21 @@
 
     body    = frame frame frame ...
     frame   = header payload                 each frame a multiple of 64 bytes long
-    header  = {v, dataset, snapshot, spec, epoch, rank, step, digest, nbytes, tensors: [[name, dtype, shape, offset], ...],
-               substituted, header_digest, pad}
+    header  = {v, dataset, snapshot, spec_digest, epoch, rank, step, digest, nbytes, tensors: [[name, dtype, shape, offset],
+            ...],
+               replaced, header_digest, filler}
     payload = bin                            starts on a 64-byte boundary of the body, as does each tensor in it
 
 A tensor of dtype utf8 or binary holds texts or bytes, shape [count, nbytes]: count + 1 int64 offsets, then nbytes bytes; text i
-is bytes [offsets[i], offsets[i + 1]). `substituted` sequences stand in for rows that cannot be used.
+is bytes [offsets[i], offsets[i + 1]). `replaced` samples stand in for rows that cannot be used.
 
-`spec` is the digest of the resolved spec, see Spec.digest: of batches of another seed nothing else may differ.
+`spec_digest` is that of the resolved spec, see Spec.digest: of batches of another seed nothing else may differ.
 
 `digest` is the xxh3-64 of the payload, `header_digest` that of the header's fields before it, packed as a map; both as 16
-hex digits. `pad` is filler that puts the payload on its boundary. All numbers in tensors are little-endian.
+hex digits. `filler` puts the payload on its boundary. All numbers in tensors are little-endian.
 
-`document_starts` has a bit a token, set where a document or the padding begins: that of token i of a sequence is bit i % 8 of
-its byte i // 8, the lowest bit first. A sequence's first token begins a document even where its bit is not set.
+`document_starts` has a bit a token, set where a document or the padding begins: that of token i of a sample is bit i % 8 of
+its byte i // 8, the lowest bit first. A sample's first token begins a document even where its bit is not set.
 
 layout   where the tensors lie in a payload
 head     the header and the payload's length, written or compared

@@ -19,7 +19,7 @@ from penstock.wire.layout import MISFIT, TEXTS, TensorLayout, layout_of, unpack_
 Array = npt.NDArray[Any]
 Texts = list[str] | list[bytes]
 
-_UNSEALED = {"header_digest", "pad"}
+_UNSEALED = {"header_digest", "filler"}
 _LARGEST_HEADER = 1 << 20
 
 
@@ -29,7 +29,7 @@ class Alike:
     address      of all of them; its step is the first one's
     steps        of each, and the digests of their payloads
     nbytes       bytes of a payload
-    substituted  how many sequences of the first stand in for rows that cannot be used; in the others none does
+    replaced  how many samples of the first stand in for rows that cannot be used; in the others none does
     arrays       each tensor in all of them, shape [num_frames, *shape]; views of the received bytes. `names` are theirs
     texts        what columns of text hold in each; [] if there are none
     num_tokens   tokens of each, without the padding; None until somebody has counted them
@@ -42,10 +42,10 @@ class Alike:
         digests: list[str],
         nbytes: int,
         arrays: Mapping[str, Array],
-        substituted: int = 0,
+        replaced: int = 0,
     ) -> None:
         self.address, self.steps, self.digests = address, steps, digests
-        self.nbytes, self.substituted = nbytes, substituted
+        self.nbytes, self.replaced = nbytes, replaced
         self.arrays, self.texts = arrays, list[dict[str, Texts]]()
         self.names = tuple(arrays)
         self.num_tokens: list[int] | None = None
@@ -97,9 +97,9 @@ class Frame(NamedTuple):
         return self.alike.texts[self.number] if self.alike.texts else {}
 
     @property
-    def substituted(self) -> int:
-        """How many sequences stand in for rows that cannot be used."""
-        return 0 if self.number else self.alike.substituted
+    def replaced(self) -> int:
+        """How many samples stand in for rows that cannot be used."""
+        return 0 if self.number else self.alike.replaced
 
     def total(self, name: str) -> int:
         """The sum of a tensor's numbers."""
@@ -169,7 +169,7 @@ def _alike(
         steps += following[: len(digests) - 1]
     arrays = layout.arrays(view, at, stride, len(steps))
     columns = [(tensor, arrays.pop(tensor.name)) for tensor in layout.tensors if tensor.dtype in TEXTS]
-    return Alike(header.address, steps, digests, layout.nbytes, arrays, header.substituted), columns
+    return Alike(header.address, steps, digests, layout.nbytes, arrays, header.replaced), columns
 
 
 def read_header(view: memoryview, start: int) -> tuple[Header, int]:
@@ -187,7 +187,7 @@ def read_header(view: memoryview, start: int) -> tuple[Header, int]:
         raise WireError(f"the header of a frame lacks or garbles a field: {error!r}") from error
     if not fits:
         raise WireError(MISFIT)
-    return Header(address, expected, layout, header.get("substituted", 0)), at + BIN32.size
+    return Header(address, expected, layout, header.get("replaced", 0)), at + BIN32.size
 
 
 def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:

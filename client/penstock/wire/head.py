@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.wire.digests import digest
-from penstock.wire.layout import ALIGNMENT, MOST_SEQUENCES, Layout, round_up
+from penstock.wire.layout import ALIGNMENT, MOST_SAMPLES, Layout, round_up
 
-VERSION = 2
+VERSION = 3
 BIN32 = struct.Struct(">BI")  # msgpack's bin 32: 0xc6, then the length
 HEADER_DIGEST: bytes = msgpack.packb("header_digest")
 _DIGEST_BYTES = 16
@@ -23,22 +23,22 @@ _STR_OF_16 = b"\xb0"  # msgpack's mark of a text of that length
 _SEALED_MAP: bytes = msgpack.Packer().pack_map_header(11)  # the fields before the header's digest
 _MAP: bytes = msgpack.Packer().pack_map_header(13)
 _STEP: bytes = msgpack.packb("step")
-_SUBSTITUTED: bytes = msgpack.packb("substituted")
+_REPLACED: bytes = msgpack.packb("replaced")
 _DIGEST: bytes = msgpack.packb("digest") + _STR_OF_16
 _SEAL: bytes = HEADER_DIGEST + _STR_OF_16
-_PAD: bytes = msgpack.packb("pad")
+_FILLER: bytes = msgpack.packb("filler")
 _ZERO: bytes = msgpack.packb(0)
 _BIN8_BYTES = len(msgpack.packb(b""))
 _FILLERS: list[bytes] = [msgpack.packb(bytes(count)) for count in range(ALIGNMENT + 8)]
-_MOST_BYTES = len(msgpack.packb(MOST_SEQUENCES))
+_MOST_BYTES = len(msgpack.packb(MOST_SAMPLES))
 
 
 class Address(NamedTuple):
-    """Which batch a frame holds. `spec` is the digest of the spec, see Spec.digest."""
+    """Which batch a frame holds. `spec_digest`: see Spec.digest."""
 
     dataset: str
     snapshot: str
-    spec: str
+    spec_digest: str
     epoch: int
     rank: int
     step: int
@@ -50,7 +50,7 @@ class Header(NamedTuple):
     address: Address
     digest: str
     layout: Layout
-    substituted: int
+    replaced: int
 
 
 class Heads:
@@ -65,31 +65,31 @@ class Heads:
         own = _packed(v=VERSION, **fields) + _STEP
         self._before, self._sealed_before = _MAP + own, _SEALED_MAP + own
         tensors = [[t.name, t.dtype, t.shape, t.offset] for t in layout.tensors]
-        self._behind = _packed(nbytes=layout.nbytes, tensors=tensors) + _SUBSTITUTED
-        self._unsubstituted = self._behind + _ZERO + _SEAL
+        self._behind = _packed(nbytes=layout.nbytes, tensors=tensors) + _REPLACED
+        self._none_replaced = self._behind + _ZERO + _SEAL
         self._mark = BIN32.pack(0xC6, layout.nbytes)
         self._behind_step = dict[tuple[int, int], tuple[bytes, bytes]]()  # see `_after`
 
-    def head(self, step: int, payload_digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
-        """A header and the payload's length; as long, whatever the digest, of 16 hex digits, and whatever is substituted."""
+    def head(self, step: int, payload_digest: str = _NO_DIGEST, replaced: int = 0) -> bytes:
+        """A header and the payload's length; as long, whatever the digest, of 16 hex digits, and whatever is replaced."""
         spelled: bytes = msgpack.packb(step)
-        behind, end = self._after(len(spelled), substituted)
+        behind, end = self._after(len(spelled), replaced)
         fields = b"".join((spelled, _DIGEST, payload_digest.encode(), behind))
         # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
         seal = digest(self._sealed_before + fields).encode()
         return b"".join((self._before, fields, _SEAL, seal, end))
 
-    def _after(self, step_nbytes: int, substituted: int) -> tuple[bytes, bytes]:
+    def _after(self, step_nbytes: int, replaced: int) -> tuple[bytes, bytes]:
         """What stands between the digests of the payload and of the header, and behind both: much the same in a whole run."""
-        found = self._behind_step.get((step_nbytes, substituted))
+        found = self._behind_step.get((step_nbytes, replaced))
         if found is None:
-            number: bytes = msgpack.packb(substituted)
+            number: bytes = msgpack.packb(replaced)
             digests = len(_DIGEST) + len(_SEAL) + 2 * _DIGEST_BYTES
-            sealed = len(self._before) + step_nbytes + digests + len(self._behind) + len(number) + len(_PAD)
+            sealed = len(self._before) + step_nbytes + digests + len(self._behind) + len(number) + len(_FILLER)
             bare = sealed + _BIN8_BYTES + BIN32.size
             longest = bare - len(number) + _MOST_BYTES
-            found = self._behind + number, b"".join((_PAD, _FILLERS[round_up(longest) - bare], self._mark))
-            self._behind_step[step_nbytes, substituted] = found
+            found = self._behind + number, b"".join((_FILLER, _FILLERS[round_up(longest) - bare], self._mark))
+            self._behind_step[step_nbytes, replaced] = found
         return found
 
     def recognise(self, heads: npt.NDArray[np.uint8], steps: Sequence[int]) -> list[str]:
@@ -117,7 +117,7 @@ class Heads:
         end = begin + steps.shape[1]
         digest_begin = end + len(_DIGEST)
         digest_end = digest_begin + _DIGEST_BYTES
-        expected = b"".join((self._before, bytes(steps[0]), _DIGEST, _NO_DIGEST.encode(), self._unsubstituted))
+        expected = b"".join((self._before, bytes(steps[0]), _DIGEST, _NO_DIGEST.encode(), self._none_replaced))
         if heads.shape[1] < len(expected) + len(self._mark):
             return []
         is_same = heads[:, : len(expected)] == np.frombuffer(expected, np.uint8)

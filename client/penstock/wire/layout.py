@@ -17,7 +17,7 @@ from penstock.wording import cut
 
 ALIGNMENT = 64
 TEXTS = ("utf8", "binary")
-MOST_SEQUENCES = 1 << 17  # more than a batch has, and more bytes in a header than any fewer
+MOST_SAMPLES = 1 << 17  # more than a batch has, and more bytes in a header than any fewer
 MISFIT = "the header of a frame does not fit its payload"
 _MOST_DIMENSIONS = 32
 DTYPES = {
@@ -134,7 +134,7 @@ def _fits(tensor: TensorLayout, nbytes: int) -> bool:
     if not isinstance(tensor.name, str) or any(type(size) is not int or not 0 <= size < 1 << 32 for size in sizes):
         return False
     if tensor.dtype in TEXTS:  # a count and a number of bytes
-        makes_sense = len(tensor.shape) == 2 and tensor.shape[0] <= MOST_SEQUENCES
+        makes_sense = len(tensor.shape) == 2 and tensor.shape[0] <= MOST_SAMPLES
     else:  # numpy refuses some shapes even where another size is 0
         makes_sense = len(sizes) <= _MOST_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 32
     return makes_sense and tensor.offset + tensor.nbytes <= nbytes

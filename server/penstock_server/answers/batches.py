@@ -8,12 +8,12 @@ from typing_extensions import TypedDict
 
 from penstock_server.answers import described
 from penstock_server.answers.rows import TurnAnswer
-from penstock_server.batches.sequences import Origin
+from penstock_server.batches.samples import Origin
 
 
 @described
-class SequenceAnswer(TypedDict):
-    """What a sequence of a batch is made of."""
+class SampleAnswer(TypedDict):
+    """What a sample of a batch is made of."""
 
     index: int
     """the line of the batch"""
@@ -29,13 +29,13 @@ class ProvenanceAnswer(TypedDict):
     """the step of the epoch"""
     rank: int
     """the rank that it is for"""
-    sequences: list[SequenceAnswer]
+    samples: list[SampleAnswer]
     """each of its lines"""
 
 
 @described
 class LineAnswer(TypedDict):
-    """A sequence of a batch, without padding.
+    """A sample of a batch, without padding.
 
     In preference pairs what is told of tokens stands there twice: `chosen_input_ids`, `rejected_input_ids` and so on.
     """
@@ -57,7 +57,7 @@ class LineAnswer(TypedDict):
     input_ids: NotRequired[list[int]]
     """token ids"""
     labels: NotRequired[list[int]]
-    """what is learned, in the place of each token; -100 where nothing is"""
+    """what has loss, in the place of each token; -100 where nothing is"""
     lengths: NotRequired[int]
     """tokens before the padding, if that tensor travels"""
     prompt_lengths: NotRequired[int]
@@ -65,7 +65,7 @@ class LineAnswer(TypedDict):
     label_lengths: NotRequired[int]
     """tokens of the response, with task=seq2seq"""
     loss_mask: NotRequired[list[int]]
-    """1 where a token is learned, if that tensor travels"""
+    """1 where a token has loss, if that tensor travels"""
     document_starts: NotRequired[list[int]]
     """where a document, or the padding, begins, if that tensor travels"""
     position_ids: NotRequired[list[int]]
@@ -92,9 +92,9 @@ class BatchAnswer(TypedDict):
     """of the tensors, as in the frame"""
     nbytes: int
     """bytes of the payload: of the tensors and the filler between them"""
-    substituted: int
-    """how many of its sequences stand in for rows that cannot be used; a frame does not tell which"""
+    replaced: int
+    """how many of its samples stand in for rows that cannot be used; a frame does not tell which"""
     tensors: list[list[str | list[int]]]
     """name, dtype and shape of each, as it travels; not of columns of text and bytes"""
-    sequences: list[LineAnswer]
+    samples: list[LineAnswer]
     """each of its lines"""

@@ -38,7 +38,7 @@ class BadRowsAnswer(TypedDict):
     known: int
     """how many are known by now"""
     on_bad_row: str
-    """what becomes of a batch that holds one: fail, or substitute"""
+    """what becomes of a batch that holds one: fail, or replace"""
     refusal: str | None
     """why no batch is served for them; null if they are no reason"""
     unread_row_groups: int
@@ -52,8 +52,8 @@ class CacheAnswer(TypedDict):
     used_bytes: int
     """bytes of the blocks in it"""
     budget_bytes: int
-    """bytes that it may take; less than `asked_bytes` where the disk is full"""
-    asked_bytes: int
+    """bytes that it may take; less than `configured_bytes` where the disk is full"""
+    configured_bytes: int
     """bytes that the server was told it may take"""
     failure: str | None
     """why the last block could not be stored; null if it was, or had no room"""
@@ -113,7 +113,7 @@ class DatasetAnswer(TypedDict):
     recipe: str
     """how these become tokens"""
     unused_columns: list[str]
-    """columns that say what is learned or is padding, which this recipe leaves unused"""
+    """columns that say what has loss or is padding, which this recipe leaves unused"""
     token_dtype: str
     """dtype in which token ids travel"""
     snapshot: str
@@ -132,8 +132,8 @@ class MixtureAnswer(TypedDict):
     """its name in URLs"""
     mix: str
     """the datasets with their weights, as the parameter mix"""
-    mix_stop: str
-    """when an epoch ends, as the parameter mix_stop"""
+    stopping_strategy: str
+    """when an epoch ends, as the parameter stopping_strategy"""
     datasets: list[str]
     """the datasets that it is made of"""
 
@@ -180,8 +180,8 @@ class SpecAnswer(TypedDict):
     """fingerprint of the data; of a mixture those of its datasets, joined by +"""
     num_steps: int
     """steps of an epoch, of every rank"""
-    num_sequences: int
-    """sequences of an epoch, of all ranks"""
+    num_samples: int
+    """samples of an epoch, of all ranks"""
     vocab_size: int | None
     """every token id is below it; null if nobody knows"""
     padding: float | None
@@ -193,5 +193,5 @@ class SpecAnswer(TypedDict):
     """what gives the splits of each dataset: files, the shards' names, or hash, a stable hash of each row"""
     advice: list[str]
     """what a client should warn of"""
-    spec: dict[str, int | str | None]
+    spec: dict[str, bool | int | str | None]
     """every parameter, with its value"""

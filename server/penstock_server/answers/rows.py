@@ -12,9 +12,9 @@ from penstock_server.storage.quarantine import BadGroup, Quarantined
 
 @described
 class TurnAnswer(TypedDict):
-    """A turn of a row, prompt and response or a message of a chat, or as much of one as stands in a sequence."""
+    """A turn of a row, prompt and response or a message of a chat, or as much of one as stands in a sample."""
 
-    learned: bool
+    in_loss: bool
     """whether its tokens have labels"""
     num_tokens: int
     """how many they are"""
@@ -34,7 +34,7 @@ class RowAnswer(TypedDict):
     """its row group there"""
     row_in_group: int
     """its number in the row group"""
-    left_out_by: NotRequired[str]
+    filtered_by: NotRequired[str]
     """the filter that leaves it out; then the rest is missing"""
     bad: NotRequired[str]
     """why it cannot be used; then the rest is missing"""
@@ -46,7 +46,7 @@ class RowAnswer(TypedDict):
     """its turns, if it has some; the first 10,000"""
     num_tokens: NotRequired[int]
     """how many tokens it has"""
-    num_learned: NotRequired[int]
+    num_loss_tokens: NotRequired[int]
     """how many of them have labels"""
     tokens: NotRequired[list[int]]
     """its token ids, not cut to seq_len, and of a very long row the first 1,048,576, as of text and turns"""
@@ -86,7 +86,7 @@ class QuarantineAnswer(TypedDict):
     complete: bool
     """whether all rows were looked at"""
     on_bad_row: str
-    """what becomes of a batch that holds one: fail, or substitute"""
+    """what becomes of a batch that holds one: fail, or replace"""
     rows: list[Quarantined]
     """these rows"""
     row_groups: list[BadGroup]

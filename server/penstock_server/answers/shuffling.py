@@ -53,8 +53,8 @@ class WindowsAnswer(TypedDict):
     """which dataset"""
     windows: int
     """how many there are"""
-    sequences: int
-    """sequences of the average one"""
+    samples: int
+    """samples of the average one"""
     blocks: int
     """blocks of the average one"""
     share: float
@@ -67,8 +67,8 @@ class WindowsAnswer(TypedDict):
 class SampleAnswer(TypedDict):
     """How much was looked at."""
 
-    sequences: int
-    """sequences that were looked at one by one"""
+    samples: int
+    """samples that were looked at one by one"""
     neighbours: int
     """those of them that have a neighbour in the source"""
     global_batches: int
@@ -99,5 +99,5 @@ class ReportAnswer(TypedDict):
     """of each dataset that is shuffled"""
     sample: SampleAnswer
     """how much was looked at"""
-    spec: dict[str, int | str | None]
+    spec: dict[str, bool | int | str | None]
     """every parameter, with its value"""

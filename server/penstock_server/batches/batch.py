@@ -1,4 +1,4 @@
-"""Batches: the sequences of a chunk, written as the tensors of frames."""
+"""Batches: the samples of a chunk, written as the tensors of frames."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock_server.batches.body import Places, alike_frames, of_one_width
 from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan
-from penstock_server.batches.sequences import Sequences
+from penstock_server.batches.samples import Samples
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import BadParameter
@@ -23,31 +23,31 @@ from penstock_server.storage.on_demand import PickedRows
 from penstock_server.storage.pages import Waits
 
 Array = npt.NDArray[Any]
-Sizes = dict[str, IntArray]  # of each column of text or bytes, how many travel with each sequence
+Sizes = dict[str, IntArray]  # of each column of text or bytes, how many travel with each sample
 
 _waits = Waits()  # of this process, whatever it serves
 
 
 def frames(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> memoryview:
     """The frames of a chunk, one after the other, from the blocks it needs. Raises what gather raises."""
-    plan, sequences = chunk.plan, gather(chunk, blocks)
-    sizes = {tensor.name: _sizes(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
-    alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank), chunk.steps, _layouts(plan, sequences, sizes)))
+    plan, samples = chunk.plan, gather(chunk, blocks)
+    sizes = {tensor.name: _sizes(tensor.name, samples) for tensor in plan.tensors if tensor.is_ragged}
+    alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank), chunk.steps, _layouts(plan, samples, sizes)))
     placed = [(tensor, Places([some.place(number) for some in alike])) for number, tensor in enumerate(plan.tensors)]
     pieces = Pieces()
     for tensor, places in placed:
         if tensor.kind == "tokens":
-            _add_tokens(tensor, places, sequences, plan.pad_id, pieces)
+            _add_tokens(tensor, places, samples, plan.pad_id, pieces)
         elif tensor.kind == "mask":
-            _add_ones(tensor, places, sequences, pieces)
+            _add_ones(tensor, places, samples, pieces)
     with _waits.copying(pieces.spans()):
         body = pieces.join(alike[-1].stop)
     for tensor, places in placed:
         if not tensor.has_lines:
-            _write(tensor, places, body, sequences)
-    num_substituted = iter(sequences.substituted.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
+            _write(tensor, places, body, samples)
+    num_replaced = iter(samples.replaced.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
     for some in alike:
-        some.write_heads(body, num_substituted)
+        some.write_heads(body, num_replaced)
     return body
 
 
@@ -60,105 +60,105 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
     return sum(len(some) * (len(heads.head(some[0])) + layout.nbytes) for some in of_one_width(steps))
 
 
-def _layouts(plan: Plan, sequences: Sequences, sizes: Sizes) -> list[wire.Layout]:
+def _layouts(plan: Plan, samples: Samples, sizes: Sizes) -> list[wire.Layout]:
     size = plan.spec.batch_size
-    num_batches = sequences.count // size
+    num_batches = samples.count // size
     if plan.has_fixed_shapes:
         return [plan.largest_layout] * num_batches
-    widths = [_widths(plan, tensor, sequences, sizes) for tensor in plan.tensors]
+    widths = [_widths(plan, tensor, samples, sizes) for tensor in plan.tensors]
     made = []
     for batch in zip(*widths, strict=True):
         shapes = [(t.name, t.dtype, t.shape(size, width)) for t, width in zip(plan.tensors, batch, strict=True)]
         made.append(wire.Layout.of(shapes))
     if (nbytes := max(layout.nbytes for layout in made)) > MAX_BATCH_BYTES:
         raise BadParameter(
-            f"a batch of these {size:,} sequences and of what travels with them is {nbytes:,} bytes; the limit is "
+            f"a batch of these {size:,} samples and of what travels with them is {nbytes:,} bytes; the limit is "
             f"{MAX_BATCH_BYTES:,}. Lower batch_size, or let fewer columns travel."
         )
     return made
 
 
-def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, sizes: Sizes) -> list[int]:
+def _widths(plan: Plan, tensor: Tensor, samples: Samples, sizes: Sizes) -> list[int]:
     """The width of a tensor's lines, of each batch."""
-    num_batches = sequences.count // plan.spec.batch_size
+    num_batches = samples.count // plan.spec.batch_size
     if tensor.is_ragged:
         widths = sizes[tensor.name].reshape(num_batches, -1).sum(axis=1)
     elif not tensor.has_lines or plan.has_fixed_widths:
         widths = np.full(num_batches, tensor.longest)
     else:
-        longest = sequences.lengths(tensor).reshape(num_batches, -1).max(axis=1)
+        longest = samples.lengths(tensor).reshape(num_batches, -1).max(axis=1)
         multiple = int(plan.spec.pad) if plan.spec.pad.isdigit() else 1
         widths = -(-longest // multiple) * multiple
     of_batches: list[int] = widths.tolist()
     return of_batches
 
 
-def _add_ones(tensor: Tensor, places: Places, sequences: Sequences, pieces: Pieces) -> None:
-    """Adds the ones of a mask, of every batch: where a token is learned."""
-    runs = sequences.runs(tensor)
+def _add_ones(tensor: Tensor, places: Places, samples: Samples, pieces: Pieces) -> None:
+    """Adds the ones of a mask, of every batch: where a token has loss."""
+    runs = samples.runs(tensor)
     begins = places.begins(runs.lines, runs.offsets)
-    pieces.fill(1, np.dtype(tensor.dtype), begins[runs.learned], runs.lengths[runs.learned])
+    pieces.fill(1, np.dtype(tensor.dtype), begins[runs.in_loss], runs.lengths[runs.in_loss])
 
 
-def _add_tokens(tensor: Tensor, places: Places, sequences: Sequences, pad_id: int, pieces: Pieces) -> None:
+def _add_tokens(tensor: Tensor, places: Places, samples: Samples, pad_id: int, pieces: Pieces) -> None:
     """Adds the lines of a tensor of tokens, of every batch, and their padding."""
-    runs, dtype = sequences.runs(tensor), np.dtype(tensor.dtype)
+    runs, dtype = samples.runs(tensor), np.dtype(tensor.dtype)
     begins = places.begins(runs.lines, runs.offsets)
-    pieces.copy(sequences.tokens(tensor.feature), dtype, begins, runs.blocks, runs.starts, runs.lengths)
-    lengths = sequences.lengths(tensor)
+    pieces.copy(samples.tokens(tensor.feature), dtype, begins, runs.blocks, runs.starts, runs.lengths)
+    lengths = samples.lengths(tensor)
     missing = places.widths() - lengths
     if pad_id and missing.any():
         short = np.flatnonzero(missing)
         pieces.fill(pad_id, dtype, places.begins(short, lengths[short]), missing[short])
 
 
-def _write(tensor: Tensor, places: Places, body: memoryview, sequences: Sequences) -> None:
+def _write(tensor: Tensor, places: Places, body: memoryview, samples: Samples) -> None:
     """Writes a tensor without lines, of every batch."""
     if tensor.is_ragged:
-        rest = iter(_texts(tensor.name, sequences))
-        size = sequences.count // places.num_frames
+        rest = iter(_texts(tensor.name, samples))
+        size = samples.count // places.num_frames
         for out in places.frames(body):
             wire.pack_texts(list(islice(rest, size)), out)
     else:
         of_kind = {"count": _counts, "starts": _starts, "member": _members, "column": _numbers}
-        for array, own in places.parts(body, of_kind[tensor.kind](tensor, sequences)):
+        for array, own in places.parts(body, of_kind[tensor.kind](tensor, samples)):
             array[...] = own.reshape(array.shape)
 
 
-def _counts(tensor: Tensor, sequences: Sequences) -> Array:
-    return sequences.lengths(tensor)
+def _counts(tensor: Tensor, samples: Samples) -> Array:
+    return samples.lengths(tensor)
 
 
-def _starts(tensor: Tensor, sequences: Sequences) -> Array:
-    begins = np.zeros((sequences.count, tensor.longest), np.bool_)
-    begins[sequences.begins] = True
-    lengths = sequences.lengths(tensor)
+def _starts(tensor: Tensor, samples: Samples) -> Array:
+    begins = np.zeros((samples.count, tensor.longest), np.bool_)
+    begins[samples.begins] = True
+    lengths = samples.lengths(tensor)
     short = np.flatnonzero(lengths < tensor.longest)
     begins[short, lengths[short]] = True
     return np.packbits(begins, axis=1, bitorder="little")
 
 
-def _members(_: Tensor, sequences: Sequences) -> Array:
-    return sequences.member_numbers
+def _members(_: Tensor, samples: Samples) -> Array:
+    return samples.member_numbers
 
 
-def _numbers(tensor: Tensor, sequences: Sequences) -> Array:
-    numbers = np.empty((sequences.count, *tensor.item), tensor.dtype)
-    for block, lines, rows in sequences.rows():
+def _numbers(tensor: Tensor, samples: Samples) -> Array:
+    numbers = np.empty((samples.count, *tensor.item), tensor.dtype)
+    for block, lines, rows in samples.rows():
         numbers[lines] = block.numbers[tensor.name][rows]
     return numbers
 
 
-def _sizes(name: str, sequences: Sequences) -> IntArray:
-    sizes = np.zeros(sequences.count, np.int64)
-    for block, lines, rows in sequences.rows():
+def _sizes(name: str, samples: Samples) -> IntArray:
+    sizes = np.zeros(samples.count, np.int64)
+    for block, lines, rows in samples.rows():
         sizes[lines] = block.text_lengths(name, rows)
     return sizes
 
 
-def _texts(name: str, sequences: Sequences) -> list[bytes]:
-    found = [b""] * sequences.count
-    for block, lines, rows in sequences.rows():
+def _texts(name: str, samples: Samples) -> list[bytes]:
+    found = [b""] * samples.count
+    for block, lines, rows in samples.rows():
         for line, row in zip(lines.tolist(), rows.tolist(), strict=True):
             found[line] = block.columns[name][row].as_buffer().to_pybytes()
     return found

@@ -42,12 +42,12 @@ class Alike(NamedTuple):
         tensor = self.layout.tensors[number]
         return Place(self.start + self.head_nbytes + tensor.offset, self.frame_nbytes, len(self.steps), tensor)
 
-    def write_heads(self, body: memoryview, substituted: Iterator[int]) -> None:
+    def write_heads(self, body: memoryview, replaced: Iterator[int]) -> None:
         """Writes each frame's head, of the payload that is there; a line here costs as much as copying a row."""
         frame_nbytes, head_nbytes, head = self.frame_nbytes, self.head_nbytes, self.heads.head
         for step, start in zip(self.steps, range(self.start, self.stop, frame_nbytes), strict=True):
             begin = start + head_nbytes
-            body[start:begin] = head(step, wire.digest(body[begin : start + frame_nbytes]), next(substituted))
+            body[start:begin] = head(step, wire.digest(body[begin : start + frame_nbytes]), next(replaced))
 
 
 def alike_frames(address: wire.Address, steps: range, layouts: list[wire.Layout]) -> Iterator[Alike]:

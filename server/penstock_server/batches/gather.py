@@ -1,4 +1,4 @@
-"""Gathering: the blocks that some batches need, and the sequences that are cut from them."""
+"""Gathering: the blocks that some batches need, and the samples that are cut from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock_server.batches.plan import MemberSpans, Plan
-from penstock_server.batches.sequences import LoadedBlock, Sequences
+from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.batches.stand_ins import usable_rows
 from penstock_server.geometry.arrays import IntArray, by_value, distinct, in_order, places_in
 from penstock_server.geometry.packing import STREAM, Spans
@@ -91,13 +91,13 @@ def _request(need: MemberSpans) -> Sequence[Asked | RowsFuture]:
     return blocks.request_rows(need.blocks, rows, need.member.order_key.split)
 
 
-def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Sequences:
-    """The sequences of all batches of a chunk, batch by batch; `blocks` as `load` gives them.
+def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Samples:
+    """The samples of all batches of a chunk, batch by batch; `blocks` as `load` gives them.
 
-    Raises BadRow: see usable_rows. Raises DatasetRefused: too many rows are bad.
+    Raises BadRow: see usable_rows. Raises DatasetInvalid: too many rows are bad.
     """
     count = len(chunk.steps) * chunk.plan.spec.batch_size
-    substituted = np.zeros(count, np.bool_)
+    replaced = np.zeros(count, np.bool_)
     loaded: list[LoadedBlock] = []
     parts: list[Spans] = []
     rest = iter(blocks)
@@ -110,14 +110,14 @@ def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Sequences:
         if member.order_key.has_stand_ins and any(isinstance(block, Block) and block.bad for block in own):
             found = dict(zip(indices, own, strict=True))
             spans = _with_stand_ins(need, found)
-            substituted[spans.sequences[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
+            replaced[spans.samples[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
             indices, own = map(list, zip(*sorted(found.items()), strict=True))
         numbers = len(loaded) + places_in(np.array(indices), spans.blocks)
         spans = spans._replace(rows=_rows_here(spans, dict(zip(indices, own, strict=True))), blocks=numbers)
         whole = [found if isinstance(found, Block) else found.block for found in own]
         loaded += map(LoadedBlock, repeat(member), repeat(chunk.plan.members.index(member)), indices, whole)
         parts.append(spans)
-    return Sequences(count, loaded, parts[0] if len(parts) == 1 else Spans(*in_order(parts)), substituted)
+    return Samples(count, loaded, parts[0] if len(parts) == 1 else Spans(*in_order(parts)), replaced)
 
 
 def _rows_here(spans: Spans, blocks: Mapping[int, Block | PickedRows]) -> IntArray:

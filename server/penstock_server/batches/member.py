@@ -26,21 +26,21 @@ _POSITIONS_AHEAD, _STEPS_AHEAD, _MOST_POSITIONS_AHEAD = 1 << 13, 4, 1 << 16
 
 
 class OrderKey(NamedTuple):
-    """What of a spec decides which sequence of a dataset stands where. `seq_len` is that of a row's tokens, turns and all."""
+    """What of a spec decides which sample of a dataset stands where. `seq_len` is that of a row's tokens, turns and all."""
 
     split: str
     packing: str
     seq_len: int
-    long_rows: str
-    group_by_length: int
+    overflow: str
+    length_bucket_size: int
     shuffle: str
     window: int
     seed: int
 
     @property
     def has_stand_ins(self) -> bool:
-        """Whether a bad row gives way to a good one; where lengths are counted, its own is 0 and it is in no sequence."""
-        return (self.packing, self.long_rows) == ("rows", "truncate")
+        """Whether a bad row gives way to a good one; where lengths are counted, its own is 0 and it is in no sample."""
+        return (self.packing, self.overflow) == ("rows", "truncate")
 
     @classmethod
     def of(cls, spec: Spec) -> OrderKey:
@@ -48,7 +48,7 @@ class OrderKey(NamedTuple):
         # In seq2seq prompt and response are cut apart, each to a length of its own.
         seq_len = LARGEST_COUNT if spec.task == "seq2seq" else spec.seq_len
         split = spec.split or "all"
-        return cls(split, spec.packing, seq_len, spec.long_rows, spec.group_by_length, spec.shuffle, spec.window, spec.seed)
+        return cls(split, spec.packing, seq_len, spec.overflow, spec.length_bucket_size, spec.shuffle, spec.window, spec.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +63,20 @@ class Member:
     order_key: OrderKey
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences of each of its epochs. Raises what Index raises."""
-        return self.epoch(0)[1].num_sequences
+    def num_samples(self) -> int:
+        """Samples of each of its epochs. Raises what Index raises."""
+        return self.epoch(0)[1].num_samples
 
     def epoch(self, epoch: int) -> PlannedEpoch:
-        """How blocks become sequences in an epoch, and in what order; the last few are remembered. Raises what Index raises."""
+        """How blocks become samples in an epoch, and in what order; the last few are remembered. Raises what Index raises."""
         return self.planned.get((self.order_key, epoch), partial(_plan, self, epoch))
 
     @property
-    def spans_per_sequence(self) -> float:
-        """About how many rows, or parts of rows, make a sequence. Raises what Index raises."""
+    def spans_per_sample(self) -> float:
+        """About how many rows, or parts of rows, make a sample. Raises what Index raises."""
         if self.order_key.packing == "rows":
             return 1.0
-        return 1.0 + float(self.index.rows_per_block(self.order_key.split).sum() / self.num_sequences)
+        return 1.0 + float(self.index.rows_per_block(self.order_key.split).sum() / self.num_samples)
 
     @property
     def window_bytes(self) -> int:
@@ -108,13 +108,13 @@ class Member:
 def _plan(member: Member, epoch: int) -> PlannedEpoch:
     of = member.order_key
     # First: once these are counted they tell how many rows a block has, too.
-    lengths = member.index.row_lengths(of.split) if of.group_by_length else None
+    lengths = member.index.row_lengths(of.split) if of.length_bucket_size else None
     packing = _packing(member, epoch)
     groups = member.snapshot.pools.per_group if of.packing == "best_fit" else member.snapshot.blocks_per_group
-    order = EpochOrder(packing.sequences_per_pool, groups, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)
+    order = EpochOrder(packing.samples_per_pool, groups, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)
     if lengths:
         of_pools = partial(_lengths, packing, lengths)
-        return packing, LengthOrder(order, of_pools, of.group_by_length, key(of.seed, epoch, "runs"))
+        return packing, LengthOrder(order, of_pools, of.length_bucket_size, key(of.seed, epoch, "runs"))
     return packing, order
 
 
@@ -129,13 +129,13 @@ def _packing(member: Member, epoch: int) -> Packing:
         # Without a shuffle every epoch is the same: an evaluation must give the same number each time.
         draw_key = None if of.shuffle == "none" else key(of.seed, epoch, "documents")
         return BestFit(member.snapshot.pools.starts, bins, rows, of.seq_len, draw_key)
-    if of.long_rows == "split":
+    if of.overflow == "split":
         return SplitRows(index.parts_per_block(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
     return Rows(index.rows_per_block(of.split), of.seq_len)
 
 
 def _lengths(packing: Packing, of_block: Callable[[int], IntArray], pools: IntArray, indices: IntArray) -> IntArray:
-    """Tokens of sequences, shape of `pools`: of rows, or parts of rows, cut to seq_len; `of_block` see Index.row_lengths."""
+    """Tokens of samples, shape of `pools`: of rows, or parts of rows, cut to seq_len; `of_block` see Index.row_lengths."""
     _, blocks, rows, starts, stops = packing.spans(pools, indices)
     lengths = np.empty_like(rows)
     for block, mine in by_value(blocks):

@@ -1,6 +1,6 @@
 """The plan: a dataset and a spec, resolved. Everything about an epoch that is known before a single block is read.
 
-    (step, rank) --Schedule--> positions --Mixture--> members' own positions --EpochOrder--> sequences --Packing--> spans
+    (step, rank) --Schedule--> positions --Mixture--> members' own positions --EpochOrder--> samples --Packing--> spans
 
 A plain dataset is a mixture of one member.
 """
@@ -35,7 +35,7 @@ _REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, also when the fold
 
 @dataclass(frozen=True, slots=True)
 class MemberSpans:
-    """What some batches take from one member: the blocks, and the spans in them, whose `sequences` count over all members."""
+    """What some batches take from one member: the blocks, and the spans in them, whose `samples` count over all members."""
 
     member: Member
     blocks: list[int]
@@ -46,7 +46,7 @@ class MemberSpans:
 class Plan:
     """How one spec cuts one dataset, or several, into batches. `spec` has every parameter resolved, the snapshot included.
 
-    `sizes` are the sequences of an epoch of each member.
+    `sizes` are the samples of an epoch of each member.
     """
 
     dataset: str
@@ -101,7 +101,7 @@ class Plan:
     @cached_property
     def step_spans(self) -> float:
         """About the spans of a batch: the rows, and parts of rows, that it is made of."""
-        return self.spec.batch_size * max(member.spans_per_sequence for member in self.members)
+        return self.spec.batch_size * max(member.spans_per_sample for member in self.members)
 
     @cached_property
     def largest_layout(self) -> Layout:
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def padding(self) -> float | None:
-        """The share of padding in an epoch's sequences.
+        """The share of padding in an epoch's samples.
 
         None where it depends on rows that nobody has counted, with packing=rows, and of a mixture that is not concatenated.
         """
@@ -154,14 +154,14 @@ class Plan:
 
     def check_epoch(self, epoch: int) -> None:
         """Whether there is such an epoch. Raises BadParameter: there is none."""
-        if self.spec.mix_stop == "never" and epoch:
-            raise BadParameter(f"epoch {epoch} does not exist: with mix_stop=never epoch 0 does not end.")
+        if self.spec.stopping_strategy == "never" and epoch:
+            raise BadParameter(f"epoch {epoch} does not exist: with stopping_strategy=never epoch 0 does not end.")
         if self.mixture and (epoch + 1) * self.schedule.num_positions > LARGEST_COUNT:
             last = LARGEST_COUNT // self.schedule.num_positions - 1
             raise BadParameter(f"epoch {epoch:,} does not exist: samples of this mixture are counted up to epoch {last:,}.")
 
     def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> list[MemberSpans]:
-        """What the sequences of some batches are made of; sequence i is index i % batch_size of step i // batch_size.
+        """What the samples of some batches are made of; sample i is index i % batch_size of step i // batch_size.
 
         Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
         """
@@ -169,8 +169,8 @@ class Plan:
         for number, own_epoch, lines, positions in self._by_member(epoch, self.schedule.positions(steps, rank).reshape(-1)):
             member = self.members[number]
             packing, order = member.epoch(own_epoch)
-            spans = packing.spans(*order.sequences(positions))
-            spans = spans._replace(sequences=lines[spans.sequences])
+            spans = packing.spans(*order.samples(positions))
+            spans = spans._replace(samples=lines[spans.samples])
             found.append(MemberSpans(member, distinct(spans.blocks).tolist(), spans))
         return found
 
@@ -224,44 +224,48 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     Raises BadParameter: the parameters are sound one by one, but not together or not for this data.
     Raises IndexNotReady, and what else Index raises: the packing needs counts.
     """
-    if spec.group_by_length and spec.window > LARGEST_WINDOW:
+    if spec.length_bucket_size and spec.window > LARGEST_WINDOW:
         raise BadParameter(
-            f"group_by_length sorts the sequences of a window; window={spec.window:,} is above its limit, {LARGEST_WINDOW:,}."
+            f"length_bucket_size sorts the samples of a window; window={spec.window:,} is above its limit, {LARGEST_WINDOW:,}."
         )
     _check_tokenizers(members)
     tensors_of([member.snapshot for member in members], spec)  # what makes no batch is refused before anything is counted
     mix = spec.mixed()
     mixture = mixture_of(mix) if mix else None
-    sizes = tuple(member.num_sequences for member in members)
+    sizes = tuple(member.num_samples for member in members)
     if empty := [member for member, size in zip(members, sizes, strict=True) if not size]:
-        raise BadParameter(_no_sequence(empty[0], spec))
-    num_positions = mixture.epoch_length(sizes, spec.mix_stop or "first") if mixture else sizes[0]
+        raise BadParameter(_no_sample(empty[0], spec))
+    num_positions = mixture.epoch_length(sizes, spec.stopping_strategy or "first_exhausted") if mixture else sizes[0]
     if num_positions is None:
         raise BadParameter(
-            f"with mix_stop={spec.mix_stop} an epoch of mix={spec.mix} never ends: the dataset that it waits for has no weight "
-            f"from some sample on. Use mix_stop=first or mix_stop=never, or give that dataset a weight."
+            f"with stopping_strategy={spec.stopping_strategy} an epoch of mix={spec.mix} never ends: the dataset that it "
+            f"waits for has no weight "
+            f"from some sample on. Use stopping_strategy=first_exhausted or stopping_strategy=never, or give that dataset a "
+            f"weight."
         )
     if num_positions > LARGEST_COUNT:
         raise BadParameter(
-            f"an epoch of mix={spec.mix} with mix_stop={spec.mix_stop} would have {num_positions:,} sequences, and no more "
-            f"than 2^53 are counted. Use mix_stop=first or mix_stop=never, or weights that are nearer to one another."
+            f"an epoch of mix={spec.mix} with stopping_strategy={spec.stopping_strategy} would have {num_positions:,} "
+            f"samples, and no more "
+            f"than 2^53 are counted. Use stopping_strategy=first_exhausted or stopping_strategy=never, or weights that are "
+            f"nearer to one another."
         )
     if spec.offset > num_positions:
-        raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {counted(num_positions, 'sequence')}.")
+        raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {counted(num_positions, 'sample')}.")
     schedule = Schedule.of(spec, num_positions)
     if not schedule.num_samples:
-        raise BadParameter(f"skip leaves out the whole epoch: all of its {counted(num_positions, 'sequence')}. Skip fewer.")
+        raise BadParameter(f"skip leaves out the whole epoch: all of its {counted(num_positions, 'sample')}. Skip fewer.")
     if spec.offset == 0 and schedule.num_steps == 0:
         raise BadParameter(_no_step(dataset, spec, num_positions))
     plan = Plan(dataset, members, sizes, mixture, spec, schedule)
     if (nbytes := plan.largest_layout.nbytes) > MAX_BATCH_BYTES:
         raise BadParameter(
-            f"a batch of {spec.batch_size:,} sequences of {spec.seq_len:,} tokens would be up to {nbytes:,} bytes; the limit "
+            f"a batch of {spec.batch_size:,} samples of {spec.seq_len:,} tokens would be up to {nbytes:,} bytes; the limit "
             f"is {MAX_BATCH_BYTES:,}. Lower batch_size or seq_len."
         )
     if plan.step_spans > _MAX_BATCH_SPANS:
         raise BadParameter(
-            f"a batch of {spec.batch_size:,} sequences of {spec.seq_len:,} tokens would be made of some "
+            f"a batch of {spec.batch_size:,} samples of {spec.seq_len:,} tokens would be made of some "
             f"{int(plan.step_spans):,} rows; the limit is {_MAX_BATCH_SPANS:,}. Lower batch_size or seq_len."
         )
     return plan
@@ -284,16 +288,17 @@ def _no_step(dataset: str, spec: Spec, num_positions: int) -> str:
     split = "" if spec.split == "all" else f", split={spec.split},"
     skipped = ", of which too many are skipped" if spec.skip else ""
     may_split = spec.cuts_rows and spec.task == "causal"
-    more = "make several sequences of long rows with long_rows=split or packing=concat, " if may_split else ""
+    more = "make several samples of long rows with overflow=split or packing=concat, " if may_split else ""
     return (
-        f"no step fits: {dataset}{split} has {counted(num_positions, 'sequence')}{skipped}, and one step takes batch_size x "
-        f"world_size = {spec.samples_per_step:,}. Lower one of these, {more}or use tail=wrap, which fills the step from the "
+        f"no step fits: {dataset}{split} has {counted(num_positions, 'sample')}{skipped}, and one step takes batch_size x "
+        f"world_size = {spec.samples_per_step:,}. Lower one of these, {more}or use drop_last=false, which fills the step from "
+        f"the "
         f"epoch's start."
     )
 
 
-def _no_sequence(member: Member, spec: Spec) -> str:
-    """What is said of a dataset of which not one sequence can be made."""
+def _no_sample(member: Member, spec: Spec) -> str:
+    """What is said of a dataset of which not one sample can be made."""
     name, recipe = member.name, member.snapshot.recipe
     where, ways = "", ""
     if (split := member.order_key.split) != "all":

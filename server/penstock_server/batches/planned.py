@@ -1,4 +1,4 @@
-"""Planned epochs: how blocks become sequences, and in what order, remembered while a snapshot is served."""
+"""Planned epochs: how blocks become samples, and in what order, remembered while a snapshot is served."""
 
 from __future__ import annotations
 
@@ -55,4 +55,4 @@ class PlannedEpochs:
 def _nbytes(epoch: PlannedEpoch) -> int:
     """About the bytes of memory that it takes, or will."""
     packing, order = epoch
-    return _LEAST_BYTES + packing.sequences_per_pool.nbytes + order.nbytes
+    return _LEAST_BYTES + packing.samples_per_pool.nbytes + order.nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock_server.batches.plan import Plan
 from penstock_server.problems import BadParameter
 
-_SMALL_WINDOW = 1000  # sequences; fewer mix too little to be recommended
+_SMALL_WINDOW = 1000  # samples; fewer mix too little to be recommended
 _ROUGHLY = 1.1  # what is not counted is known to about a tenth: what may just fit is not refused
 
 

@@ -23,7 +23,7 @@ _MOST_BLOCKS = 64  # that are looked at for a good row; where as many have none,
 def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tuple[int, Block, IntArray]:
     """The rows to serve for these rows of block `index`, shape of `rows`, and the block that they are in.
 
-    Raises BadRow: one of them cannot be used, and the recipe does not substitute, or there is no good row near.
+    Raises BadRow: one of them cannot be used, and the recipe does not replace bad rows, or there is no good row near.
     """
     bad = [row for row in rows.tolist() if row in block.bad]
     if not bad:

@@ -1,4 +1,4 @@
-"""The tensors of a batch: what travels of a sequence, by what its rows are and what the spec asks for."""
+"""The tensors of a batch: what travels of a sample, by what its rows are and what the spec asks for."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Tensor:
     """A tensor of every batch, made of one feature of the rows or of a column beside them.
 
     tokens   the tokens themselves, shape [batch_size, width]; a line has at most `longest`
-    mask     1 where a token is learned, shape [batch_size, width]
+    mask     1 where a token has loss, shape [batch_size, width]
     count    the number of tokens, shape [batch_size]
     starts   a bit a token, the lowest of a byte first, set where a document or the padding begins, shape
              [batch_size, width / 8 rounded up]
-    member   which dataset of the mixture each sequence is of, shape [batch_size]
+    member   which dataset of the mixture each sample is of, shape [batch_size]
     column   a column that travels, shape [batch_size, *item]; texts and bytes see penstock.wire
 
     `turn` takes only the tokens of the prompt, or only those of the response; None takes all.
@@ -67,11 +67,11 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
     recipes = [snapshot.recipe for snapshot in snapshots]
     features = recipes[0].features
     if any(recipe.features != features for recipe in recipes):
-        raise BadParameter("preference pairs and single sequences cannot be mixed: they make other tensors. Mix one kind.")
+        raise BadParameter("preference pairs and single samples cannot be mixed: they make other tensors. Mix one kind.")
     if spec.packing != "rows" and len(features) > 1:
         raise BadParameter(f"packing={spec.packing} makes one stream of tokens; preference pairs have two. Use packing=rows.")
-    if spec.long_rows == "split" and len(features) > 1:
-        raise BadParameter("long_rows=split cuts one stream of tokens; preference pairs have two. Use long_rows=truncate.")
+    if spec.overflow == "split" and len(features) > 1:
+        raise BadParameter("overflow=split cuts one stream of tokens; preference pairs have two. Use overflow=truncate.")
     dtype = str(np.result_type(*(snapshot.token_dtype for snapshot in snapshots)))
     members = [Tensor(name="dataset_index", kind="member", dtype="int64")] if spec.dataset_index else []
     if members and any(column.name == "dataset_index" for recipe in recipes for column in recipe.columns):
@@ -84,7 +84,7 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
         tensors.append(Tensor(name=f"{prefix}input_ids", kind="tokens", dtype=dtype, feature=feature, longest=spec.seq_len))
         if spec.packing != "concat":
             tensors.append(Tensor(name=f"{prefix}lengths", kind="count", dtype="int32", feature=feature))
-        if spec.loss == "response" and any(recipe.has_turns for recipe in recipes):
+        if spec.loss_on == "response" and any(recipe.has_turns for recipe in recipes):
             # A prompt before a response is told by its length; turns that alternate are not.
             if spec.packing == "rows" and not any(recipe.has_many_turns for recipe in recipes):
                 name = f"{prefix}prompt_lengths"
@@ -92,7 +92,7 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
             else:
                 name = f"{prefix}loss_mask"
                 tensors.append(Tensor(name=name, kind="mask", dtype="uint8", feature=feature, longest=spec.seq_len))
-    if spec.packing == "best_fit" or spec.boundaries == "documents":
+    if spec.packing == "best_fit" or spec.mark_documents:
         tensors.append(Tensor(name="document_starts", kind="starts", dtype="uint8", feature=features[0], longest=spec.seq_len))
     return (*tensors, *members, *(_columns(snapshots) if spec.packing == "rows" else ()))
 
@@ -101,12 +101,14 @@ def _seq2seq(snapshots: Sequence[Snapshot], spec: Spec, dtype: str) -> tuple[Ten
     if lacking := [snapshot for snapshot in snapshots if "response" not in dict(snapshot.recipe.fields)]:
         roles = " and ".join(role for role, _ in lacking[0].recipe.fields)
         raise BadParameter(f"task=seq2seq needs prompt and response; rows of {lacking[0].name} are made of {roles}.")
-    assert spec.target_len  # a plan's spec is resolved
+    assert spec.target_seq_len  # a plan's spec is resolved
     return (
         Tensor(name="input_ids", kind="tokens", dtype=dtype, feature="tokens", turn="prompt", longest=spec.seq_len),
         Tensor(name="lengths", kind="count", dtype="int32", feature="tokens", turn="prompt", longest=spec.seq_len),
-        Tensor(name="labels", kind="tokens", dtype=dtype, feature="tokens", turn="response", longest=spec.target_len),
-        Tensor(name="label_lengths", kind="count", dtype="int32", feature="tokens", turn="response", longest=spec.target_len),
+        Tensor(name="labels", kind="tokens", dtype=dtype, feature="tokens", turn="response", longest=spec.target_seq_len),
+        Tensor(
+            name="label_lengths", kind="count", dtype="int32", feature="tokens", turn="response", longest=spec.target_seq_len
+        ),
     )
 
 

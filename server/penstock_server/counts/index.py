@@ -105,7 +105,7 @@ class Index:
         return lambda block: lengths.of_block(block, split)
 
     def parts_per_block(self, split: str, seq_len: int) -> IntArray:
-        """Sequences of each block, shape [num_blocks], where rows longer than seq_len are several. Raises BadRow."""
+        """Samples of each block, shape [num_blocks], where rows longer than seq_len are several. Raises BadRow."""
         return self._sound_lengths(split).parts_per_block(split, seq_len)
 
     def bins(self, split: str, seq_len: int) -> PackedPools:
@@ -118,7 +118,7 @@ class Index:
         with self._lock:
             if (seq_len, split) not in self._bins:
                 make = partial(self._count_bins, split, seq_len)
-                what = f"the sequences that the documents of {self._name} fill"
+                what = f"the samples that the documents of {self._name} fill"
                 self._bins[seq_len, split] = Counting(
                     what, self._snapshot.num_blocks, make, lambda: [self._bins_path(split, seq_len)]
                 )

@@ -129,7 +129,7 @@ class RowLengths:
         return Counts(*(self._sum_per_block(split, function) for function in functions))
 
     def _parts_per_block(self, split: str, seq_len: int) -> IntArray:
-        """Sequences of each block, shape [num_blocks], where rows longer than seq_len are several; the last few remembered."""
+        """Samples of each block, shape [num_blocks], where rows longer than seq_len are several; the last few remembered."""
         return self._sum_per_block(split, lambda lengths: SplitRows.count(lengths, seq_len))
 
     def _sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:

@@ -112,12 +112,12 @@ def _of_named_splits(served: Served | Member) -> str | None:
 
 
 def _of_unused_columns(served: Served | Member) -> str | None:
-    """What follows from columns that would tell what is learned, and that nothing is made of; None if there is none."""
+    """What follows from columns that would tell what has loss, and that nothing is made of; None if there is none."""
     if not (unused := served.snapshot.recipe.unused):
         return None
     if unused == ("label",):
         return (
-            f"{served.name}: label of its shards is not used, so answers with label = false are learned like the others. To "
+            f"{served.name}: label of its shards is not used, so answers with label = false have loss like the others. To "
             f'leave them out, set filter = "label = true" in {served.snapshot.folder / FILE_NAME}; for a loss that needs the '
             f'label, such as that of KTO, set columns = ["label"].'
         )
@@ -135,7 +135,7 @@ def _of_unused_columns(served: Served | Member) -> str | None:
     if served.snapshot.recipe.kind == "text":
         role = unused[0]
         return (
-            f"{served.name}: its rows are its texts, of which every token is learned; {', '.join(unused)} of its shards "
+            f"{served.name}: its rows are its texts, of which every token has loss; {', '.join(unused)} of its shards "
             f"{'is' if len(unused) == 1 else 'are'} not used. To learn answers alone, name "
             f"{'the chats' if role == 'messages' else 'both'} in {served.snapshot.folder / FILE_NAME}: "
             f'{_named_as(unused)}; if this is right, text = "text".'
@@ -150,10 +150,10 @@ def _of_unused_masks(served: Served | Member, unused: tuple[str, ...]) -> str:
     are = f"{', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used"
     none_of_them = " and ".join(f"{role} = false" for role in dict.fromkeys(role_of.values()))
     if "tokens" not in dict(recipe.fields):
-        why = "every id of an answer is learned, none of a prompt is, and padding would be taken for ids"
+        why = "every id of an answer has loss, none of a prompt is, and padding would be taken for ids"
         what = f"Store the rows so that this is right, and set {none_of_them}"
     elif used and {*role_of.values()} <= {*OF_LOSS}:
-        why = f"what is learned is told by {used[1]} alone"
+        why = f"what has loss is told by {used[1]} alone"
         what = f'Set {role_of[unused[0]]} = "{unused[0]}" to take that one, or {used[0]} = "{used[1]}" if this is right,'
     else:
         why = "a mask is a list of whole numbers, or of booleans, for each row of ids"
@@ -175,8 +175,8 @@ def _of_open_answers(served: Served | Member) -> str | None:
     recipe = served.snapshot.recipe
     if recipe.chat and recipe.chat.leaves_end_out and not recipe.adds_eos_to_chats:
         return (
-            f"{served.name}: its chat template writes what ends an answer behind {{% endgeneration %}}, where it is not "
-            f"learned, so nothing teaches a model to stop. Put {{% endgeneration %}} behind it."
+            f"{served.name}: its chat template writes what ends an answer behind {{% endgeneration %}}, where it has "
+            f"no loss, so nothing teaches a model to stop. Put {{% endgeneration %}} behind it."
         )
     if not recipe.chat or recipe.chat.closes or recipe.eos_id is not None:
         return None
@@ -193,7 +193,7 @@ def _of_dropped_system(served: Served | Member) -> str | None:
     if not chat or not chat.forms.drops_system:
         return None
     return (
-        f"{served.name}: its chat template writes nothing of system messages, so chats that have one are learned without it. "
+        f"{served.name}: its chat template writes nothing of system messages, so chats that have one have loss without it. "
         f"Use a template that writes them, or put their text into the first message of the user with a transform."
     )
 
@@ -233,15 +233,16 @@ _OF_EACH = (  # dataset
 
 
 def _of_dropped_samples(plan: Plan) -> str | None:
-    """Samples that tail=drop leaves out, where they are a large part of each epoch; None if they are not."""
+    """Samples that drop_last=true leaves out, where they are a large part of each epoch; None if they are not."""
     schedule, spec = plan.schedule, plan.spec
     num_dropped = schedule.num_samples - schedule.num_steps * spec.samples_per_step
-    if spec.tail != "drop" or spec.offset or num_dropped <= _DROPPED_SHARE * schedule.num_samples:
+    if not spec.drop_last or spec.offset or num_dropped <= _DROPPED_SHARE * schedule.num_samples:
         return None
     return (
-        f"{plan.dataset}: tail=drop leaves out {num_dropped:,} of the {schedule.num_samples:,} samples of each epoch, which do "
+        f"{plan.dataset}: drop_last=true leaves out {num_dropped:,} of the {schedule.num_samples:,} samples of each epoch, "
+        f"which do "
         f"not fill a step of batch_size x world_size = {spec.samples_per_step:,}. Choose a batch_size that divides them more "
-        f"evenly, or use tail=wrap, which fills the last step from the epoch's start."
+        f"evenly, or use drop_last=false, which fills the last step from the epoch's start."
     )
 
 
@@ -270,22 +271,24 @@ def _of_packed_rows(plan: Plan) -> str | None:
     return (
         f"{', '.join(packed)}: its rows hold several documents each, and batches of packing={plan.spec.packing} do not mark "
         f"where these begin: tokens attend to the documents before theirs, and positions run on. Use packing=best_fit, or "
-        f"packing=concat with boundaries=documents."
+        f"packing=concat with mark_documents=true."
     )
 
 
 def _of_needless_sorting(spec: Spec) -> str | None:
     """What follows from sorting rows by their length where padding does not follow it; None if that is not so."""
-    if spec.group_by_length and spec.pad == "seq_len":
+    if spec.length_bucket_size and spec.pad == "seq_len":
         return (
-            f"group_by_length={spec.group_by_length} puts rows of similar length side by side, but pad=seq_len pads each to "
+            f"length_bucket_size={spec.length_bucket_size} puts rows of similar length side by side, but pad=seq_len pads "
+            f"each to "
             f"{spec.seq_len:,} tokens anyway: nothing is saved. Use pad=longest or a multiple, such as pad=64."
         )
-    if 0 < spec.group_by_length < spec.batch_size:
+    if 0 < spec.length_bucket_size < spec.batch_size:
         return (
-            f"group_by_length={spec.group_by_length} puts only that many rows of similar length side by side, but a batch has "
+            f"length_bucket_size={spec.length_bucket_size} puts only that many rows of similar length side by side, but a "
+            f"batch has "
             f"{spec.batch_size}: it is padded to the longest of several groups, and little is saved. Use the size of a global "
-            f"batch, group_by_length={spec.samples_per_step}."
+            f"batch, length_bucket_size={spec.samples_per_step}."
         )
     return None
 
@@ -293,7 +296,7 @@ def _of_needless_sorting(spec: Spec) -> str | None:
 def _of_needless_skip(plan: Plan) -> str | None:
     """What follows from leaving out what no epoch has, such as steps counted through a run; None if each has it."""
     skipped, end, per_step = plan.schedule.skipped, plan.schedule.num_positions, plan.spec.samples_per_step
-    if plan.spec.tail == "drop" and not any(bound % per_step for bounds in skipped for bound in bounds):
+    if plan.spec.drop_last and not any(bound % per_step for bounds in skipped for bound in bounds):
         end -= end % per_step  # where whole steps are left out, the incomplete one is in no epoch
     first = next((start for start, _ in skipped if start >= end), None)
     if first is None:

@@ -18,7 +18,7 @@ from penstock_server.datasets.held import Served
 from penstock_server.datasets.known import Known
 from penstock_server.datasets.resolving import members_of, resolved
 from penstock_server.files import may_be_there, spelled
-from penstock_server.problems import BadParameter, Busy, DatasetAway, DatasetRefused, ShardUnavailable, UnknownDataset
+from penstock_server.problems import BadParameter, Busy, DatasetInvalid, DatasetUnavailable, ShardUnavailable, UnknownDataset
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
@@ -55,13 +55,13 @@ class Catalog:
         return self._known.refused
 
     def __getitem__(self, name: str) -> Dataset:
-        """The dataset of that name. Raises UnknownDataset, DatasetRefused, BadParameter: see Known.find.
+        """The dataset of that name. Raises UnknownDataset, DatasetInvalid, BadParameter: see Known.find.
 
         Raises ShardUnavailable: it is none now, but would be if a link led somewhere; so would a mixture.
         """
         try:
             return self._known.find(name)
-        except (UnknownDataset, DatasetRefused):
+        except (UnknownDataset, DatasetInvalid):
             for own in self._known.missing.get(name, [name]):
                 folders = (self._data_dir / own, self._data_dir.joinpath(*own.split(".")))
                 if away := next(filter(None, map(_link_to_nothing, folders)), None):
@@ -75,15 +75,16 @@ class Catalog:
         """The spec resolved against a dataset, or against all that its mix names, this one among them.
 
         Raises BadParameter: the mix leaves it out, or the snapshot is not one of each. Raises Busy: the snapshot may be among
-        new data that is being looked at. Raises DatasetAway: nobody knows if it is here, since its folder cannot be opened now.
-        Raises SnapshotGone, DatasetRefused, and what make_plan raises.
+        new data that is being looked at. Raises DatasetUnavailable: nobody knows if it is here, since its folder cannot be
+        opened now.
+        Raises SnapshotGone, DatasetInvalid, and what make_plan raises.
         """
         try:
             spec, found = self._found(name, spec)
-        except DatasetRefused as refusal:
+        except DatasetInvalid as refusal:
             if spec.snapshot is None:
                 raise
-            raise DatasetAway(
+            raise DatasetUnavailable(
                 f"snapshot {spec.snapshot} may be served again: {refusal} Its runs wait, and go on once that is mended."
             ) from refusal
         spec = resolved(spec, [served.snapshot for served in found])
@@ -105,9 +106,10 @@ class Catalog:
                 f"each, joined by +, in the order of {', '.join(names)}: those of before, and of one that was added its own."
             )
         found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
-        if spec.mix_stop and not spec.mix:
+        if spec.stopping_strategy and not spec.mix:
             raise BadParameter(
-                f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is not a mixture: give a mix."
+                f"stopping_strategy={spec.stopping_strategy} says when the epoch of a mixture ends, but {name} is not a "
+                f"mixture: give a mix."
             )
         return spec, found
 
@@ -122,7 +124,7 @@ class Catalog:
     def open(self, *, joins: bool = False) -> None:
         """Opens what is in the data folder; if it joins others that serve it, what they do, for what is new may be half copied.
 
-        Raises DatasetRefused: there is no Parquet in it, or nothing of it can be served; the message lists why.
+        Raises DatasetInvalid: there is no Parquet in it, or nothing of it can be served; the message lists why.
         """
         with self._looking:
             found = survey(self._data_dir)
@@ -132,22 +134,22 @@ class Catalog:
                     with suppress(Exception):  # refresh tells what it is
                         dataset.join(found.shards[dataset.name])
                 if not dataset.held.latest:
-                    with suppress(DatasetRefused):  # it says so itself when it is asked
+                    with suppress(DatasetInvalid):  # it says so itself when it is asked
                         dataset.refresh(found.shards[dataset.name])
             self._known = self._known.followed_by(found, datasets)
         if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
             if not self.refused:
-                raise DatasetRefused(
+                raise DatasetInvalid(
                     f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it. Make shards of "
                     f"other files with penstock import."
                 )
             reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
-            raise DatasetRefused(f"nothing in {self._data_dir} can be served.\n{reasons}")
+            raise DatasetInvalid(f"nothing in {self._data_dir} can be served.\n{reasons}")
 
     def refresh(self, name: str) -> Change:
         """Takes in what changed in a dataset's folder, at once.
 
-        Raises UnknownDataset: there is none. Raises DatasetRefused: it cannot be opened as it is; what was served is
+        Raises UnknownDataset: there is none. Raises DatasetInvalid: it cannot be opened as it is; what was served is
         served on.
         """
         with self._looking:
@@ -155,14 +157,14 @@ class Catalog:
             if name not in found.folders:
                 self._known = self._known.followed_by(found, [])
                 dataset = self[name]
-                raise DatasetRefused(self._miss(dataset, found))
+                raise DatasetInvalid(self._miss(dataset, found))
             dataset = self._dataset(name, found.folders[name])
             try:
                 return dataset.refresh(found.shards[name])
-            except DatasetRefused as refusal:
+            except DatasetInvalid as refusal:
                 latest = dataset.held.latest
                 served = f"\nUntil then snapshot {latest.snapshot.fingerprint} is served." if latest else ""
-                raise DatasetRefused(f"{refusal}{served}") from refusal
+                raise DatasetInvalid(f"{refusal}{served}") from refusal
             finally:
                 self._known = self._known.followed_by(found, [dataset])
 
@@ -250,12 +252,12 @@ def _why_no_folder(path: Path) -> str:
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore, *, joins: bool = False) -> Catalog:
     """The catalog of a folder, opened; `joins`: see Catalog.open.
 
-    Raises DatasetRefused: there is no such folder, the tokenizer is none, or see Catalog.open.
+    Raises DatasetInvalid: there is no such folder, the tokenizer is none, or see Catalog.open.
     """
     if what := _why_no_folder(data_dir):
-        raise DatasetRefused(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
+        raise DatasetInvalid(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
     if spelled(str(data_dir)) != str(data_dir):
-        raise DatasetRefused(
+        raise DatasetInvalid(
             f"the data folder {spelled(str(data_dir))} has a name that is not UTF-8, and no answer could hold it. Rename it, "
             f"or make a link to it and name that."
         )

@@ -24,7 +24,7 @@ from penstock_server.answers import described
 from penstock_server.counts.index import Index
 from penstock_server.datasets.held import Held, Served
 from penstock_server.datasets.history import History, newest_first
-from penstock_server.problems import MORE_THREADS, DatasetRefused, lacks_threads
+from penstock_server.problems import MORE_THREADS, DatasetInvalid, lacks_threads
 from penstock_server.snapshots.folders import QUIET_SECONDS, Sight, list_folder, look
 from penstock_server.snapshots.footers import Footers
 from penstock_server.snapshots.notes import open_notes
@@ -109,7 +109,7 @@ class Dataset:
 
     @property
     def latest(self) -> Served:
-        """The latest snapshot. Raises DatasetRefused: there is none, because the folder could not be opened."""
+        """The latest snapshot. Raises DatasetInvalid: there is none, because the folder could not be opened."""
         return self._held.opened()
 
     def served(self, fingerprint: str | None) -> Served:
@@ -134,14 +134,14 @@ class Dataset:
         known = self._held.error
         try:
             self._take_in(sight, settled=True)
-        except DatasetRefused as refusal:
+        except DatasetInvalid as refusal:
             self._log(known, str(refusal))
         return True
 
     def refresh(self, shards: Mapping[str, Date]) -> Change:
         """Takes in what changed in the folder, whose shards have these dates, at once.
 
-        Raises DatasetRefused: it cannot be opened as it is; what was served is served on.
+        Raises DatasetInvalid: it cannot be opened as it is; what was served is served on.
         """
         self.catch_up()  # the change is one from what all servers serve
         return self._take_in(look(self.folder, shards, self._tokenizer), settled=False)
@@ -162,7 +162,7 @@ class Dataset:
     def join(self, shards: Mapping[str, Date]) -> None:
         """Opens what others serve of the folder, if all that is in it, shards with these dates, can be opened.
 
-        What is new they look at, and so will this one. Raises DatasetRefused: it cannot be opened, and others may refuse it.
+        What is new they look at, and so will this one. Raises DatasetInvalid: it cannot be opened, and others may refuse it.
         """
         self._read_folder(look(self.folder, shards, self._tokenizer), settled=False).snapshot()
         self._take_in_noted()
@@ -178,7 +178,7 @@ class Dataset:
             sight = look(self.folder, dates, self._tokenizer)
             reading = self._read_folder(sight, settled=False)
             latest = self._latest_of(reading)
-        except (OSError, KeyError, DatasetRefused):  # the folder has changed since, which the next look at it will tell
+        except (OSError, KeyError, DatasetInvalid):  # the folder has changed since, which the next look at it will tell
             return
         if latest.snapshot.fingerprint == last.fingerprint:
             kept = {name: shard for name, shard in held.shards.items() if name in there}
@@ -215,11 +215,11 @@ class Dataset:
             latest = self._latest_of(reading)
             self._history.add(latest.snapshot)
             self._follow(latest, reading, sight.recipe, None)
-        except DatasetRefused as refusal:
+        except DatasetInvalid as refusal:
             self._refuse(str(refusal), reading, sight)
             raise
         except Exception as error:  # a fault of ours in one dataset must not stop the others
-            refused = DatasetRefused(f"{self.folder} cannot be opened {_why(error)}: {type(error).__name__}: {error}.")
+            refused = DatasetInvalid(f"{self.folder} cannot be opened {_why(error)}: {type(error).__name__}: {error}.")
             reason = str(refused)
             if reason != self._held.error:  # it will be tried again and again
                 log.exception("%s cannot be opened", self.folder)
@@ -274,7 +274,7 @@ class Dataset:
     def _serve(self, snapshot: Snapshot) -> Served:
         blocks = Blocks(snapshot, self._store)
         index = Index(self.name, snapshot, blocks)
-        if snapshot.recipe.on_bad_row == "substitute":
+        if snapshot.recipe.on_bad_row == "replace":
             # Or a run would be refused in its midst for bad rows that are counted already.
             index.lengths.read()
             index.rows.read()

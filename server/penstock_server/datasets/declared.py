@@ -1,7 +1,7 @@
 """Declared mixtures: folders without shards, whose penstock.toml says which datasets make them up, and with which weights.
 
 mix = "wiki:0.7,code:0.3"   # see penstock.mix
-mix_stop = "first"          # or "all", "never"
+stopping_strategy = "first_exhausted"   # or "all_exhausted", "never"
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from penstock.errors import SpecError
 from penstock.mix import Mix
-from penstock.spec import MixStop, Spec
-from penstock_server.problems import DatasetRefused
+from penstock.spec import Spec, StoppingStrategy
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.declaration import FILE_NAME, read_toml
 
 
@@ -23,22 +23,23 @@ class DeclaredMixture:
     name: str
     folder: Path
     mix: Mix
-    mix_stop: MixStop
+    stopping_strategy: StoppingStrategy
 
 
 def read_mixture(name: str, folder: Path) -> DeclaredMixture:
-    """The mixture that a folder declares. Raises DatasetRefused: its penstock.toml is wrong."""
+    """The mixture that a folder declares. Raises DatasetInvalid: its penstock.toml is wrong."""
     path = folder / FILE_NAME
     given = read_toml(path)
-    if unknown := [key for key in given if key not in ("mix", "mix_stop")]:
-        raise DatasetRefused(
-            f"{path} has the keys {', '.join(unknown)}, but no shard is beside it. A mixture has only mix and mix_stop."
+    if unknown := [key for key in given if key not in ("mix", "stopping_strategy")]:
+        raise DatasetInvalid(
+            f"{path} has the keys {', '.join(unknown)}, but no shard is beside it. A mixture has only mix and "
+            f"stopping_strategy."
         )
     try:
-        spec = Spec(mix=given.get("mix"), mix_stop=given.get("mix_stop"))
+        spec = Spec(mix=given.get("mix"), stopping_strategy=given.get("stopping_strategy"))
     except SpecError as error:
-        raise DatasetRefused(f"{path}: {error}.") from error
+        raise DatasetInvalid(f"{path}: {error}.") from error
     mix = spec.mixed()
     if mix is None:
-        raise DatasetRefused(f'{path} stands in a folder without shards and names no mix, such as mix = "wiki:0.7,code:0.3".')
-    return DeclaredMixture(name, folder, mix, spec.mix_stop or "first")
+        raise DatasetInvalid(f'{path} stands in a folder without shards and names no mix, such as mix = "wiki:0.7,code:0.3".')
+    return DeclaredMixture(name, folder, mix, spec.stopping_strategy or "first_exhausted")

@@ -26,7 +26,12 @@ def summary(served: Served) -> tuple[str, str]:
 
 def describe_mixture(mixture: DeclaredMixture) -> MixtureAnswer:
     """A mixture that is declared."""
-    return {"name": mixture.name, "mix": str(mixture.mix), "mix_stop": mixture.mix_stop, "datasets": list(mixture.mix.datasets)}
+    return {
+        "name": mixture.name,
+        "mix": str(mixture.mix),
+        "stopping_strategy": mixture.stopping_strategy,
+        "datasets": list(mixture.mix.datasets),
+    }
 
 
 def describe_dataset(served: Served) -> DatasetAnswer:
@@ -60,7 +65,7 @@ def describe_dataset(served: Served) -> DatasetAnswer:
         "cache": {
             "used_bytes": cache.used_bytes,
             "budget_bytes": cache.budget_bytes,
-            "asked_bytes": cache.configured_bytes,
+            "configured_bytes": cache.configured_bytes,
             "failure": cache.failure,
         },
         "columns": snapshot.recipe.encoded_columns,
@@ -83,7 +88,7 @@ def rows_held_out(rows: Mapping[str, int]) -> str:
 
 
 def lengths_told(quantiles: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """The quantiles of RowLengths in sentences: what a seq_len is chosen by, and a target_len."""
+    """The quantiles of RowLengths in sentences: what a seq_len is chosen by, and a target_seq_len."""
     for name, tokens in quantiles.items():
         yield (
             f"half of the {name}s have at most {counted(tokens['median'], 'token')}, 90% at most {tokens['p90']:,}, 99% at "
@@ -92,7 +97,7 @@ def lengths_told(quantiles: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
 
 
 def describe_held(held: Held) -> DatasetAnswer:
-    """A dataset by its latest snapshot, and what is held of it. Raises DatasetRefused: see Held.opened."""
+    """A dataset by its latest snapshot, and what is held of it. Raises DatasetInvalid: see Held.opened."""
     return {
         **describe_dataset(held.opened()),
         "snapshots": [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots],
@@ -109,7 +114,7 @@ def describe_spec(plan: Plan) -> SpecAnswer:
     return {
         "snapshot": plan.snapshot,
         "num_steps": plan.schedule.num_steps,
-        "num_sequences": plan.schedule.num_positions,
+        "num_samples": plan.schedule.num_positions,
         "vocab_size": plan.vocab_size,
         "padding": plan.padding,
         "tensors": tensors,

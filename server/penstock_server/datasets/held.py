@@ -15,7 +15,7 @@ from penstock_server.batches.member import Member, OrderKey
 from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.counts.index import Index
 from penstock_server.datasets.history import Record
-from penstock_server.problems import DatasetRefused, SnapshotGone
+from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.snapshots.earlier import earlier_snapshots
 from penstock_server.snapshots.shard import Shard
@@ -36,7 +36,7 @@ class Served:
     planned: PlannedEpochs = field(default_factory=PlannedEpochs)
 
     def member(self, spec: Spec) -> Member:
-        """The snapshot as a spec reads it. Raises DatasetRefused: too many rows are bad."""
+        """The snapshot as a spec reads it. Raises DatasetInvalid: too many rows are bad."""
         self.blocks.quarantine.check()
         return Member(self.name, self.snapshot, self.blocks, self.index, self.planned, OrderKey.of(spec))
 
@@ -75,13 +75,13 @@ class Held:
     def find(self, fingerprint: str | None, serve: Callable[[Snapshot], Served]) -> Served:
         """The snapshot of this name, None for the latest; an older one is made by `serve` when it is first asked for.
 
-        Raises SnapshotGone: it is not, or no longer, on this server. Raises DatasetRefused: there is no latest, or a shard of
+        Raises SnapshotGone: it is not, or no longer, on this server. Raises DatasetInvalid: there is no latest, or a shard of
         the snapshot cannot be read.
         """
         if fingerprint is None or (self.latest and fingerprint == self.latest.snapshot.fingerprint):
             return self.opened()
         if (record := self.records.get(fingerprint)) and any(name in self.unread for name, _, _ in record.shards):
-            raise DatasetRefused(f"{self.error}")
+            raise DatasetInvalid(f"{self.error}")
         if reason := self.gone.get(fingerprint):
             raise self._gone(fingerprint, reason)
         with self._making:
@@ -96,9 +96,9 @@ class Held:
         )
 
     def opened(self) -> Served:
-        """The latest snapshot. Raises DatasetRefused: there is none, because the folder could not be opened."""
+        """The latest snapshot. Raises DatasetInvalid: there is none, because the folder could not be opened."""
         if self.latest is None:
-            raise DatasetRefused(self.error or f"{self.name} is new, and will be opened once nothing changes in it.")
+            raise DatasetInvalid(self.error or f"{self.name} is new, and will be opened once nothing changes in it.")
         return self.latest
 
     def earlier(self, fingerprint: str) -> Snapshot | None:

@@ -61,15 +61,15 @@ def _row(facts: Mapping[str, Any], terminal: Terminal, num_lines: int) -> Iterat
     place = f"{facts['shard']}, row group {facts['row_group']}, row {facts['row_in_group']:,}"
     split = f", split={facts['split']}" if "split" in facts else ""
     yield printable(f"  row {facts['row']:,}: {place}{split}")
-    if "left_out_by" in facts:
-        yield terminal.paint(printable(f"    left out by {facts['left_out_by']}"), YELLOW)
+    if "filtered_by" in facts:
+        yield terminal.paint(printable(f"    left out by {facts['filtered_by']}"), YELLOW)
     if "bad" in facts:
         yield terminal.paint(printable(f"    cannot be used: {facts['bad']}"), RED)
     for side in SIDES:
         if f"{side}tokens" in facts:
             pieces = _pieces(facts, side)
             named = f"{side.removesuffix('_')}: " if side else ""
-            yield f"    {named}{counted(facts[f'{side}num_tokens'], 'token')}, {facts[f'{side}num_learned']:,} learned"
+            yield f"    {named}{counted(facts[f'{side}num_tokens'], 'token')}, {facts[f'{side}num_loss_tokens']:,} with loss"
             yield from _indented(pieces, terminal, num_lines)
     for name, value in facts.get("columns", {}).items():
         yield from _indented([Piece(f"{name}: {value}", 0, True)], terminal, num_lines)
@@ -78,12 +78,12 @@ def _row(facts: Mapping[str, Any], terminal: Terminal, num_lines: int) -> Iterat
 def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
     """The turns of a row, or all of it as one where it has none: as ids, where there is no tokenizer."""
     ids = facts[f"{side}tokens"]
-    whole = {"learned": True, "num_tokens": len(ids)} | ({"text": facts[f"{side}text"]} if f"{side}text" in facts else {})
+    whole = {"in_loss": True, "num_tokens": len(ids)} | ({"text": facts[f"{side}text"]} if f"{side}text" in facts else {})
     pieces, end = [], 0
     for turn in facts.get(f"{side}turns", [whole]):
         start, end = end, end + turn["num_tokens"]
         text = turn["text"] if "text" in turn else " ".join(map(str, ids[start:end]))
-        pieces.append(Piece(text, turn["num_tokens"], turn["learned"]))
+        pieces.append(Piece(text, turn["num_tokens"], turn["in_loss"]))
     if more := facts[f"{side}num_tokens"] - end:  # of very many tokens or turns the first are told
         pieces.append(Piece(" ...", more, False))
     return pieces

@@ -10,7 +10,7 @@ from penstock.wording import did_you_mean, listed
 from penstock_server.datasets.dataset import Dataset
 from penstock_server.datasets.declared import DeclaredMixture, read_mixture
 from penstock_server.datasets.held import Served
-from penstock_server.problems import BadParameter, DatasetRefused, UnknownDataset
+from penstock_server.problems import BadParameter, DatasetInvalid, UnknownDataset
 from penstock_server.snapshots.folders import Survey
 
 
@@ -45,15 +45,15 @@ class Known:
     def find(self, name: str) -> Dataset:
         """The dataset of that name.
 
-        Raises UnknownDataset: there is none. Raises DatasetRefused: the name is of no folder, or maybe of one below a folder
+        Raises UnknownDataset: there is none. Raises DatasetInvalid: the name is of no folder, or maybe of one below a folder
         that cannot be looked into. Raises BadParameter: it is of a mixture.
         """
         if name in self.datasets:
             return self.datasets[name]
         if above := next((own for own in self.unread if name.startswith(f"{own}.")), None):
-            raise DatasetRefused(self.unread[above])
+            raise DatasetInvalid(self.unread[above])
         if name in self.unopened:
-            raise DatasetRefused(self.unopened[name])
+            raise DatasetInvalid(self.unopened[name])
         if name in self.mixtures:
             raise BadParameter(
                 f"{name} is a mixture, which has batches, a spec and a shuffle report; rows and snapshots belong to its "
@@ -83,7 +83,7 @@ class Known:
                 continue
             try:
                 mixture = read_mixture(name, folder)
-            except DatasetRefused as refusal:
+            except DatasetInvalid as refusal:
                 unopened[name] = str(refusal)
                 continue
             if missing := [own for own in mixture.mix.datasets if own not in known]:

@@ -44,7 +44,7 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
     number = _number(block, stored)
     if number is None:
         assert snapshot.recipe.filter
-        return facts | {"left_out_by": f"filter: {snapshot.recipe.filter.text}"}
+        return facts | {"filtered_by": f"filter: {snapshot.recipe.filter.text}"}
     if number in block.bad:
         return facts | {"bad": block.bad[number]}
     shard_split = snapshot.split_of_block(index)
@@ -57,10 +57,10 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
         facts |= {f"{prefix}{key}": text for key, text in _text(snapshot, ids).items()}
         if feature.turns:
             facts[f"{prefix}turns"] = [
-                {"learned": learned, "num_tokens": len(turn)} | _text(snapshot, turn) for turn, learned in turns[:_MOST_TURNS]
+                {"in_loss": in_loss, "num_tokens": len(turn)} | _text(snapshot, turn) for turn, in_loss in turns[:_MOST_TURNS]
             ]
         facts[f"{prefix}num_tokens"] = int(feature.tokens.lengths[number])
-        facts[f"{prefix}num_learned"] = feature.num_learned(number)
+        facts[f"{prefix}num_loss_tokens"] = feature.num_loss_tokens(number)
         facts[f"{prefix}tokens"] = ids
     return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
 
@@ -129,7 +129,7 @@ def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -
     else:
         start, stop = block.stream[row : row + 2].tolist()
         found = [packing.holding(index, row, start, stop)] if row not in block.bad else []
-    return np.concatenate([np.zeros(0, np.int64), *(order.positions(*sequences) for sequences in found)])
+    return np.concatenate([np.zeros(0, np.int64), *(order.positions(*samples) for samples in found)])
 
 
 def _number(block: Block, stored: int) -> int | None:

@@ -24,7 +24,8 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
 
     Everything is made for each split, too, if the recipe has splits.
 
-    Raises what a block raises that cannot be read, and BadRow where the recipe does not substitute. Raises NotKept, at the end.
+    Raises what a block raises that cannot be read, and BadRow where the recipe does not replace bad rows. Raises NotKept, at
+    the end.
     """
     with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
         lengths = served.index.lengths.make(advance)
@@ -65,8 +66,8 @@ def _pack(served: Served, split: str, seq_len: int) -> str:
     with _progress(f"{served.name}: packing{of_split} for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
         num_bins = int(served.index.counting_bins(split, seq_len).make(advance).bins_per_pool.sum())
     padding = 1 - int(served.index.tokens_per_block(split).sum()) / max(1, num_bins * seq_len)
-    sequences, tokens = counted(num_bins, "sequence"), counted(seq_len, "token")
-    return f"{served.name}: {sequences} of {tokens}{of_split}, {padding:.1%} of them padding"
+    samples, tokens = counted(num_bins, "sample"), counted(seq_len, "token")
+    return f"{served.name}: {samples} of {tokens}{of_split}, {padding:.1%} of them padding"
 
 
 def _fill(served: Served) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from penstock.skip import spell_skip
-from penstock.spec import MixStop, Spec, Split
+from penstock.spec import Spec, Split, StoppingStrategy
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.snapshots.snapshot import Snapshot
 
@@ -18,7 +18,7 @@ _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order 
 def members_of(name: str, spec: Spec, declared: DeclaredMixture | None) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
     """The spec with the mix that the name stands for, its datasets, and their snapshots, None for the latest."""
     if declared and spec.mix is None:
-        spec = _mixed(spec, str(declared.mix), declared.mix_stop)
+        spec = _mixed(spec, str(declared.mix), declared.stopping_strategy)
     mix = spec.mixed()
     names = mix.datasets if mix else (name,)
     return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
@@ -32,8 +32,8 @@ def resolved(spec: Spec, snapshots: Sequence[Snapshot]) -> Spec:
 
 
 @lru_cache(maxsize=_REMEMBERED_SPECS)  # to check a spec anew takes as long as to find its plan
-def _mixed(spec: Spec, mix: str, mix_stop: MixStop) -> Spec:
-    return replace(spec, mix=mix, mix_stop=spec.mix_stop or mix_stop)
+def _mixed(spec: Spec, mix: str, stopping_strategy: StoppingStrategy) -> Spec:
+    return replace(spec, mix=mix, stopping_strategy=spec.stopping_strategy or stopping_strategy)
 
 
 @lru_cache(maxsize=_REMEMBERED_SPECS)
@@ -43,8 +43,8 @@ def _resolved(spec: Spec, snapshot: str, split: Split) -> Spec:
         spec,
         snapshot=snapshot,
         split=split,
-        target_len=(spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None,
+        target_seq_len=(spec.target_seq_len or spec.seq_len) if spec.task == "seq2seq" else None,
         skip=spell_skip(spec.skipped()),
         mix=str(mix) if mix else None,
-        mix_stop=(spec.mix_stop or "first") if mix else None,
+        stopping_strategy=(spec.stopping_strategy or "first_exhausted") if mix else None,
     )

@@ -1,4 +1,4 @@
-"""Best fit: whole documents packed into sequences of seq_len tokens, best-fit decreasing, inside pools of blocks.
+"""Best fit: whole documents packed into samples of seq_len tokens, best-fit decreasing, inside pools of blocks.
 
 Every document is in exactly one bin, except those longer than seq_len: they fill bins of their own, and the rest of each
 is packed like a document. Packing happens once and fixes the size of every slot of every bin. Each epoch draws anew which
@@ -209,7 +209,7 @@ class PackedPools:
 
 
 class BestFit:
-    """The bins of every pool, one sequence each: a Packing.
+    """The bins of every pool, one sample each: a Packing.
 
     `pool_starts` see Pools; `rows_per_block` are the rows that were packed, shape [num_blocks]; `draw_key` see PackedPools.
     """
@@ -219,7 +219,7 @@ class BestFit:
     ) -> None:
         self._pool_starts, self._packed, self._seq_len, self._draw_key = pool_starts, packed, seq_len, draw_key
         self._first_row = starts_of(rows_per_block)
-        self.sequences_per_pool = packed.bins_per_pool
+        self.samples_per_pool = packed.bins_per_pool
 
     def blocks_of(self, pool: int) -> range:
         """The blocks whose documents are packed together."""
@@ -230,8 +230,8 @@ class BestFit:
         sizes, documents, starts = self._packed.documents(pools, indices, self._draw_key)
         rows = np.repeat(self._first_row[self._pool_starts[pools]], sizes) + documents
         blocks = find(self._first_row, rows)
-        sequences = np.repeat(np.arange(len(pools)), sizes)
-        return Spans(sequences, blocks, rows - self._first_row[blocks], starts, starts + self._seq_len)
+        samples = np.repeat(np.arange(len(pools)), sizes)
+        return Spans(samples, blocks, rows - self._first_row[blocks], starts, starts + self._seq_len)
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
         """The bin of the document; several if it is too long for one."""

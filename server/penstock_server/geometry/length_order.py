@@ -1,4 +1,4 @@
-"""An order whose neighbours are of similar length: less padding in a batch that is padded to its longest sequence."""
+"""An order whose neighbours are of similar length: less padding in a batch that is padded to its longest sample."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ran
 from penstock_server.geometry.order import EpochOrder
 from penstock_server.geometry.permutation import permute
 
-_REMEMBERED_WINDOWS = 4  # 8 bytes a sequence each
+_REMEMBERED_WINDOWS = 4  # 8 bytes a sample each
 _Places = npt.NDArray[np.int32]
 
-LARGEST_WINDOW = 1 << 23  # sequences that are sorted at a time
+LARGEST_WINDOW = 1 << 23  # samples that are sorted at a time
 
 
 class LengthOrder:
-    """Each window of an order, sorted by length and cut into runs of `run` sequences, the runs permuted.
+    """Each window of an order, sorted by length and cut into runs of `run` samples, the runs permuted.
 
-    So batches are of similar length and yet mixed: sequences of one length stay in the underlying order, and runs are permuted
-    by `run_key`, which is the epoch's, and the window's number. `lengths(pools, indices)` are the tokens of sequences.
+    So batches are of similar length and yet mixed: samples of one length stay in the underlying order, and runs are permuted
+    by `run_key`, which is the epoch's, and the window's number. `lengths(pools, indices)` are the tokens of samples.
 
     Runs begin at multiples of `run` in the epoch, as global batches do, so a window's first and last run may be shorter. With a
     shorter one in the midst of a window each global batch after it would be of two runs.
@@ -33,17 +33,17 @@ class LengthOrder:
         self._order, self._lengths, self._run, self._run_key = order, lengths, run, run_key
         self._known: OrderedDict[int, tuple[_Places, _Places]] = OrderedDict()
         self._lock = threading.Lock()
-        self.num_sequences = order.num_sequences
+        self.num_samples = order.num_samples
 
     @property
     def nbytes(self) -> int:
         """The bytes of memory that it takes once it remembers as many windows as it can."""
-        places = min(_REMEMBERED_WINDOWS * self._order.largest_window, self.num_sequences)
+        places = min(_REMEMBERED_WINDOWS * self._order.largest_window, self.num_samples)
         return self._order.nbytes + 2 * np.dtype(np.int32).itemsize * places
 
-    def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """The (pool, index in the pool) at each position; positions are in [0, num_sequences)."""
-        return self._order.sequences(self._moved(positions, inverse=False))
+    def samples(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """The (pool, index in the pool) at each position; positions are in [0, num_samples)."""
+        return self._order.samples(self._moved(positions, inverse=False))
 
     def positions(self, pools: IntArray, indices: IntArray) -> IntArray:
         """The inverse: the position at which each (pool, index in the pool) stands."""
@@ -81,13 +81,14 @@ class LengthOrder:
         return self._known[window]
 
     def _arrange(self, window: int) -> tuple[_Places, _Places]:
-        """Where each place of a window takes its sequence from, and the inverse; both from the window's start."""
+        """Where each place of a window takes its sample from, and the inverse; both from the window's start."""
         start, stop = self._order.bounds_of_window(window)
-        lengths = self._lengths(*self._order.sequences(np.arange(start, stop)))
+        lengths = self._lengths(*self._order.samples(np.arange(start, stop)))
         by_length = np.argsort(lengths, kind="stable")
         borders = distinct(np.clip(np.arange(start - start % self._run, stop + self._run, self._run), start, stop))
         sizes = np.diff(borders)
-        # Cut once they have their places: if the short run were always that of the longest rows, tail=drop would drop those.
+        # Cut once they have their places: if the short run were always that of the longest rows, drop_last=true would drop
+        # those.
         parts = permute(np.arange(len(sizes)), len(sizes), np.uint64(self._run_key ^ window))
         sizes_of_parts = np.empty_like(sizes)  # of what is sorted; run i is its part parts[i]
         sizes_of_parts[parts] = sizes

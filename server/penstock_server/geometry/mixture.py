@@ -122,13 +122,13 @@ class Mixture:
         return int(self._starts[phase]) + rounds * len(period.schedule) + int(places[rest])
 
     def epoch_length(self, sizes: Sequence[int], stop: str) -> int | None:
-        """Samples of an epoch over datasets of these sizes, in sequences; None if the rule never ends it.
+        """Samples of an epoch over datasets of these sizes, in samples; None if the rule never ends it.
 
         first: before the first dataset would begin a second time. all: once every dataset has been seen whole. never: endless.
         """
         if stop == "never":
             return ENDLESS
-        if stop == "first":
+        if stop == "first_exhausted":
             ends = [self.sample(i, size) for i, size in enumerate(sizes)]
             return min((end for end in ends if end is not None), default=None)
         last = [self.sample(i, size - 1) for i, size in enumerate(sizes)]

@@ -1,4 +1,4 @@
-"""The order of an epoch: a pure, invertible function from positions to sequences. No I/O, O(1) memory a look-up.
+"""The order of an epoch: a pure, invertible function from positions to samples. No I/O, O(1) memory a look-up.
 
 Golden values in tests/golden freeze all of it: whoever changes a value here breaks every run that resumes.
 """
@@ -17,33 +17,33 @@ _Move = Callable[[IntArray, IntArray, WordArray], IntArray]
 
 
 class EpochOrder:
-    """The order of one epoch: which sequence stands at which position. Sequences come in pools of one block or a few.
+    """The order of one epoch: which sample stands at which position. Samples come in pools of one block or a few.
 
     none    the pools as they are stored, each from its start to its end
-    window  the groups of pools permuted, then cut into windows of at least `window` sequences, each permuted as a whole
+    window  the groups of pools permuted, then cut into windows of at least `window` samples, each permuted as a whole
     global  one window
 
     The pools of a group, which are of one row group, stay together: to decode one of them is to decode them all. Windows end
     at pools.
 
-    Planning is O(pools), a look-up O(log pools); nothing is ever listed per sequence.
+    Planning is O(pools), a look-up O(log pools); nothing is ever listed per sample.
     """
 
     def __init__(
-        self, sequences_per_pool: IntArray, pools_per_group: IntArray, *, shuffle: str, window: int, seed: int, epoch: int
+        self, samples_per_pool: IntArray, pools_per_group: IntArray, *, shuffle: str, window: int, seed: int, epoch: int
     ) -> None:
         self._window_key = key(seed, epoch, "window")
         self._shuffled = shuffle != "none"
-        self._pools = np.arange(len(sequences_per_pool))
+        self._pools = np.arange(len(samples_per_pool))
         if self._shuffled:
             groups = permute(np.arange(len(pools_per_group)), len(pools_per_group), key(seed, epoch, "blocks"))
             self._pools = concatenated_ranges(starts_of(pools_per_group)[groups], pools_per_group[groups])
-        self._pool_starts = starts_of(sequences_per_pool[self._pools])
-        self.num_sequences = int(self._pool_starts[-1])
+        self._pool_starts = starts_of(samples_per_pool[self._pools])
+        self.num_samples = int(self._pool_starts[-1])
         if shuffle == "window":
             self._window_starts = _cut(self._pool_starts, window)
         else:
-            self._window_starts = np.array([0, self.num_sequences])
+            self._window_starts = np.array([0, self.num_samples])
 
     @property
     def nbytes(self) -> int:
@@ -52,11 +52,11 @@ class EpochOrder:
 
     @property
     def largest_window(self) -> int:
-        """Sequences in the largest window."""
+        """Samples in the largest window."""
         return int(np.diff(self._window_starts).max())
 
-    def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """The (pool, index in the pool) at each position; positions are in [0, num_sequences)."""
+    def samples(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """The (pool, index in the pool) at each position; positions are in [0, num_samples)."""
         slots = self._in_windows(positions, permute_together) if self._shuffled else positions
         place = find(self._pool_starts, slots)
         return self._pools[place], slots - self._pool_starts[place]
@@ -94,8 +94,8 @@ class EpochOrder:
         Exactly so for the next `count` positions. The other pools of their last window follow, then those of the next window;
         stored order has no windows, and there the next `count` pools follow.
         """
-        stop = min(position + count, self.num_sequences)
-        pools, first = np.unique(self.sequences(np.arange(position, stop))[0], return_index=True)
+        stop = min(position + count, self.num_samples)
+        pools, first = np.unique(self.samples(np.arange(position, stop))[0], return_index=True)
         order = np.argsort(first)
         near, needed_at = pools[order], position + first[order]
         if not self._shuffled:

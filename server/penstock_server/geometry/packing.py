@@ -1,11 +1,11 @@
-"""Packing: how rows become sequences. Pure arithmetic on counts and lengths; no token is looked at.
+"""Packing: how rows become samples. Pure arithmetic on counts and lengths; no token is looked at.
 
-    Rows      one row, one sequence, cut to its longest length; from row counts
-    SplitRows one row, as many sequences as it fills; from row lengths
-    Concat    the documents of all blocks, one after the other, are a ring of tokens, cut into sequences; from token counts
+    Rows      one row, one sample, cut to its longest length; from row counts
+    SplitRows one row, as many samples as it fills; from row lengths
+    Concat    the documents of all blocks, one after the other, are a ring of tokens, cut into samples; from token counts
     BestFit   whole documents in bins; from row lengths (see best_fit)
 
-Each cuts the blocks into pools and says how many sequences each pool has, which is what an order permutes, and what a sequence
+Each cuts the blocks into pools and says how many samples each pool has, which is what an order permutes, and what a sample
 is made of. A pool is one block, but for BestFit.
 """
 
@@ -22,13 +22,13 @@ STREAM = -1  # in place of a row: the whole block's tokens, its rows one after t
 
 
 class Spans(NamedTuple):
-    """Runs of tokens, in the order of the sequences that they make up.
+    """Runs of tokens, in the order of the samples that they make up.
 
-    Span i, of sequence `sequences[i]`, is tokens [starts[i], stops[i]) of row `rows[i]` of block `blocks[i]`, cut at the row's
+    Span i, of sample `samples[i]`, is tokens [starts[i], stops[i]) of row `rows[i]` of block `blocks[i]`, cut at the row's
     end; of the block's stream where the row is STREAM.
     """
 
-    sequences: IntArray
+    samples: IntArray
     blocks: IntArray
     rows: IntArray
     starts: IntArray
@@ -36,27 +36,27 @@ class Spans(NamedTuple):
 
 
 class Packing(Protocol):
-    """How the blocks of one snapshot become sequences in one epoch."""
+    """How the blocks of one snapshot become samples in one epoch."""
 
     @property
-    def sequences_per_pool(self) -> IntArray:
-        """How many sequences each pool has, shape [num_pools]."""
+    def samples_per_pool(self) -> IntArray:
+        """How many samples each pool has, shape [num_pools]."""
 
     def blocks_of(self, pool: int) -> range:
-        """The blocks that a pool's sequences are made of; those of Concat may run on into the blocks after them."""
+        """The blocks that a pool's samples are made of; those of Concat may run on into the blocks after them."""
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
-        """What sequences are made of; sequence i is the one with number indices[i] of pools[i]."""
+        """What samples are made of; sample i is the one with number indices[i] of pools[i]."""
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
-        """The inverse: the (pool, number) of each sequence that a row is in, whose tokens are [start, stop) of its block's."""
+        """The inverse: the (pool, number) of each sample that a row is in, whose tokens are [start, stop) of its block's."""
 
 
 class Rows:
-    """One row, one sequence, of at most `seq_len` tokens."""
+    """One row, one sample, of at most `seq_len` tokens."""
 
     def __init__(self, rows_per_block: IntArray, seq_len: int) -> None:
-        self.sequences_per_pool = rows_per_block
+        self.samples_per_pool = rows_per_block
         self._seq_len = seq_len
 
     def blocks_of(self, pool: int) -> range:
@@ -68,23 +68,23 @@ class Rows:
         return Spans(np.arange(len(pools)), pools, indices, np.zeros_like(indices), np.full_like(indices, self._seq_len))
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
-        """The sequence that is the row."""
+        """The sample that is the row."""
         return np.array([block]), np.array([row])
 
 
 class SplitRows:
-    """One row, as many sequences of `seq_len` tokens as it takes; the last may be shorter.
+    """One row, as many samples of `seq_len` tokens as it takes; the last may be shorter.
 
     `row_lengths(block)` are the tokens of each of a block's rows, shape [rows of the block]; a row without tokens is none.
     """
 
-    def __init__(self, sequences_per_block: IntArray, row_lengths: Callable[[int], IntArray], seq_len: int) -> None:
-        self.sequences_per_pool = sequences_per_block
+    def __init__(self, samples_per_block: IntArray, row_lengths: Callable[[int], IntArray], seq_len: int) -> None:
+        self.samples_per_pool = samples_per_block
         self._row_lengths, self._seq_len = row_lengths, seq_len
 
     @staticmethod
     def count(lengths: IntArray, seq_len: int) -> IntArray:
-        """The sequences that rows of these lengths make, shape of `lengths`."""
+        """The samples that rows of these lengths make, shape of `lengths`."""
         return -(-lengths // seq_len)
 
     def blocks_of(self, pool: int) -> range:
@@ -106,7 +106,7 @@ class SplitRows:
         return np.full(last - first, block), np.arange(first, last)
 
     def _firsts(self, block: int) -> IntArray:
-        """The number of each row's first sequence in the block, and at last that of all."""
+        """The number of each row's first sample in the block, and at last that of all."""
         return starts_of(self.count(self._row_lengths(block), self._seq_len))
 
 
@@ -114,35 +114,35 @@ class Concat:
     """The ring of tokens, cut every `seq_len` tokens from token `shift` on, 0 <= shift < seq_len.
 
     Sequence s is [s * seq_len + shift, (s + 1) * seq_len + shift) of the ring. Nothing is left out but what is too short
-    for a sequence; with another shift in each epoch that is something else each time, and so are the borders.
+    for a sample; with another shift in each epoch that is something else each time, and so are the borders.
     """
 
     def __init__(self, tokens_per_block: IntArray, seq_len: int, shift: int) -> None:
         self._starts = starts_of(tokens_per_block)
         self._seq_len, self._shift = seq_len, shift
-        self.num_sequences = int(self._starts[-1]) // seq_len
-        # The first sequence that begins at a block's first token or after it.
-        self._first = np.clip(-((shift - self._starts) // seq_len), 0, self.num_sequences)
-        self.sequences_per_pool = np.diff(self._first)
+        self.num_samples = int(self._starts[-1]) // seq_len
+        # The first sample that begins at a block's first token or after it.
+        self._first = np.clip(-((shift - self._starts) // seq_len), 0, self.num_samples)
+        self.samples_per_pool = np.diff(self._first)
 
     def blocks_of(self, pool: int) -> range:
-        """The block that its sequences begin in."""
+        """The block that its samples begin in."""
         return range(pool, pool + 1)
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
-        """As many spans as a sequence meets blocks; on the ring the first block follows the last."""
+        """As many spans as a sample meets blocks; on the ring the first block follows the last."""
         begins = (self._first[pools] + indices) * self._seq_len + self._shift
         ends = begins + self._seq_len
         first, last = self._place(begins), self._place(ends - 1)
         num_spans = last - first + 1
-        sequences = np.repeat(np.arange(len(pools)), num_spans)
+        samples = np.repeat(np.arange(len(pools)), num_spans)
         rounds, blocks = np.divmod(concatenated_ranges(first, num_spans), len(self._starts) - 1)
         block_begins = self._starts[blocks] + rounds * self._starts[-1]
         block_ends = self._starts[blocks + 1] + rounds * self._starts[-1]
-        starts = np.maximum(begins[sequences], block_begins) - block_begins
-        stops = np.minimum(ends[sequences], block_ends) - block_begins
+        starts = np.maximum(begins[samples], block_begins) - block_begins
+        stops = np.minimum(ends[samples], block_ends) - block_begins
         filled = stops > starts  # blocks without a token lie in between
-        spans = (sequences, blocks, np.full_like(blocks, STREAM), starts, stops)
+        spans = (samples, blocks, np.full_like(blocks, STREAM), starts, stops)
         return Spans(*(values[filled] for values in spans))
 
     def _place(self, tokens: IntArray) -> IntArray:
@@ -151,11 +151,11 @@ class Concat:
         return rounds * (len(self._starts) - 1) + find(self._starts, inside)
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
-        """The sequences that the row's tokens meet, also where the ring closes; none if they are what is left out."""
+        """The samples that the row's tokens meet, also where the ring closes; none if they are what is left out."""
         total = int(self._starts[-1])
         begin, end = int(self._starts[block]) + start - self._shift, int(self._starts[block]) + stop - self._shift
         turns = [np.arange((begin + turn) // self._seq_len, -(-(end + turn) // self._seq_len)) for turn in (0, total)]
-        sequences = distinct(np.concatenate(turns))
-        sequences = sequences[(sequences >= 0) & (sequences < self.num_sequences)]
-        pools = find(self._first, sequences)
-        return pools, sequences - self._first[pools]
+        samples = distinct(np.concatenate(turns))
+        samples = samples[(samples >= 0) & (samples < self.num_samples)]
+        pools = find(self._first, samples)
+        return pools, samples - self._first[pools]

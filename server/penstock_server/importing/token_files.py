@@ -28,7 +28,7 @@ class TokenFile:
         self._columns, self._documents = columns, documents
 
     def survey(self, advance: Advance) -> Survey:
-        """Lists of ids, and of what is learned. Raises ImportRefused: it is not what it says, or has no such documents."""
+        """Lists of ids, and of what has loss. Raises ImportRefused: it is not what it says, or has no such documents."""
         with refusing(self.path, _ADVICE):
             found = find_documents(self.path, self._documents)
             schema = _batch(found, 0, 0, np.zeros(0, np.int64)).schema
@@ -52,6 +52,6 @@ class TokenFile:
 def _batch(found: Found, start: int, stop: int, lengths: IntArray) -> pa.RecordBatch:
     """The documents of these lengths, which have the ids from `start` up to `stop`."""
     borders = pa.array(starts_of(lengths))
-    columns = {"tokens": found.ids} | ({} if found.learned is None else {"loss_mask": found.learned})
+    columns = {"tokens": found.ids} | ({} if found.in_loss is None else {"loss_mask": found.in_loss})
     native = {name: values[start:stop].astype(values.dtype.newbyteorder("="), copy=False) for name, values in columns.items()}
     return pa.record_batch({name: pa.LargeListArray.from_arrays(borders, pa.array(values)) for name, values in native.items()})

@@ -1,7 +1,7 @@
 """The formats of files of token ids: documents end to end, told apart by an index beside the file or by an id.
 
 corpus.bin, corpus.idx   Megatron-LM and NeMo: the index has the type, and where documents lie
-web.ds, web.ds.index     datatrove and nanotron: the index has where documents end; web.ds.loss, if it is there, what is learned
+web.ds, web.ds.index     datatrove and nanotron: the index has where documents end; web.ds.loss, if it is there, what has loss
 shard_000.bin            llm.c and modded-nanogpt: a header has the type and the number of ids
 shard_000.npy            an array of numpy's, of one dimension
 train.bin                nanoGPT, OLMo: ids alone, of a type that somebody must know
@@ -54,7 +54,7 @@ class Documents:
 
 
 class Found(NamedTuple):
-    """All ids of a file, how many each document has, some thousand documents at a time, and which ids are learned, if it tells.
+    """All ids of a file, how many each document has, some thousand documents at a time, and which ids have loss, if it tells.
 
     If `is_stream`, nothing tells documents apart, and lengths are those of equal rows. What is wrong with the lengths is raised
     as they are taken, as ValueError.
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
     ids: Array
     lengths: Iterator[IntArray]
-    learned: Array | None = None
+    in_loss: Array | None = None
     is_stream: bool = False
 
 
@@ -163,36 +163,36 @@ def _type_in(index: Path) -> str:
 def _indexed(path: Path, ids: Array) -> Iterator[IntArray]:
     """The documents of an index.
 
-    Behind its header it has of each sequence its length and its first byte, and of each document its first sequence.
+    Behind its header it has of each sample its length and its first byte, and of each document its first sample.
     """
     header = np.fromfile(path, "u1", _INDEX_HEADER_BYTES)
-    num_sequences, num_borders = header[18:34].view("<u8").tolist()
-    size, wanted = path.stat().st_size, _INDEX_HEADER_BYTES + 12 * num_sequences + 8 * num_borders
-    if size not in (wanted, wanted + num_sequences):  # behind it may stand of which kind each sequence is
+    num_samples, num_borders = header[18:34].view("<u8").tolist()
+    size, wanted = path.stat().st_size, _INDEX_HEADER_BYTES + 12 * num_samples + 8 * num_borders
+    if size not in (wanted, wanted + num_samples):  # behind it may stand of which kind each sample is
         raise ValueError(f"{path.name} has {size:,} bytes, not the {wanted:,} that its header tells of")
-    if not (num_sequences and num_borders):
+    if not (num_samples and num_borders):
         if len(ids):
             raise ValueError(f"{path.name} tells of no document, but there are {len(ids):,} ids")
         return
     at = _INDEX_HEADER_BYTES
-    lengths = np.memmap(path, "<i4", "r", at, (num_sequences,))
-    begins = np.memmap(path, "<i8", "r", at + 4 * num_sequences, (num_sequences,))
-    borders = np.memmap(path, "<i8", "r", at + 12 * num_sequences, (num_borders,))
-    if borders[0] != 0 or borders[-1] != num_sequences:
-        raise ValueError(f"{path.name} tells of documents that are not those of its {num_sequences:,} sequences")
+    lengths = np.memmap(path, "<i4", "r", at, (num_samples,))
+    begins = np.memmap(path, "<i8", "r", at + 4 * num_samples, (num_samples,))
+    borders = np.memmap(path, "<i8", "r", at + 12 * num_samples, (num_borders,))
+    if borders[0] != 0 or borders[-1] != num_samples:
+        raise ValueError(f"{path.name} tells of documents that are not those of its {num_samples:,} samples")
     if (count := int(lengths.sum(dtype=np.int64))) != len(ids):
         raise ValueError(f"{path.name} tells of {count:,} ids, but there are {len(ids):,}")
     done = 0
     for first in range(0, num_borders - 1, _MOST_DOCUMENTS):
         own = np.array(borders[first : first + _MOST_DOCUMENTS + 1])
         sizes = lengths[own[0] : own[-1]].astype(np.int64)
-        if (np.diff(own) < 0).any() or own[-1] > num_sequences or (sizes < 0).any():
-            raise ValueError(f"{path.name} is damaged: it tells of lengths below 0, or of more sequences than it has")
-        sequences = starts_of(sizes)
-        if (begins[own[0] : own[-1]] != (done + sequences[:-1]) * ids.itemsize).any():
-            raise ValueError(f"{path.name} tells of sequences that do not lie end to end")
-        yield np.diff(sequences[own - own[0]])
-        done += int(sequences[-1])
+        if (np.diff(own) < 0).any() or own[-1] > num_samples or (sizes < 0).any():
+            raise ValueError(f"{path.name} is damaged: it tells of lengths below 0, or of more samples than it has")
+        samples = starts_of(sizes)
+        if (begins[own[0] : own[-1]] != (done + samples[:-1]) * ids.itemsize).any():
+            raise ValueError(f"{path.name} tells of samples that do not lie end to end")
+        yield np.diff(samples[own - own[0]])
+        done += int(samples[-1])
 
 
 def _of_datatrove(path: Path, index: Path) -> Found:
@@ -203,10 +203,10 @@ def _of_datatrove(path: Path, index: Path) -> Found:
     if not types:
         raise ValueError(f"{index.name} tells of {count:,} ids, and {size:,} bytes are no such ids of two bytes or of four")
     loss = path.with_name(f"{path.name}.loss")
-    learned = _beside(loss, "u1") if os.path.lexists(loss) else None
-    if learned is not None and len(learned) != count:
-        raise ValueError(f"{loss.name} tells of {len(learned):,} ids, but there are {count:,}")
-    return Found(_mapped(path, types[0]), _ended(index.name, ends), learned)
+    in_loss = _beside(loss, "u1") if os.path.lexists(loss) else None
+    if in_loss is not None and len(in_loss) != count:
+        raise ValueError(f"{loss.name} tells of {len(in_loss):,} ids, but there are {count:,}")
+    return Found(_mapped(path, types[0]), _ended(index.name, ends), in_loss)
 
 
 def _ended(name: str, ends: Array) -> Iterator[IntArray]:

@@ -86,7 +86,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), first: int = 0) -> Rendered:
         """The chat as text, and the spans of it that carry loss: what the assistant says and the mark that ends its turn.
 
-        `tools` are the definitions of those that the assistant may call. In the messages before the `first` nothing is learned.
+        `tools` are the definitions of those that the assistant may call. In the messages before the `first` no token has loss.
 
         Raises ChatError: the template refuses the chat or fails on it, or what the assistant says cannot be told.
         """

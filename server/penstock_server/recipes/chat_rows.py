@@ -58,7 +58,7 @@ def read_tools(rows: Rows) -> list[Tools]:
 def tokenized_chats(
     rows: Rows, role: str, chats: Sequence[Chat], tools: Sequence[Tools], prompts: Sequence[Chat] | None = None
 ) -> Lists:
-    """The chats of a field, rendered with the tools of each and tokenized. What the assistant says in them is learned.
+    """The chats of a field, rendered with the tools of each and tokenized. What the assistant says in them has loss.
 
     What it says in the `prompts` before them is not. So is the EOS of a chat that the assistant ends. BOS and EOS are added
     where a chat does not begin and end with them.
@@ -69,12 +69,12 @@ def tokenized_chats(
     texts, spans, answered = [], [], []
     for row, (chat, own_tools) in enumerate(zip(chats, tools, strict=True)):
         try:
-            text, learned = _rendered(chat, prompts[row] if prompts else [], own_tools, recipe)
+            text, in_loss = _rendered(chat, prompts[row] if prompts else [], own_tools, recipe)
         except ChatError as error:
             note(row, str(error))
-            text, learned, chat = "", (), []
+            text, in_loss, chat = "", (), []
         texts.append(text)
-        spans.append(learned)
+        spans.append(in_loss)
         answered.append(any(map(has_loss, chat[-1:])))
     ids, turns = [], []
     bos, eos = special(recipe.bos_id), special(recipe.eos_id)
@@ -88,13 +88,13 @@ def tokenized_chats(
         )
         ids.append(np.concatenate([np.array(opening, np.int64), tokens, np.array(closing, np.int64)]))
         runs[0] += len(opening)
-        runs[-1 if answered[row] or runs[-1] else -2] += len(closing)  # after the user's words an EOS is not learned
+        runs[-1 if answered[row] or runs[-1] else -2] += len(closing)  # after the user's words an EOS has no loss
         turns.append(runs)
     return Lists(*_end_to_end(ids), _end_to_end(turns))
 
 
 def _is_closed(text: str, spans: Sequence[Span], recipe: Recipe) -> bool:
-    """Whether a chat, or what is learned last in it, ends with the EOS, but for blanks."""
+    """Whether a chat, or what has loss last in it, ends with the EOS, but for blanks."""
     assert recipe.tokenizer
     token = None if recipe.eos_id is None else recipe.tokenizer.tokenizer.id_to_token(recipe.eos_id)
     ends = [text, *(text[start:stop] for start, stop in spans[-1:])]
@@ -139,7 +139,7 @@ def _one_nested(one: pa.Array, row: int, note: Note) -> Any:
 
 
 def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[str, tuple[Span, ...]]:
-    """The text of a chat after a prompt, and the spans that are learned. Raises ChatError: there is none of them."""
+    """The text of a chat after a prompt, and the spans that have loss. Raises ChatError: there is none of them."""
     assert recipe.chat
     if None in [*prompt, *chat]:
         raise ChatError("has a message that is null")
@@ -147,10 +147,10 @@ def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[s
     answers = [message for message in chat if message["role"] == "assistant"]
     said = list(filter(has_loss, answers))
     if answers and not said:
-        raise ChatError("has a chat in which every message of the assistant has weight 0, so nothing is learned")
-    if not rendered.spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would be learned
+        raise ChatError("has a chat in which every message of the assistant has weight 0, so no token has loss")
+    if not rendered.spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would have loss
         roles = dict.fromkeys(message["role"] for message in chat)
-        raise ChatError(f"has a chat in which the assistant says nothing, so nothing is learned; its roles: {', '.join(roles)}")
+        raise ChatError(f"has a chat in which the assistant says nothing, so no token has loss; its roles: {', '.join(roles)}")
     return rendered.text, rendered.spans
 
 

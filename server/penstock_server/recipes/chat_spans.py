@@ -32,7 +32,7 @@ class Rendered:
 
 
 def rendered_by_marks(write: Write, chat: Sequence[Message], first: int = 0) -> Rendered:
-    """A chat by a template that marks what the assistant says. In the messages before the `first` nothing is learned.
+    """A chat by a template that marks what the assistant says. In the messages before the `first` no token has loss.
 
     Raises ChatError: the marks are not around what is written, or do not tell what is said before the first.
     """
@@ -50,7 +50,7 @@ def rendered_by_marks(write: Write, chat: Sequence[Message], first: int = 0) -> 
         if after > last + 1 and said[: len(known)] != [before[slice(*span)] for span in known]:
             raise ChatError(
                 "has a chat whose template changes what the assistant said in a message without loss when the chat goes on, "
-                "so that what is learned cannot be told"
+                "so that what has loss cannot be told"
             )
         kept += spans[start : len(known)] if carries_loss else ()
         start = len(known)
@@ -81,7 +81,7 @@ def _marked(write: Write, chat: Sequence[Message]) -> tuple[str, tuple[Span, ...
 
 
 def rendered_in_steps(write: Write, trial: Trial, chat: Sequence[Message], first: int) -> Rendered:
-    """A chat by a template without marks, as it is after each answer. In the messages before the `first` nothing is learned.
+    """A chat by a template without marks, as it is after each answer. In the messages before the `first` no token has loss.
 
     Raises ChatError: what the assistant says cannot be told.
     """

@@ -15,8 +15,8 @@ tools = "functions"                # what its template is given as tools: lists,
 eos = "<|endoftext|>"              # a token or an id; false for none. Closes a text or a response
 bos = "<s>"                        # a token or an id; default: none. Opens a text or a prompt
 pad = "<pad>"                      # a token or an id; padding is masked, so it matters to people only
-labels = "labels"                  # of token ids: -100 where they are not learned; not shifted. Default: such a column
-loss_mask = "completion_mask"      # or 0 where they are not learned
+labels = "labels"                  # of token ids: -100 where they have no loss; not shifted. Default: such a column
+loss_mask = "completion_mask"      # or 0 where they have no loss
 attention_mask = "attention_mask"  # 0 at padding, which is left out
 seq_lengths = "seq_lengths"        # the lengths of the documents that are packed into a row; default: such a column
 position_ids = "position_ids"      # or the position of each id in its document. Any of the five may be false for none
@@ -27,7 +27,7 @@ transform = "clean:strip_html"     # a function over record batches, of clean.py
 splits = "files"                   # train, validation and test by the shards' names, or "hash". Default: files, if names differ
 validation = 0.005                 # the share of rows in split=validation; with splits = "files" of train shards, default 0
 split_by = "document"              # rows of one value stay in one split; default: each row by its place
-on_bad_row = "substitute"          # or "fail"
+on_bad_row = "replace"          # or "fail"
 max_bad_share = 0.01               # of the rows kept; with more bad ones the dataset is refused
 """
 
@@ -41,7 +41,7 @@ from typing import Any
 from penstock.whole import is_whole
 from penstock.wording import perhaps
 from penstock_server.files import may_be_there, read_text
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.mask_columns import NAMES
 
 FILE_NAME = "penstock.toml"
@@ -75,13 +75,13 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "columns": (_is_names, "a list of different names"),
     "splits": (lambda value: value in ("files", "hash"), '"files" or "hash"'),
     "validation": (_is_share, "a share from 0 to below 1"),
-    "on_bad_row": (lambda value: value in ("fail", "substitute"), '"fail" or "substitute"'),
+    "on_bad_row": (lambda value: value in ("fail", "replace"), '"fail" or "replace"'),
     "max_bad_share": (_is_share, "a share from 0 to below 1"),
 }
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:
-    """What penstock.toml says, each value of the right kind; nothing if there is no such file. Raises DatasetRefused."""
+    """What penstock.toml says, each value of the right kind; nothing if there is no such file. Raises DatasetInvalid."""
     path = folder / FILE_NAME
     if not may_be_there(path):  # a link to nothing is a recipe that is away: without it other rows would be served
         return {}
@@ -94,19 +94,19 @@ def read_declaration(folder: Path) -> dict[str, Any]:
         if key in _KEYS and not _KEYS[key][0](value)
     ]
     if "max_bad_share" in given and "on_bad_row" not in given:
-        problems.append('max_bad_share limits what is substituted, but nothing is: set on_bad_row = "substitute", or remove it')
+        problems.append('max_bad_share limits what is replaced, but nothing is: set on_bad_row = "replace", or remove it')
     if "mix" in unknown:
         problems.append("a mixture is declared in a folder of its own, without shards")
     if problems:
         known = f" Known keys: {', '.join(_KEYS)}; and mix, by itself." if unknown else ""
-        raise DatasetRefused(f"{path}: {'; '.join(problems)}.{known}")
+        raise DatasetInvalid(f"{path}: {'; '.join(problems)}.{known}")
     return given
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a file of TOML says. Raises DatasetRefused: it cannot be read, or is none."""
+    """What a file of TOML says. Raises DatasetInvalid: it cannot be read, or is none."""
     try:
         return tomllib.loads(read_text(path, "utf-8-sig"))  # editors on Windows write a byte order mark
     except (OSError, ValueError, RecursionError) as error:
         quotes = " In TOML, texts need quotes." if str(error).startswith("Invalid value") else ""
-        raise DatasetRefused(f"{path} cannot be read: {error}.{quotes}") from error
+        raise DatasetInvalid(f"{path} cannot be read: {error}.{quotes}") from error

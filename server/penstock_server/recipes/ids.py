@@ -70,7 +70,7 @@ def _closed(lists: Lists, token: int | None) -> Lists:
 def _bounded(lists: Lists, token: int | None, *, at_end: bool) -> Lists:
     """The lists, each opened by a token unless it begins with it; `at_end`: closed unless it ends with it.
 
-    It is learned as the one beside it is.
+    It has loss as the one beside it is.
     """
     values, lengths = lists.values, lists.lengths
     if token is None or not len(values):

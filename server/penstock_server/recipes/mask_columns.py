@@ -1,7 +1,7 @@
 """Which columns of pre-tokenized rows are masks: those that penstock.toml names, or else those with a usual name.
 
-labels          the id where it is learned, -100 where not; not shifted, as Hugging Face's models take them
-loss_mask       1 where an id is learned, 0 where not
+labels          the id where it has loss, -100 where not; not shifted, as Hugging Face's models take them
+loss_mask       1 where an id has loss, 0 where not
 attention_mask  0 at padding, which is left out of the row
 seq_lengths     of rows that hold several documents: the ids of each document, as TRL packs them
 position_ids    or the position of each id in its document, from 0 on
@@ -27,7 +27,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 OF_LOSS = ("labels", "loss_mask")  # a row has one of them
 OF_DOCUMENTS = ("seq_lengths", "position_ids")  # likewise
 _BOOLEAN = ("loss_mask", "attention_mask")  # roles whose columns may be lists of booleans
-_EITHER = {OF_LOSS: "which ids are learned", OF_DOCUMENTS: "where documents begin"}
+_EITHER = {OF_LOSS: "which ids have loss", OF_DOCUMENTS: "where documents begin"}
 
 Masks = tuple[tuple[str, Field], ...]  # by what they are, as `NAMES` has it
 

@@ -1,6 +1,6 @@
 """Masks of pre-tokenized rows, applied. `mask_columns` finds them.
 
-Padding is left out, what is learned becomes turns, and documents that were packed into a row are told apart.
+Padding is left out, what has loss becomes turns, and documents that were packed into a row are told apart.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from penstock_server.arrow import list_lengths
 from penstock_server.geometry.arrays import IntArray, begins_run, starts_of
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.tokenizer import Note
-from penstock_server.recipes.turns import Lists, first_marked, learned_where
+from penstock_server.recipes.turns import Lists, first_marked, turns_where
 
 _Marks = npt.NDArray[np.bool_]
 
 
 def masked(ids: Lists, rows: Rows) -> Lists:
-    """Rows of ids without their padding, with turns where a mask tells which ids are learned, and with their documents.
+    """Rows of ids without their padding, with turns where a mask tells which ids have loss, and with their documents.
 
-    The first id of a document does not follow from the document before it, so it is not learned. The first of a row is, as in
+    The first id of a document does not follow from the document before it, so it has no loss. The first of a row is, as in
     rows of one document.
-    A row is bad if a mask does not fit it, or if nothing of it is left or learned.
+    A row is bad if a mask does not fit it, or if nothing of it is left or has loss.
     """
     notes = {role: partial(rows.note, of=source.text) for role, source in rows.recipe.masks}
     columns = {role: rows.values(source) for role, source in rows.recipe.masks}
@@ -37,19 +37,19 @@ def masked(ids: Lists, rows: Rows) -> Lists:
     if note := notes.get("seq_lengths"):
         numbers = _by_lengths(columns.pop("seq_lengths"), ids.lengths, note)
     values = {role: _of_ids(column, ids.lengths, notes[role]) for role, column in columns.items()}
-    attended, learned = np.ones(len(ids.values), np.bool_), None
+    attended, in_loss = np.ones(len(ids.values), np.bool_), None
     if note := notes.get("attention_mask"):
         attended = _ones(values["attention_mask"], ids.lengths, note)
         _note_rows_without(attended, ids.lengths, note, "is 0 throughout: it is padding alone")
     if note := notes.get("labels"):
-        learned = _labelled(values["labels"], ids, attended, note)
-        _note_rows_without(learned, ids.lengths, note, f"is {IGNORED} throughout: nothing is learned")
+        in_loss = _labelled(values["labels"], ids, attended, note)
+        _note_rows_without(in_loss, ids.lengths, note, f"is {IGNORED} throughout: no token has loss")
     elif note := notes.get("loss_mask"):
-        learned = _ones(values["loss_mask"], ids.lengths, note) & attended
-        _note_rows_without(learned, ids.lengths, note, "is 0 throughout: nothing is learned")
+        in_loss = _ones(values["loss_mask"], ids.lengths, note) & attended
+        _note_rows_without(in_loss, ids.lengths, note, "is 0 throughout: no token has loss")
     if not attended.all():
         ids = Lists(ids.values[attended], _counts(attended, ids.lengths))
-        learned = None if learned is None else learned[attended]
+        in_loss = None if in_loss is None else in_loss[attended]
     if note := notes.get("position_ids"):
         numbers = _by_positions(values["position_ids"][attended], ids.lengths, note)
     elif numbers is not None:
@@ -58,8 +58,8 @@ def masked(ids: Lists, rows: Rows) -> Lists:
         begins = begins_run(numbers)
         ids = replace(ids, documents=(np.diff(np.flatnonzero(begins), append=len(begins)), _counts(begins, ids.lengths)))
         begins[starts_of(ids.lengths)[:-1][ids.lengths > 0]] = False
-        learned = ~begins if learned is None else learned & ~begins
-    return ids if learned is None else learned_where(ids, learned)
+        in_loss = ~begins if in_loss is None else in_loss & ~begins
+    return ids if in_loss is None else turns_where(ids, in_loss)
 
 
 def _by_lengths(array: pa.Array, lengths: IntArray, note: Note) -> IntArray:
@@ -123,7 +123,7 @@ def _ones(values: npt.NDArray[Any], lengths: IntArray, note: Note) -> _Marks:
 
 
 def _labelled(labels: npt.NDArray[Any], ids: Lists, attended: _Marks, note: Note) -> _Marks:
-    """Where labels say that an id is learned; a row with labels that are no ids of it is bad."""
+    """Where labels say that an id has loss; a row with labels that are no ids of it is bad."""
     marks: _Marks = (labels != IGNORED) & attended
     for row, at in first_marked(marks & (labels != ids.values), ids.lengths):
         told = f"has {labels[at]} at id {ids.values[at]}"

@@ -23,7 +23,7 @@ def preferences(rows: Rows) -> dict[str, Lists]:
 
 
 def _parted(chats: dict[str, list[Chat]], side: str) -> tuple[list[Chat], list[Chat]]:
-    """The answers of one side, and the messages before them, which are not learned."""
+    """The answers of one side, and the messages before them, which have no loss."""
     if "prompt" in chats:
         return chats[side], chats["prompt"]
     shared = map(_shared, chats["chosen"], chats["rejected"])

@@ -36,7 +36,7 @@ class Recipe:
 
     kind, fields  what a row is, and which fields hold it, by their role: tokens, text, prompt, response, messages, chosen
                   and rejected. Rows of ids are of kind "tokens" whatever the roles: a prompt and a response of ids, too
-    masks         of pre-tokenized rows: which fields tell what of their ids is learned or padding, and where documents begin,
+    masks         of pre-tokenized rows: which fields tell what of their ids has loss or padding, and where documents begin,
                   see `mask_columns`
     vocab_size    bounds the ids of pre-tokenized rows; None if nothing is known of them
     bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
@@ -45,9 +45,9 @@ class Recipe:
     tools         the definitions of tools that it is given, if rows have any
     columns       what travels beside the tokens
     reads_json    whether columns that are read are of Parquet's JSON type, or hold it, in the first shard
-    first         the columns of the first shard: no other shard may have more that tell what is learned
-    unused        columns that tell what is learned, by their names, and are not used. Of ids they are masks; of texts, of which
-                  every token is learned, chats or answers; of preference pairs, a prompt of another type than the answers;
+    first         the columns of the first shard: no other shard may have more that tell what has loss
+    unused        columns that tell what has loss, by their names, and are not used. Of ids they are masks; of texts, of which
+                  every token has loss, chats or answers; of preference pairs, a prompt of another type than the answers;
                   of chats, tools that their template does not look at; of prompts and responses, the label of KTO's data
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
     guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
@@ -56,7 +56,7 @@ class Recipe:
     validation    the share of rows that are held out for validation, by the hash of `split_by`, a field, or of the row's place;
                   None: the default of the rule that gives the splits
     split_type    what `split_by` is in the first shard
-    max_bad_share more bad rows than this share of those kept are not substituted: the dataset is refused
+    max_bad_share more bad rows than this share of those kept are not replaced: the dataset is refused
     """
 
     kind: Kind
@@ -81,7 +81,7 @@ class Recipe:
     validation: float | None = None
     split_by: Field | None = None
     split_type: pa.DataType | None = None
-    on_bad_row: Literal["fail", "substitute"] = "fail"
+    on_bad_row: Literal["fail", "replace"] = "fail"
     max_bad_share: float = DEFAULT_BAD_SHARE
 
     @property
@@ -91,7 +91,7 @@ class Recipe:
 
     @property
     def has_turns(self) -> bool:
-        """Whether only parts of a row are learned: responses, not prompts."""
+        """Whether only parts of a row have loss: responses, not prompts."""
         return not dict(self.fields).keys() <= {"tokens", "text"} or self.has_loss_mask
 
     @property
@@ -106,7 +106,7 @@ class Recipe:
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether a column of pre-tokenized rows tells which ids are learned. The first of a packed document never is."""
+        """Whether a column of pre-tokenized rows tells which ids have loss. The first of a packed document never is."""
         return any(role in OF_LOSS for role, _ in self.masks) or self.has_documents
 
     @property
@@ -195,7 +195,7 @@ class Recipe:
         return {key: value for key, value in settings.items() if value is not None}
 
     def is_like(self, other: Recipe) -> bool:
-        """Whether another recipe makes the same of each row: tokens, a split, an error or a substitute."""
+        """Whether another recipe makes the same of each row: tokens, a split, an error or a replacement."""
         mine, theirs = ((r.identity, r.splits, r.validation, r.on_bad_row, r.max_bad_share) for r in (self, other))
         return mine == theirs
 

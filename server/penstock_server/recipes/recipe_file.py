@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock_server.arrow import holds_json
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
 from penstock_server.recipes.declaration import FILE_NAME, read_declaration
@@ -29,7 +29,7 @@ from penstock_server.recipes.transform import OF_NO_ROWS, Transform, TransformEr
 def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None) -> Recipe:
     """The recipe of a dataset folder whose first shard has this schema.
 
-    Raises DatasetRefused: penstock.toml is wrong, no column can be used, or a tokenizer is missing or is none.
+    Raises DatasetInvalid: penstock.toml is wrong, no column can be used, or a tokenizer is missing or is none.
     """
     given = read_declaration(folder)
     try:
@@ -39,7 +39,7 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
         hint = OF_NO_ROWS if is_of_rows else ""
         said = str(error).rstrip(".")
         stop = "" if said.endswith("?") else "."
-        raise DatasetRefused(f"{folder}: {said}{stop} Mend {FILE_NAME}, or the data.{hint}") from error
+        raise DatasetInvalid(f"{folder}: {said}{stop} Mend {FILE_NAME}, or the data.{hint}") from error
 
 
 def _transformed(transform: Transform, schema: pa.Schema) -> pa.Schema:
@@ -64,7 +64,7 @@ class _Reader:
         kind, fields = read_fields(self._folder, given, self._schema)
         tokenizer = self._tokenizer(kind, fields)
         if tokenizer and "vocab_size" in given:
-            raise DatasetRefused(
+            raise DatasetInvalid(
                 f"{self._folder / FILE_NAME}: vocab_size is given, but the tokenizer already tells it; remove vocab_size."
             )
         vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
@@ -112,7 +112,7 @@ class _Reader:
         if roles == ["tokens"]:
             return find_masks(self._given, self._schema)
         if declared := [mask for mask in NAMES if self._given.get(mask)]:
-            raise DatasetRefused(
+            raise DatasetInvalid(
                 f"{self._folder / FILE_NAME}: {declared[0]} is a mask of tokens, but rows are made of {' and '.join(roles)}. "
                 f"Remove it."
             )
@@ -132,7 +132,7 @@ class _Reader:
         path = self._tokenizer_path(kind)
         if path is None and kind != "tokens":
             columns = " and ".join(source.text for _, source in fields)
-            raise DatasetRefused(
+            raise DatasetInvalid(
                 f"the data is text (in {columns}) and no tokenizer is given. Start with --tokenizer FILE (a "
                 f'tokenizer.json), or name one in {self._folder / FILE_NAME}, relative to its folder: tokenizer = "FILE".'
             )
@@ -143,7 +143,7 @@ class _Reader:
         return tokenizer
 
     def _check_split(self, kind: Kind, fields: Fields, tokenizer: TokenizerFile | None) -> None:
-        """Whether special tokens are to be split where none are meant. Raises DatasetRefused: some are."""
+        """Whether special tokens are to be split where none are meant. Raises DatasetInvalid: some are."""
         way_out = "Remove it, and take spellings of special tokens out of what people wrote with a transform."
         reason = ""
         if kind == "tokens":
@@ -158,7 +158,7 @@ class _Reader:
                     told.append(f"{', '.join(dict.fromkeys(spelled))} in the template of {role}")
             reason = f"would split {' and '.join(told)}, too" if told else ""
         if reason:
-            raise DatasetRefused(f"{self._folder / FILE_NAME}: split_special_tokens {reason}. {way_out}")
+            raise DatasetInvalid(f"{self._folder / FILE_NAME}: split_special_tokens {reason}. {way_out}")
 
     def _tokenizer_path(self, kind: Kind) -> Path | None:
         if "tokenizer" in self._given:
@@ -169,7 +169,7 @@ class _Reader:
         if not are_chats(kind, fields, self._given, self._schema):
             if "chat_template" in self._given:
                 names = " and ".join(source.text for _, source in fields)
-                raise DatasetRefused(
+                raise DatasetInvalid(
                     f"{self._folder / FILE_NAME}: chat_template renders messages, but rows are made of {names}. Leave it out, "
                     f'or name the column of messages: messages = "COLUMN".'
                 )
@@ -177,7 +177,7 @@ class _Reader:
         path = self._tokenizer_path(kind)
         text = self._template("default")
         if text is None:
-            raise DatasetRefused(
+            raise DatasetInvalid(
                 f"{self._folder}: its rows are chats, but beside {path} there is no chat template "
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
@@ -203,11 +203,11 @@ class _Reader:
         declared = self._given.get("tools")
         if declared:
             if not chat:
-                raise DatasetRefused(
+                raise DatasetInvalid(
                     f"{self._folder / FILE_NAME}: tools are for a chat template, but rows are no chats. Remove it."
                 )
             if not chat.takes_tools:
-                raise DatasetRefused(
+                raise DatasetInvalid(
                     f"{self._folder / FILE_NAME}: tools are given, but the chat template does not look at any. Remove tools, "
                     f"or take a template that writes them."
                 )

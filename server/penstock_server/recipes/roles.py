@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.wording import listed
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.column_types import is_bytes, is_chats, is_list_of, is_messages, is_of_nothing, is_text, is_tokens
 from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES
 from penstock_server.recipes.fields import Field, FieldError
@@ -33,7 +33,7 @@ def read_fields(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tu
     """What rows of this schema are, and which fields hold them, by their roles.
 
     Raises FieldError: a field that is declared is not there, or of a type that will not do.
-    Raises DatasetRefused: what is declared is no row, or nothing is and no column can be used.
+    Raises DatasetInvalid: what is declared is no row, or nothing is and no column can be used.
     """
     named = [role for role in ROLES if role in given]
     if not named:
@@ -50,7 +50,7 @@ def read_fields(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tu
                 told = ", ".join(f"{role} is {'chats' if are else 'text'}" for role, are in are_chats.items())
                 raise FieldError(f"of a preference pair all must be text, or all chats, but {told}")
             return kind, fields
-    raise DatasetRefused(
+    raise DatasetInvalid(
         f"{folder / FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or "
         f"messages, or chosen and rejected with or without prompt."
     )
@@ -111,13 +111,13 @@ class FirstShard:
         both = pa.schema([*others, *(field for field in schema if field.name in names)])
         for name in sorted(self._read(both) - read):
             raise FieldError(
-                f"column {name!r} is not in the first shard, or cannot be used there, so the rows of this shard would be "
-                f"learned without it. Write it in the first shard, too; or, to do without it, say in {FILE_NAME}: "
+                f"column {name!r} is not in the first shard, or cannot be used there, so the rows of this shard would "
+                f"have loss without it. Write it in the first shard, too; or, to do without it, say in {FILE_NAME}: "
                 f"{self._way_without(name)}"
             )
 
     def _read(self, schema: pa.Schema) -> set[str]:
-        """The columns that rows of this schema are made of, with those that tell what of them is learned."""
+        """The columns that rows of this schema are made of, with those that tell what of them has loss."""
         kind, fields = read_fields(self.folder, self.given, schema)
         masks = find_masks(self.given, schema) if [role for role, _ in fields] == ["tokens"] else ()
         read = {name for _, source in (*fields, *masks) for name in source.columns}
@@ -154,7 +154,7 @@ def _guess(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[K
         for columns in guesses:
             if any(names.issuperset(columns.values()) for names in of_types):
                 return kind, tuple((role, Field.parse(column, schema)) for role, column in columns.items())
-    raise DatasetRefused(f"{folder}: {_why_no_guess(schema, text, chats)}{OF_NO_ROWS if 'transform' in given else ''}")
+    raise DatasetInvalid(f"{folder}: {_why_no_guess(schema, text, chats)}{OF_NO_ROWS if 'transform' in given else ''}")
 
 
 def _why_no_guess(schema: pa.Schema, text: set[str], chats: set[str]) -> str:

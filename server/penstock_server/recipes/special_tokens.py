@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from penstock.whole import is_whole
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat_files import load_special_tokens
 from penstock_server.recipes.declaration import FILE_NAME
 from penstock_server.recipes.tokenizer import TokenizerFile
@@ -23,7 +23,7 @@ class SpecialTokens:
 
     guessed_eos  the tokens of which the first was taken for the EOS, where the tokenizer has several and nothing names one
 
-    Raises DatasetRefused: a token that is named is not in the vocabulary, or nothing says which it is.
+    Raises DatasetInvalid: a token that is named is not in the vocabulary, or nothing says which it is.
     Raises TemplateError: a file beside the tokenizer cannot be read.
     """
 
@@ -48,7 +48,7 @@ class SpecialTokens:
         found = self._id_of(named or self._usual_eos())
         if found is None:
             sought = named or f"usual end-of-text token ({', '.join(_EOS_NAMES)})"
-            raise DatasetRefused(
+            raise DatasetInvalid(
                 f"{self._folder}: the tokenizer has no {sought}. Name its "
                 f'own in {self._folder / FILE_NAME}: eos = "<the token>" or its id, or eos = false for none.'
             )
@@ -81,7 +81,7 @@ class SpecialTokens:
             return declared
         if key == "eos" and (usual := self._usual_eos()):
             return usual
-        raise DatasetRefused(
+        raise DatasetInvalid(
             f"{self._folder}: its chat template writes {name}, but nothing says what that is: turns would never be closed "
             f'or opened. Name it in tokenizer_config.json beside {self._path}, as {{"{name}": "..."}}, or in '
             f'{self._folder / FILE_NAME}: {key} = "<the token>".'
@@ -101,11 +101,11 @@ class SpecialTokens:
         if isinstance(token, str) and (found := self._id_of(token)) is not None:
             return found
         if isinstance(token, str) and self._tokenizer is None:
-            raise DatasetRefused(
+            raise DatasetInvalid(
                 f"{self._folder / FILE_NAME}: {key} = {token!r} is a text, but rows are token ids: there is no tokenizer to "
                 f"look it up in. Give the id."
             )
-        raise DatasetRefused(
+        raise DatasetInvalid(
             f"{self._folder / FILE_NAME}: {key} = {token!r} is not in the vocabulary of {size:,} ids. Name a token that is in "
             f"it, by its text or id, or leave {key} out."
         )

@@ -19,7 +19,7 @@ from tokenizers import Encoding, Tokenizer
 from penstock_server.files import read_file, spelled
 from penstock_server.library_errors import LibraryError, library_errors
 from penstock_server.machine import num_cores
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat_files import NamedToken, NamedTokens, load_added_tokens
 from penstock_server.recipes.messages import TemplateError
 from penstock_server.side_by_side import side_by_side
@@ -151,7 +151,7 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
     So is its dropout, with which a text has other tokens each time. Tokens that the files beside it add are added.
     With `split_special_tokens` a text that spells a special token becomes plain tokens, not that one.
 
-    Raises DatasetRefused: there is no such file, or it is no tokenizer, or tokens cannot be added to it.
+    Raises DatasetInvalid: there is no such file, or it is no tokenizer, or tokens cannot be added to it.
     """
     try:
         # Where `path` is a symlink, as in the hub's cache, these files are beside the link.
@@ -160,7 +160,7 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
         # Nobody can set the ctime, as an archive sets the mtime.
         loaded = _load(found, found.stat().st_ctime_ns, split_special_tokens, named)
     except TemplateError as error:
-        raise DatasetRefused(str(error)) from error
+        raise DatasetInvalid(str(error)) from error
     except OSError as error:
         way_out = (
             "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model; of "
@@ -168,10 +168,10 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
         )
         if isinstance(error, PermissionError):
             way_out = "Let the server's user read it."
-        raise DatasetRefused(f"the tokenizer {path} cannot be read: {error.strerror}. {way_out}") from error
+        raise DatasetInvalid(f"the tokenizer {path} cannot be read: {error.strerror}. {way_out}") from error
     for token in (*named.restated, *named.others):
         if token.id not in (None, own := loaded.tokenizer.token_to_id(token.content)):
-            raise DatasetRefused(
+            raise DatasetInvalid(
                 f"the files beside {path} give the token {token.content!r} the id {token.id:,}, but added to this tokenizer it "
                 f"has the id {own:,}: ids are given without gaps, and a token of the tokenizer keeps its own. Save all of "
                 f"these files together with transformers' save_pretrained, or correct the ids."
@@ -191,12 +191,12 @@ def _load(
         with library_errors():
             tokenizer = Tokenizer.from_buffer(content)
     except LibraryError as error:
-        raise DatasetRefused(
+        raise DatasetInvalid(
             f"{path} is not a tokenizer: {error}. A tokenizer.json is what Tokenizer.save of the `tokenizers` library writes; "
             f"of other files transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) makes one."
         ) from error
     if not tokenizer.get_vocab_size():
-        raise DatasetRefused(f"{path} is a tokenizer with an empty vocabulary: it was saved before it was trained.")
+        raise DatasetInvalid(f"{path} is a tokenizer with an empty vocabulary: it was saved before it was trained.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = split_special_tokens

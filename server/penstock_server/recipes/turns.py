@@ -1,4 +1,4 @@
-"""Lists of token ids, one a row, and their turns: the runs of ids that are learned, and those that are not."""
+"""Lists of token ids, one a row, and their turns: the runs of ids that have loss, and those that are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_server.geometry.arrays import IntArray, begins_run, concatenated_r
 class Lists:
     """A list a row, end to end: all values, and how many are each row's; the same of the lengths of its turns, if it has any.
 
-    Turns are runs of tokens, the first not learned, the second learned, and so on: prompt, response, prompt, ...
+    Turns are runs of tokens, the first without loss, the second with loss, and so on: prompt, response, prompt, ...
     `documents` are the lengths of the documents in each row, in the form of `turns`; None where each row is one document.
     """
 
@@ -51,19 +51,19 @@ def with_turns(turns: Sequence[Lists]) -> Lists:
     return Lists(lists.values, lists.lengths, (lengths.reshape(-1), np.full(len(lengths), len(turns))))
 
 
-def learned_where(lists: Lists, learned: npt.NDArray[np.bool_]) -> Lists:
+def turns_where(lists: Lists, in_loss: npt.NDArray[np.bool_]) -> Lists:
     """The lists with the turns that these marks of each of their ids make."""
     borders = starts_of(lists.lengths)
-    begins = np.zeros(len(learned) + 1, np.bool_)
-    begins[1:-1] = learned[1:] != learned[:-1]
+    begins = np.zeros(len(in_loss) + 1, np.bool_)
+    begins[1:-1] = in_loss[1:] != in_loss[:-1]
     begins[borders] = True
     starts = np.flatnonzero(begins[:-1])
     first = np.searchsorted(starts, borders)  # the first piece of each list, and at last how many pieces there are
     opens = np.zeros(len(lists.lengths), np.bool_)
     some = lists.lengths > 0
-    opens[some] = learned[borders[:-1][some]]
-    # The first turn is never learned: before one that is stands one of no ids.
-    turns: IntArray = np.insert(np.diff(starts, append=len(learned)), first[:-1][opens], 0)
+    opens[some] = in_loss[borders[:-1][some]]
+    # The first turn never has loss: before one that is stands one of no ids.
+    turns: IntArray = np.insert(np.diff(starts, append=len(in_loss)), first[:-1][opens], 0)
     return replace(lists, turns=(turns, np.diff(first) + opens))
 
 

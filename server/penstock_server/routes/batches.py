@@ -91,7 +91,7 @@ async def run_of_batches(
     **_batch,
 )
 async def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> Response:
-    """The rows that each sequence of a batch is made of; `dataset_row` is the number that the URLs of a row take."""
+    """The rows that each sample of a batch is made of; `dataset_row` is the number that the URLs of a row take."""
 
     def make() -> Response:
         plan = service_of(request).catalog.plan(dataset, spec_of(request))
@@ -115,6 +115,6 @@ async def _answer(
         )
     spec = spec_of(request, *own)
     # Who may have a copy may be told so without anything being planned.
-    may_wait = spec.group_by_length or "If-None-Match" in request.headers or service.catalog.may_wait(dataset, spec)
+    may_wait = spec.length_bucket_size or "If-None-Match" in request.headers or service.catalog.may_wait(dataset, spec)
     in_thread: InThread = in_waiting_threads if may_wait else service.epochs.thread_of((dataset, spec, epoch))
     return await respond(request, service.in_flight, service.unanswered, lambda: find(spec), in_thread, at_once=not may_wait)

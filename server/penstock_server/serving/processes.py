@@ -23,7 +23,7 @@ from multiprocessing.context import SpawnProcess
 
 from penstock.display.stdout import print_anything
 from penstock_server.logs import begin_log
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.serving.accepting import Seat
 from penstock_server.settings import Settings, SettingsError
 
@@ -196,7 +196,7 @@ def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Conn
 
     try:
         run(settings, listener, greet=begins is not None, joins=joins, begin=begin, seat=seat)
-    except (SettingsError, DatasetRefused) as error:
+    except (SettingsError, DatasetInvalid) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -57,7 +57,7 @@ def run(
     """Serves until a signal says stop, as one of so many processes as the settings say; `seat` is its place among several.
 
     If it `joins` it takes the place of another; see Catalog.open. `begin` is called once it can, with the budget of the cache.
-    Raises SettingsError, DatasetRefused: it cannot.
+    Raises SettingsError, DatasetInvalid: it cannot.
     """
     # Modules live as long as the server. To look at them for garbage after every few runs of batches, as Python does else,
     # takes a fifth of the time, and each time tens of milliseconds. What follows is not frozen: snapshots are replaced.

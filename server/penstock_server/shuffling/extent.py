@@ -58,14 +58,14 @@ def _shown(plan: Plan, member: int, epoch: int, first: int, last: int) -> tuple[
 def _effort(member: Member, start: int, stop: int) -> float:
     """About the microseconds that it takes to plan a member's epochs and, where it has to be, to sort their windows."""
     packing, order = member.epoch(0)
-    num_epochs = (stop - 1) // order.num_sequences - start // order.num_sequences + 1 if stop > start else 0
-    effort = num_epochs * (0.5 * len(packing.sequences_per_pool) + 4000)
+    num_epochs = (stop - 1) // order.num_samples - start // order.num_samples + 1 if stop > start else 0
+    effort = num_epochs * (0.5 * len(packing.samples_per_pool) + 4000)
     if isinstance(order, LengthOrder):
-        num_windows = 1 + (stop - start) * num_windows_of(order) // order.num_sequences
-        effort += num_windows * (5000 + 3 * order.num_sequences / num_windows_of(order))
+        num_windows = 1 + (stop - start) * num_windows_of(order) // order.num_samples
+        effort += num_windows * (5000 + 3 * order.num_samples / num_windows_of(order))
     return effort
 
 
 def num_windows_of(order: EpochOrder | LengthOrder) -> int:
     """The windows of an order; one where it has none."""
-    return order.window(order.num_sequences - 1) + 1
+    return order.window(order.num_samples - 1) + 1

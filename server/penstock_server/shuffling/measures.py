@@ -74,11 +74,11 @@ def neighbour_distances(sample: Sample) -> dict[float, Measure]:
 
 
 def meeting_neighbours(sample: Sample) -> Measure:
-    """The share of sequences whose neighbour in the source is in the same global batch."""
+    """The share of samples whose neighbour in the source is in the same global batch."""
     batches, num_others, num_all = sample.batches, 0.0, 0.0
     scale = sample.samples_per_step / batches.samples.shape[1]  # of very large global batches only the beginning is here
     for number, source in enumerate(sample.sources):
-        together, num = (batches.sources == number).sum(axis=1) * scale, max(source.num_sequences, 1)
+        together, num = (batches.sources == number).sum(axis=1) * scale, max(source.num_samples, 1)
         num_others += float((together * np.maximum(together - 1, 0)).sum()) / num
         num_all += float(together.sum()) * (num - 1) / num  # the last one has no neighbour behind it
     expected, meet = min(num_others / max(num_all, 1), 1.0), sample.pairs.meet
@@ -87,12 +87,12 @@ def meeting_neighbours(sample: Sample) -> Measure:
 
 
 def consecutive_distances(sample: Sample) -> tuple[IntArray, IntArray]:
-    """How many places apart in the source samples are that follow each other, and how many sequences it has; shape [pairs].
+    """How many places apart in the source samples are that follow each other, and how many samples it has; shape [pairs].
 
     Where datasets are mixed, the samples of each follow each other.
     """
     runs = sample.runs
-    sizes = np.array([source.num_sequences for source in sample.sources])
+    sizes = np.array([source.num_samples for source in sample.sources])
     trail = (np.arange(len(runs.samples))[:, None] * len(sizes) + runs.sources).reshape(-1)
     by_trail = np.argsort(trail, kind="stable")
     follow = np.diff(trail[by_trail]) == 0
@@ -135,8 +135,8 @@ def spread_over_time(sample: Sample) -> Spread:
     expected, variance = np.zeros((2, *counted.shape))
     for number, (source, own) in enumerate(zip(sample.sources, edges, strict=True)):
         totals = np.bincount(stretches[sample.scattered.sources == number], minlength=num_stretches)
-        shares = np.diff(own)[:, None] / source.num_sequences
-        left = np.maximum(source.num_sequences - totals, 0) / max(source.num_sequences - 1, 1)  # none is drawn twice
+        shares = np.diff(own)[:, None] / source.num_samples
+        left = np.maximum(source.num_samples - totals, 0) / max(source.num_samples - 1, 1)  # none is drawn twice
         expected[members == source.member] += totals * shares
         variance[members == source.member] += totals * shares * (1 - shares) * left
     return Spread(kind, members, counted, expected, variance)
@@ -176,7 +176,7 @@ def _num_cells(sample: Sample) -> int:
 
 def _parts(sample: Sample) -> tuple[str, list[IntArray]]:
     """What the parts of the source are; and the places in each source at which they start, and at last where all end."""
-    kind, edges = "slices", [np.linspace(0, s.num_sequences, _MOST_CELLS + 1).astype(np.int64) for s in sample.sources]
+    kind, edges = "slices", [np.linspace(0, s.num_samples, _MOST_CELLS + 1).astype(np.int64) for s in sample.sources]
     for unit in ("blocks", "shards"):
         of_unit = [_unit_edges(sample, source, unit) for source in sample.sources]
         if _num_units(sample, of_unit) >= _FEW_UNITS:
@@ -189,7 +189,7 @@ def _parts(sample: Sample) -> tuple[str, list[IntArray]]:
             num_parts = max(2, round(_num_cells(sample) * served[mine].sum() / served.sum()))
             filled = np.flatnonzero(np.append(np.diff(own) > 0, True))
             if len(filled) - 1 > num_parts:
-                wanted = np.searchsorted(own, np.linspace(0, source.num_sequences, num_parts + 1))
+                wanted = np.searchsorted(own, np.linspace(0, source.num_samples, num_parts + 1))
                 filled = distinct(wanted.clip(filled[0], filled[-1]))
             cuts[source.member] = filled
     return kind, [own[cuts[source.member]] for source, own in zip(sample.sources, edges, strict=True)]
@@ -207,6 +207,6 @@ def _unit_edges(sample: Sample, source: MemberEpoch, unit: str) -> IntArray:
 
 
 def _num_units(sample: Sample, edges: list[IntArray]) -> int:
-    """How many of the units that start there hold a sequence."""
+    """How many of the units that start there hold a sample."""
     by_member = {source.member: int((np.diff(own) > 0).sum()) for source, own in zip(sample.sources, edges, strict=True)}
     return sum(by_member.values())

@@ -35,7 +35,7 @@ _TIMES = ["#6d96bd", "#bfd2e2", "#f6f4ef", "#eda26d", "#b3361f"]  # absent, as i
 _LOWEST_NAMED = 0.04  # bands of less than this share of the height have no name
 _NAMES = {
     "neighbour_distance": "samples between neighbours of\nthe source (median)",
-    "neighbours_in_one_batch": "sequences with their neighbour\nin the same global batch",
+    "neighbours_in_one_batch": "samples with their neighbour\nin the same global batch",
     "consecutive_distance": "share of the source between\nsamples in a row (mean)",
     "blocks_per_batch": "{unit} that a global batch\ndraws on",
     "shards_per_batch": "{unit} that a global batch\ndraws on",
@@ -76,7 +76,7 @@ def _headline(figure: Figure, report: Report) -> None:
         "seed": f"{spec.seed}",
         "epoch": f"{report.sample.epoch}",
         "mix": spec.mix,
-        "group_by_length": f"{spec.group_by_length:,}" if spec.group_by_length else None,
+        "length_bucket_size": f"{spec.length_bucket_size:,}" if spec.length_bucket_size else None,
     }
     line = _short(" · ".join(f"{name} {value}" for name, value in chosen.items() if value), 120)
     # Names are the users' own: a $ in one begins no formula.
@@ -91,7 +91,7 @@ def _headline(figure: Figure, report: Report) -> None:
 def _places(axes: Axes, sample: Sample) -> None:
     """Each sample at its place in the source; a mixture's datasets have bands as high as their share of the samples."""
     served = sample.scattered
-    members, sizes = np.array([(source.member, source.num_sequences) for source in sample.sources])[served.sources].T
+    members, sizes = np.array([(source.member, source.num_samples) for source in sample.sources])[served.sources].T
     heights = np.bincount(members, minlength=len(sample.plan.members)) / len(members)
     starts = np.cumsum(heights) - heights
     size = float(np.clip(36_000 / len(members), 2.2, 40))
@@ -109,7 +109,7 @@ def _distances(axes: Axes, report: Report) -> None:
     """How many neighbours of the source are served within a distance."""
     pairs, marks = report.sample.pairs, {"a global batch": (report.sample.samples_per_step, "-")}
     if len(report.windows) == 1 and report.windows[0].windows > 1:
-        marks["a window"] = (report.windows[0].sequences, ":")
+        marks["a window"] = (report.windows[0].samples, ":")
     most = max(at for at, _ in marks.values())
     axes.set_xscale("log")
     for label, distances, style, width, colour in (

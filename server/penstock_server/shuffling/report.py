@@ -83,7 +83,7 @@ class Report:
             "measures": {finding.name: finding.to_dict() for finding in self.findings},
             "windows": [asdict(window) | {"says": window.says} for window in self.windows],
             "sample": {
-                "sequences": len(sample.scattered.samples),
+                "samples": len(sample.scattered.samples),
                 "neighbours": len(sample.pairs.meet),
                 "global_batches": len(sample.batches.samples),
                 "of_the_first": sample.num_samples,
@@ -123,7 +123,7 @@ def report(plan: Plan, epoch: int) -> Report:
 
 def _of_neighbours(sample: Sample) -> Iterator[Finding]:
     if not len(sample.pairs.meet):
-        return  # no sequence has a neighbour
+        return  # no sample has a neighbour
     distances, meet = neighbour_distances(sample), meeting_neighbours(sample)
     median = distances[0.5]
     yield Finding(
@@ -136,8 +136,8 @@ def _of_neighbours(sample: Sample) -> Iterator[Finding]:
     )
     yield Finding(
         name="neighbours_in_one_batch",
-        unit="share of the sequences",
-        says=f"{percent(meet.measured)} of the sequences have their neighbour in the source in the same global batch; in a "
+        unit="share of the samples",
+        says=f"{percent(meet.measured)} of the samples have their neighbour in the source in the same global batch; in a "
         f"uniform shuffle {percent(meet.expected)}.",
         measure=meet,
     )
@@ -164,7 +164,7 @@ def _of_batches(sample: Sample, unit: str) -> Finding:
     return Finding(
         name=f"{unit}_per_batch",
         unit=what,
-        says=f"{part} {number(size)} sequences draws on {number(measure.measured)} of {number(num_units)} {what}; in a uniform "
+        says=f"{part} {number(size)} samples draws on {number(measure.measured)} of {number(num_units)} {what}; in a uniform "
         f"shuffle on {number(measure.expected)}.",
         measure=measure,
     )

@@ -1,7 +1,7 @@
 """A sample of an epoch's order as it is served, for the shuffle report. The plan and the index are asked, no block is read.
 
-    samples --Schedule--> positions --Mixture, EpochOrder--> sequences, and with them their places in the source
-    a sequence's neighbour in the source --EpochOrder, Mixture, Schedule, backwards--> when it is served
+    samples --Schedule--> positions --Mixture, EpochOrder--> samples, and with them their places in the source
+    a sample's neighbour in the source --EpochOrder, Mixture, Schedule, backwards--> when it is served
 
 Which samples are looked at is drawn by a key of its own: one address, one report.
 """
@@ -28,9 +28,9 @@ _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, fill [0, 1) evenly
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MemberEpoch:
-    """One epoch of one member. Its sequences have places, from 0 on, in the order in which they are stored.
+    """One epoch of one member. Its samples have places, from 0 on, in the order in which they are stored.
 
-    `starts[pool]` is the place of a pool's first sequence, and the last number that of all sequences.
+    `starts[pool]` is the place of a pool's first sample, and the last number that of all samples.
     """
 
     member: int
@@ -39,13 +39,13 @@ class MemberEpoch:
     starts: IntArray
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences of the epoch."""
+    def num_samples(self) -> int:
+        """Samples of the epoch."""
         return int(self.starts[-1])
 
     @property
     def num_pools(self) -> int:
-        """Pools that hold a sequence."""
+        """Pools that hold a sample."""
         return int(np.count_nonzero(np.diff(self.starts)))
 
 
@@ -54,7 +54,7 @@ class LookedAt:
     """Samples and where they are from; each of shape [runs, samples of a run], those of a run one after the other.
 
     Sample `samples` of the epoch is position `positions` of it and position `own` of source number `sources`, and shows the
-    sequence that stands at `places` there.
+    sample that stands at `places` there.
     """
 
     samples: IntArray
@@ -71,7 +71,7 @@ class LookedAt:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pairs:
-    """Sequences that stand side by side in the source.
+    """Samples that stand side by side in the source.
 
     distances  how many samples apart an endless run would show the two; shape [pairs]
     meet       whether one global batch shows both; shape [pairs]
@@ -102,7 +102,7 @@ class Sample:
 
     @property
     def samples_per_step(self) -> int:
-        """The sequences of a global batch."""
+        """The samples of a global batch."""
         return self.plan.spec.samples_per_step
 
     @property
@@ -150,13 +150,13 @@ class _LookUp:
         return LookedAt(samples.reshape(-1), flat, *self._places(flat)).reshaped(*positions.shape)
 
     def pairs(self, served: LookedAt) -> Pairs:
-        """Samples with those that stand after them in the source. The last sequence of a source has none after it."""
+        """Samples with those that stand after them in the source. The last sample of a source has none after it."""
         other = np.full_like(served.own, _NEVER)
         anywhere = np.full((-(-MOST_SCATTERED // len(other)), len(other)), _NEVER)
         even = (np.arange(anywhere.size) + 0.5).reshape(anywhere.shape) * _GOLDEN % 1
         for number, mine in by_value(served.sources):
             source = self.sources[number]
-            size = source.num_sequences
+            size = source.num_samples
             mine = mine[served.places[mine] + 1 < size]
             pools = find(source.starts, served.places[mine] + 1)
             if isinstance(source.order, LengthOrder):  # another pool may be of another window, which would have to be sorted
@@ -176,7 +176,7 @@ class _LookUp:
         places = np.empty_like(own)
         for number, mine in by_value(sources):
             source = self.sources[number]
-            pools, indices = source.order.sequences(own[mine])
+            pools, indices = source.order.samples(own[mine])
             places[mine] = source.starts[pools] + indices
         return sources, own, places
 
@@ -194,7 +194,7 @@ class _LookUp:
         if (member, epoch) not in self._numbers:
             packing, order = self._plan.members[member].epoch(epoch)
             self._numbers[member, epoch] = len(self.sources)
-            self.sources.append(MemberEpoch(member, epoch, order, starts_of(packing.sequences_per_pool)))
+            self.sources.append(MemberEpoch(member, epoch, order, starts_of(packing.samples_per_pool)))
         return self._numbers[member, epoch]
 
     def _positions(self, source: MemberEpoch, own: IntArray) -> IntArray:
@@ -202,7 +202,7 @@ class _LookUp:
         mixture = self._plan.mixture
         if mixture is None:
             return own
-        first, begin = source.epoch * source.num_sequences, self._epoch * self._plan.schedule.num_positions
+        first, begin = source.epoch * source.num_samples, self._epoch * self._plan.schedule.num_positions
         samples = (mixture.sample(source.member, first + number) for number in own.reshape(-1).tolist())
         return np.array([_NEVER if sample is None else sample - begin for sample in samples], np.int64).reshape(own.shape)
 

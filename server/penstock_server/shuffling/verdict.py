@@ -27,11 +27,11 @@ _GLOBAL = "use shuffle=global, which needs the whole dataset in the block cache"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """How a dataset is cut into windows; sequences and blocks are those of the average one."""
+    """How a dataset is cut into windows; samples and blocks are those of the average one."""
 
     dataset: str
     windows: int
-    sequences: int
+    samples: int
     blocks: int
     share: float
 
@@ -39,9 +39,9 @@ class Window:
     def says(self) -> str:
         """A sentence for people."""
         if self.windows == 1:
-            return f"All {number(self.sequences)} sequences of {self.dataset} are shuffled together."
+            return f"All {number(self.samples)} samples of {self.dataset} are shuffled together."
         return (
-            f"{self.dataset} is shuffled in {self.windows:,} windows of about {number(self.sequences)} sequences, "
+            f"{self.dataset} is shuffled in {self.windows:,} windows of about {number(self.samples)} samples, "
             f"{number(self.blocks)} block{'s' * (self.blocks != 1)} or {percent(self.share)} of it each."
         )
 
@@ -54,7 +54,7 @@ def windows_of(sample: Sample) -> tuple[Window, ...]:
         found[source.member] = Window(
             dataset=sample.plan.members[source.member].name,
             windows=count,
-            sequences=round(source.num_sequences / count),
+            samples=round(source.num_samples / count),
             blocks=max(1, round(source.num_pools / count)),
             share=1 / count,
         )
@@ -81,9 +81,10 @@ def verdict(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -
     text = _text(sample, grade, measures)
     if (measured := sample.num_samples) < (all_samples := num_served(sample.plan)):
         text += f" Only the beginning of the epoch was measured: {number(measured)} of {number(all_samples)} samples."
-    if spec.group_by_length:
+    if spec.length_bucket_size:
         text += (
-            f" Sequences of similar length are side by side on purpose (group_by_length={spec.group_by_length:,}); what was "
+            f" Samples of similar length are side by side on purpose (length_bucket_size={spec.length_bucket_size:,}); what "
+            f"was "
             f"measured is where they come from, not how long they are."
         )
     return text
@@ -92,7 +93,7 @@ def verdict(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -
 def _text(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -> str:
     windows = windows_of(sample)
     if grade == "unclear":
-        return f"Too short to tell: with {sample.num_samples} sequences, any order is about as good as another."
+        return f"Too short to tell: with {sample.num_samples} samples, any order is about as good as another."
     if grade == "uniform":
         looked_at = len(sample.scattered.samples)
         of = f" of {number(sample.num_samples)}" if looked_at < sample.num_samples else ""
@@ -104,9 +105,9 @@ def _text(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -> 
             "Not shuffled: what stands side by side in the source is served side by side, one shard after the other. That "
             "suits an evaluation. To train, use shuffle=window, the default, or shuffle=global."
         )
-    size = f"{number(sample.plan.spec.window)} sequences or more of each dataset"
+    size = f"{number(sample.plan.spec.window)} samples or more of each dataset"
     if len(windows) == 1:
-        size = f"about {number(windows[0].sequences)} sequences, {percent(windows[0].share)} of the epoch"
+        size = f"about {number(windows[0].samples)} samples, {percent(windows[0].share)} of the epoch"
     opening = "Weakly mixed" if grade == "weak" else "Mixed"
     text = f"{opening} within windows of {size}: {_shown(sample, measures)}."
     if grade == "weak":
@@ -120,7 +121,7 @@ def _text(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -> 
 
 def _uneven(sample: Sample, measures: Mapping[str, list[Measure]]) -> str:
     """The verdict on an order that should be uniform, since one window holds all, and is not."""
-    if sample.plan.spec.group_by_length:
+    if sample.plan.spec.length_bucket_size:
         return f"Mixed over the whole epoch, but lengths differ from place to place in the source: {_shown(sample, measures)}."
     unusual = " and ".join(name for name, values in measures.items() if not all(value.is_usual for value in values))
     return (
@@ -140,14 +141,14 @@ def _shown(sample: Sample, measures: Mapping[str, list[Measure]]) -> str:
     return f"{near}, {percent(meet.measured)} of them in one global batch, and {shown}"
 
 
-def _advice(sample: Sample, blocks_per_sequence: float) -> str:
-    """Which window would do: one of a hundred global batches or more, and of so many blocks for each sequence of one."""
-    per_block = max(source.num_sequences / max(source.num_pools, 1) for source in sample.sources)
-    wanted = max(sample.samples_per_step * max(100.0, blocks_per_sequence * per_block), 2.0 * sample.plan.spec.window)
+def _advice(sample: Sample, blocks_per_sample: float) -> str:
+    """Which window would do: one of a hundred global batches or more, and of so many blocks for each sample of one."""
+    per_block = max(source.num_samples / max(source.num_pools, 1) for source in sample.sources)
+    wanted = max(sample.samples_per_step * max(100.0, blocks_per_sample * per_block), 2.0 * sample.plan.spec.window)
     power = 1 << int(np.ceil(np.log2(wanted)))
-    if sample.plan.spec.group_by_length:
+    if sample.plan.spec.length_bucket_size:
         return f"raise window= to {min(power, LARGEST_WINDOW):,}"
-    if power >= max(source.num_sequences for source in sample.sources):
+    if power >= max(source.num_samples for source in sample.sources):
         return _GLOBAL
     return f"raise window= to {power:,} or more, or {_GLOBAL}"
 

@@ -11,7 +11,7 @@ from errno import ELOOP
 from pathlib import Path
 
 from penstock_server.files import spelled
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat_files import FILES_BESIDE_TOKENIZER
 from penstock_server.recipes.declaration import FILE_NAME, read_toml
 from penstock_server.snapshots.shard import Date
@@ -151,7 +151,7 @@ def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | Non
         texts = list(_texts(read_toml(recipe)))
         # "clean:strip" is a function of clean.py.
         named = [folder / name for text in texts for name in (text, f"{text.partition(':')[0]}.py")]
-    except DatasetRefused:  # there is none, or reading it as a recipe will say what is wrong with it
+    except DatasetInvalid:  # there is none, or reading it as a recipe will say what is wrong with it
         named = []
     if default_tokenizer:
         named.append(default_tokenizer)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.snapshots.folders import is_quiet
 from penstock_server.snapshots.notes import read_note, write_note
@@ -42,7 +42,7 @@ class Footers:
         self._known = self._kept = _load(folder, note) if note else _Known()
 
     def schema(self, dates: Mapping[str, Date]) -> pa.Schema:
-        """The columns of the first readable shard. Raises DatasetRefused: none is readable, with the reasons."""
+        """The columns of the first readable shard. Raises DatasetInvalid: none is readable, with the reasons."""
         failures, began = [], time.time()
         for name, date in dates.items():
             known = self._known.schema
@@ -50,15 +50,15 @@ class Footers:
                 return known[2]
             try:
                 schema = read_schema(self._folder / name)
-            except DatasetRefused as refusal:  # a broken first shard must not hide what is wrong with the others
+            except DatasetInvalid as refusal:  # a broken first shard must not hide what is wrong with the others
                 failures.append(str(refusal))
                 continue
             if is_quiet(date, began):
                 self._known = replace(self._known, schema=(name, date, schema))
             return schema
-        raise DatasetRefused("\n".join(failures[:10]) or f"{self._folder} holds no shard.")
+        raise DatasetInvalid("\n".join(failures[:10]) or f"{self._folder} holds no shard.")
 
-    def read(self, dates: Mapping[str, Date], recipe: Recipe, *, settled: bool = False) -> dict[str, Shard | DatasetRefused]:
+    def read(self, dates: Mapping[str, Date], recipe: Recipe, *, settled: bool = False) -> dict[str, Shard | DatasetInvalid]:
         """The shards of these names, or why one is refused, in the same order; forgets all others.
 
         A shard whose date is remembered is not opened, and one of another date than is given is refused: what came since is
@@ -142,10 +142,10 @@ def _key(recipe: Recipe) -> str:
     return blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _try_read(path: Path, date: Date, recipe: Recipe) -> Shard | DatasetRefused:
+def _try_read(path: Path, date: Date, recipe: Recipe) -> Shard | DatasetInvalid:
     try:
         shard = read_shard(path, recipe)
-    except DatasetRefused as refusal:
+    except DatasetInvalid as refusal:
         return refusal
     # Of a folder that leads elsewhere meanwhile some shards would be of there, and the next look would find nothing new.
     return shard if shard.date == date else being_written(path)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from penstock.wording import one_line
 from penstock_server.parquet import open_parquet
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 
 _MAGIC = b"PAR1"
 
@@ -28,7 +28,7 @@ class Footer(NamedTuple):
 def read_footer(path: Path, file: BinaryIO) -> Footer:
     """The footer of an open file.
 
-    Raises DatasetRefused: it is truncated, damaged, encrypted or none of Parquet's. Raises OSError: its storage fails.
+    Raises DatasetInvalid: it is truncated, damaged, encrypted or none of Parquet's. Raises OSError: its storage fails.
     """
     _check_footer(path, file)
     try:
@@ -42,7 +42,7 @@ def read_footer(path: Path, file: BinaryIO) -> Footer:
     except MemoryError:
         raise
     except pa.ArrowNotImplementedError as error:
-        raise DatasetRefused(
+        raise DatasetInvalid(
             f"{path} has a column of a type that is not supported: {one_line(error)}. Write it as another type, or without it."
         ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -52,13 +52,13 @@ def read_footer(path: Path, file: BinaryIO) -> Footer:
         raise refused(path, what) from error
 
 
-def refused(path: Path, what: str) -> DatasetRefused:
+def refused(path: Path, what: str) -> DatasetInvalid:
     """What is said of a shard that cannot be read."""
-    return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
+    return DatasetInvalid(f"{path} {what}. Write it again, or move it out of the folder.")
 
 
 def _check_footer(path: Path, file: BinaryIO) -> None:
-    """Raises DatasetRefused: the file has no Parquet footer, with what it is instead."""
+    """Raises DatasetInvalid: the file has no Parquet footer, with what it is instead."""
     size = file.seek(0, os.SEEK_END)
     if size < 12:
         raise refused(path, f"is {size} bytes long, too short for Parquet")

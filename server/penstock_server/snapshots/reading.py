@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.batch import IGNORED
 from penstock.wording import counted
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.recipe_file import read_recipe
 from penstock_server.snapshots.footers import Footers
@@ -30,12 +30,12 @@ class Reading:
     def snapshot(self) -> Snapshot:
         """The snapshot of all shards.
 
-        Raises DatasetRefused: a shard is truncated or no Parquet, shards disagree, there is no row, or rows are already
+        Raises DatasetInvalid: a shard is truncated or no Parquet, shards disagree, there is no row, or rows are already
         known to be unusable. The message lists every shard that is wrong, up to ten.
         """
         if self.failures:
             more = [f"... and {len(self.failures) - 10} more"] if len(self.failures) > 10 else []
-            raise DatasetRefused("\n".join([*islice(self.failures.values(), 10), *more]))
+            raise DatasetInvalid("\n".join([*islice(self.failures.values(), 10), *more]))
         snapshot = Snapshot(self.folder, list(self.shards.values()), self.recipe, name=self.name)
         _check_rows(snapshot)
         return snapshot
@@ -54,19 +54,19 @@ def read_folder(
 
     `name` is as in Snapshot, `settled` as in Footers.read.
 
-    Raises DatasetRefused: the recipe is wrong, or no shard can be read to find out what the columns are.
+    Raises DatasetInvalid: the recipe is wrong, or no shard can be read to find out what the columns are.
     """
     recipe = read_recipe(folder, footers.schema(dates), default_tokenizer)
     read = footers.read(dates, recipe, settled=settled)
     shards = {name: found for name, found in read.items() if isinstance(found, Shard)}
-    failures = {name: str(found) for name, found in read.items() if isinstance(found, DatasetRefused)}
+    failures = {name: str(found) for name, found in read.items() if isinstance(found, DatasetInvalid)}
     return Reading(name, folder, recipe, shards, failures)
 
 
 def _check_rows(snapshot: Snapshot) -> None:
-    """Raises DatasetRefused: the footers alone show that rows cannot be used, and the recipe does not substitute."""
+    """Raises DatasetInvalid: the footers alone show that rows cannot be used, and the recipe does not replace bad rows."""
     if snapshot.num_rows == 0:
-        raise DatasetRefused(f"{snapshot.folder} holds {counted(len(snapshot.shards), 'shard')} and not one row.")
+        raise DatasetInvalid(f"{snapshot.folder} holds {counted(len(snapshot.shards), 'shard')} and not one row.")
     if snapshot.recipe.on_bad_row == "fail":
         _check_ids(snapshot)
         _check_nulls(snapshot)
@@ -80,10 +80,10 @@ def _check_ids(snapshot: Snapshot) -> None:
         low, high = shard.token_range or (0, 0)
         if low < 0 or high >= bound:
             bounds = f"be from 0 to {bound - 1:,}" if high >= bound else "not be below 0"
-            advice = "set the right vocab_size" if high >= bound else 'set on_bad_row = "substitute"'
+            advice = "set the right vocab_size" if high >= bound else 'set on_bad_row = "replace"'
             padding = f" Where {IGNORED} is padding, cut it off with a transform." if low == IGNORED else ""
             columns = " or ".join(map(repr, recipe.token_columns))
-            raise DatasetRefused(
+            raise DatasetInvalid(
                 f"{shard.path}: column {columns} holds token ids from {low:,} to {high:,}, but ids must "
                 f"{bounds}. Mend the shard, or {advice} in penstock.toml.{padding}"
             )
@@ -97,8 +97,8 @@ def _check_nulls(snapshot: Snapshot) -> None:
         are = f"{counted(nulls, 'row')} {'is' if nulls == 1 else 'are'}"
         too_many = sum(sum(each.null_rows) for each in shards) > recipe.max_bad_share * snapshot.num_rows
         limit = f" and a max_bad_share above {recipe.max_bad_share:g}" if too_many else ""
-        raise DatasetRefused(
+        raise DatasetInvalid(
             f"{shard.path}, row group {number}: {are} null in {' or '.join(recipe.token_columns)}. Remove "
             f"them, or say in penstock.toml {recipe.filter_of_missing} "
-            f'to leave them out, or on_bad_row = "substitute"{limit} to serve a neighbour in their place.'
+            f'to leave them out, or on_bad_row = "replace"{limit} to serve a neighbour in their place.'
         )

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock_server.files import check_is_file, spelled
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.column_types import num_leaves
 from penstock_server.recipes.fields import FieldError
 from penstock_server.recipes.filter_sql import FilterError
@@ -73,7 +73,7 @@ class Shard:
 def read_shard(path: Path, recipe: Recipe) -> Shard:
     """What the footer says of the recipe's columns.
 
-    Raises DatasetRefused: the file is truncated, damaged or no Parquet, lacks a column, or is being written to.
+    Raises DatasetInvalid: the file is truncated, damaged or no Parquet, lacks a column, or is being written to.
     """
     with _opened(path) as file:
         date = Date.of(os.fstat(file.fileno()))
@@ -96,14 +96,14 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
 
 
 def read_schema(path: Path) -> pa.Schema:
-    """The columns of a Parquet file. Raises DatasetRefused: it is truncated, damaged or no Parquet."""
+    """The columns of a Parquet file. Raises DatasetInvalid: it is truncated, damaged or no Parquet."""
     with _opened(path) as file:
         return read_footer(path, file).schema
 
 
-def being_written(what: Path | str) -> DatasetRefused:
+def being_written(what: Path | str) -> DatasetInvalid:
     """What is said of a file, or of several, that change while they are read."""
-    return DatasetRefused(f"{what} is being written to: it changed while it was read. Wait until it is whole.")
+    return DatasetInvalid(f"{what} is being written to: it changed while it was read. Wait until it is whole.")
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -134,7 +134,7 @@ def is_of(file: pa.OSFile, shard: Shard) -> bool:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     if spelled(path.name) != path.name:
-        raise DatasetRefused(f"{spelled(str(path))} has a name that is not UTF-8, and no answer could hold it. Rename it.")
+        raise DatasetInvalid(f"{spelled(str(path))} has a name that is not UTF-8, and no answer could hold it. Rename it.")
     try:
         with open_file(path) as file:
             yield file
@@ -145,7 +145,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         elif error.errno in (ENOENT, EINVAL, ELOOP, ENAMETOOLONG):  # a link to nothing, a pipe, a name that can be no file's
             advice = "Write it again"
         what = f"{path} cannot be read: {error.strerror or error}"
-        raise DatasetRefused(f"{what}. {advice}, or move it out of the folder.") from error
+        raise DatasetInvalid(f"{what}. {advice}, or move it out of the folder.") from error
 
 
 def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
@@ -153,7 +153,7 @@ def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
         recipe.check(schema)
     except (FieldError, FilterError) as error:
         said = str(error).rstrip(".")
-        raise DatasetRefused(
+        raise DatasetInvalid(
             f"{path}: {said}. Give all shards of a dataset the same columns, mend penstock.toml, or move this one to a folder "
             f"of its own."
         ) from error

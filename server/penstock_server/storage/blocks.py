@@ -36,6 +36,7 @@ _LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
 _KNOWN_NAMES = 1 << 15  # of blocks; to find one takes longer than a row of the block to copy
 _FIRST_ROWS = 16  # that are looked at for what stands between prompts and responses
 _LOOKED_AT, _LOOKED_AT_ROWS = 4, 64  # blocks, and rows of each, to estimate what all of them take in the cache
+_LOOKED_AT_BYTES = 256 << 10  # of text, that is tokenized whole: what a block takes beside its rows counts then
 _MOST_AHEAD = 1 << 12  # blocks that read-ahead is told of at a time
 _HEAD_BYTES = 1000  # about what a stored block takes beside its rows
 
@@ -157,8 +158,9 @@ class Blocks:
             return {i: np.unique(rows[rows >= 0]) for i, rows in spread.items()}
 
         # How many rows of a block the filter keeps is not known, so not which rows can be asked for.
-        is_filtered = self._snapshot.recipe.filter is not None
-        asked = self.request(looked_at) if is_filtered else self.request_rows(looked_at, some_rows, "all")
+        is_small = int(self._snapshot.bytes_per_block[looked_at].sum()) <= _LOOKED_AT_BYTES
+        is_whole = is_small or self._snapshot.recipe.filter is not None
+        asked = self.request(looked_at) if is_whole else self.request_rows(looked_at, some_rows, "all")
         taken = predicted = 0.0
         for index, found in zip(looked_at, asked, strict=True):
             picked = found.result() if isinstance(found, Future) else found

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from penstock_server.geometry.arrays import IntArray, distinct, find, in_order, numbered, starts_of
 from penstock_server.storage.lists import ListColumn, ListColumns
 
-Turn = tuple[list[int], bool]  # tokens, and whether they are learned
+Turn = tuple[list[int], bool]  # tokens, and whether they have loss
 
 
 class RowSpans(NamedTuple):
@@ -27,13 +27,13 @@ class RowSpans(NamedTuple):
 class TokenRuns(NamedTuple):
     """Runs of tokens, in columns: piece i, of span spans[i], is values[starts[i] : starts[i] + lengths[i]] of a feature.
 
-    They stand in the order of the spans; none is empty. `learned[i]`: it is no prompt.
+    They stand in the order of the spans; none is empty. `in_loss[i]`: it is no prompt.
     """
 
     spans: IntArray
     starts: IntArray
     lengths: IntArray
-    learned: npt.NDArray[np.bool_]
+    in_loss: npt.NDArray[np.bool_]
 
 
 class Feature(NamedTuple):
@@ -64,8 +64,8 @@ class Feature(NamedTuple):
                 lengths[row] = own[: 2 * first + 1].sum()
         return lengths
 
-    def num_learned(self, row: int) -> int:
-        """How many tokens of a row are learned."""
+    def num_loss_tokens(self, row: int) -> int:
+        """How many tokens of a row have loss."""
         if self.turns is None:
             return int(self.tokens.lengths[row])
         return int(self.turns.values[self.turns.starts[row] : self.turns.stops[row]][1::2].sum(dtype=np.int64))
@@ -73,9 +73,9 @@ class Feature(NamedTuple):
     def row(self, row: int, most: int | None = None) -> list[Turn]:
         """The tokens of a row, or the first of them, turn by turn."""
         of_row = RowSpans(*np.array([[0], [row], [0], [len(self.tokens.values) if most is None else most]]))
-        _, starts, lengths, learned = Features([self]).cut(np.zeros(1, np.int64), of_row)
-        turns = zip(starts.tolist(), lengths.tolist(), learned.tolist(), strict=True)
-        return [(self.tokens.values[start : start + length].tolist(), is_learned) for start, length, is_learned in turns]
+        _, starts, lengths, in_loss = Features([self]).cut(np.zeros(1, np.int64), of_row)
+        turns = zip(starts.tolist(), lengths.tolist(), in_loss.tolist(), strict=True)
+        return [(self.tokens.values[start : start + length].tolist(), is_in_loss) for start, length, is_in_loss in turns]
 
 
 class Features:

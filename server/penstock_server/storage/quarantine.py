@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from penstock.urls import dataset_path
-from penstock_server.problems import BadRow, DatasetRefused, ShardUnreadable
+from penstock_server.problems import BadRow, DatasetInvalid, ShardUnreadable
 from penstock_server.recipes.mask_columns import way_without
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
@@ -168,7 +168,7 @@ class Quarantine:
         otherwise = f" Before a run begins, such rows can be left out by {leave_out}." if leave_out else ""
         otherwise += way_without(reason, recipe.masks, recipe.fields[0][1].text)
         mended = (
-            f'Mend the shard, or set on_bad_row = "substitute"{limit} in {self._snapshot.folder / "penstock.toml"} to serve a '
+            f'Mend the shard, or set on_bad_row = "replace"{limit} in {self._snapshot.folder / "penstock.toml"} to serve a '
             f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
         )
         if not block.has_good:  # no neighbour could stand in
@@ -179,13 +179,13 @@ class Quarantine:
         )
 
     def check(self) -> None:
-        """Raises DatasetRefused: more rows are known to be bad than the recipe allows to substitute."""
+        """Raises DatasetInvalid: more rows are known to be bad than the recipe allows to replace."""
         recipe = self._snapshot.recipe
-        if recipe.on_bad_row == "substitute" and self.has_too_many:
+        if recipe.on_bad_row == "replace" and self.has_too_many:
             name, num_bad = self._snapshot.name, self.num_bad_rows
-            raise DatasetRefused(
+            raise DatasetInvalid(
                 f"{name}: {num_bad:,} of {self.num_rows:,} rows ({num_bad / self.num_rows:.2%}) are known to be bad, "
-                f"more than max_bad_share = {recipe.max_bad_share:g} allows to substitute. GET {dataset_path(name)}/quarantine "
+                f"more than max_bad_share = {recipe.max_bad_share:g} allows to replace. GET {dataset_path(name)}/quarantine "
                 f"lists them. Mend the data, or raise max_bad_share in penstock.toml."
             )
 
@@ -194,7 +194,7 @@ class Quarantine:
         """Why every batch is refused by now; None if none is."""
         try:
             self.check()
-        except DatasetRefused as refusal:
+        except DatasetInvalid as refusal:
             return str(refusal)
         return None
 
@@ -205,5 +205,5 @@ class Quarantine:
 
     @property
     def has_too_many(self) -> bool:
-        """Whether more rows than the recipe allows to substitute are known to be bad."""
+        """Whether more rows than the recipe allows to replace are known to be bad."""
         return self.num_bad_rows > self._snapshot.recipe.max_bad_share * self.num_rows

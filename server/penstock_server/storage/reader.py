@@ -71,6 +71,6 @@ class RowGroupReader:
         if len(reasons):
             first = f"the first: {printable(reasons[0].as_py())}"
             policy = self.snapshot.recipe.on_bad_row
-            then = "neighbours are served in their place" if policy == "substitute" else "batches that hold one fail"
+            then = "neighbours are served in their place" if policy == "replace" else "batches that hold one fail"
             rows_of = f"{address.shard.path}, row group {address.row_group}"
             log.warning("%s: %s cannot be used (%s); %s", rows_of, counted(len(reasons), "row"), first, then)

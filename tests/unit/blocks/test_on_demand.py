@@ -77,7 +77,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         chats = 'chat_template = "chat_template.jinja"\n' if "messages" in columns else ""
         (folder / "penstock.toml").write_text(
             'tokenizer = "tokenizer.json"\ncolumns = ["n", "word"]\n'
-            f'on_bad_row = "substitute"\nmax_bad_share = 0.5\n{chats}{recipe}'
+            f'on_bad_row = "replace"\nmax_bad_share = 0.5\n{chats}{recipe}'
         )
         (folder / "own.py").write_text("def shout(batch):\n    return batch.slice(0)\n")
         return tmp_path
@@ -109,7 +109,7 @@ def test_a_cold_batch_has_the_bytes_of_finished_blocks(
     finished.blocks.get(range(finished.snapshot.num_blocks))
     cold_rows = cold["d"].latest.blocks._store.rows
     for spec in specs:
-        plan, cold_plan = (plan_of(catalog, "d", batch_size=4, seq_len=16, tail="wrap", **spec) for catalog in (warm, cold))
+        plan, cold_plan = (plan_of(catalog, "d", batch_size=4, seq_len=16, drop_last=False, **spec) for catalog in (warm, cold))
         steps = range(plan.schedule.num_steps)
         assert bytes_of(cold_plan, steps) == bytes_of(plan, steps)
         assert provenance(cold_plan, 0, 1, 0) == provenance(plan, 0, 1, 0)
@@ -160,7 +160,7 @@ def test_finished_blocks_are_the_same_whichever_rows_were_asked_for_before(write
 def test_a_bad_row_fails_a_cold_batch_with_the_words_that_a_finished_block_has(write: Callable[..., Path]) -> None:
     folder = write({"text": ["" if n % 17 == 3 else text(n) for n in range(ROWS)], "n": [0] * ROWS, "word": ["w"] * ROWS})
     recipe = folder / "data" / "d" / "penstock.toml"
-    recipe.write_text(recipe.read_text().replace("substitute", "fail"))
+    recipe.write_text(recipe.read_text().replace("replace", "fail"))
     told = []
     for cache in ("cold", "finished"):
         catalog = opened(folder, cache)

@@ -31,7 +31,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     assert (first.has_end, second.has_end, reading.damages) == (True, False, [])
     assert entries(reading) == 2 * [(step, digest(step)) for step in (7, 8, 10**15)]
     assert first.begin == Begin(
-        launch=first.begin.launch, num_loads=2, iteration=0, dataset="numbers", num_sequences=1000, rank=0,
+        launch=first.begin.launch, num_loads=2, iteration=0, dataset="numbers", num_samples=1000, rank=0,
         epoch=4, step=7, spec=SPEC, time=first.begin.time,
     )  # fmt: skip
     assert (second.begin.epoch, second.begin.iteration, second.begin.launch) == (5, 1, first.begin.launch)
@@ -138,11 +138,11 @@ def test_a_ledger_of_another_version_says_so(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     text = begin_of().to_text()
     for old, new in [
-        ('"ledger": 2', '"ledger": 3'),
+        ('"ledger": 3', '"ledger": 4'),
         ('"seq_len"', '"sequence_length"'),
         ('"rank": 0', '"rank": "0"'),
         ('"step": 0', '"step": -1'),
-        ('"num_sequences": 100', '"num_sequences": true'),
+        ('"num_samples": 100', '"num_samples": true'),
         ('"rank": 0', '"rank": 1'),
         ('"num_workers": 0', '"num_workers": 1000000'),
         ("+00:00", ""),

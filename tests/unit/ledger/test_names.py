@@ -60,9 +60,9 @@ def test_a_process_that_changes_its_folder_goes_on_in_the_same_file(tmp_path: Pa
         ("words.txt", "words.txt is no ledger, and will not be written to: name another file"),
         (
             "older.ledger",
-            "older.ledger was begun by a penstock whose ledgers are of version 1, and this one writes version 2: no",
+            "older.ledger was begun by a penstock whose ledgers are of version 1, and this one writes version 3: no",
         ),
-        ("torn.ledger", "torn.ledger was begun by a penstock whose ledgers are of version 3, and"),
+        ("torn.ledger", "torn.ledger was begun by a penstock whose ledgers are of version 4, and"),
         ("none/run.ledger", "cannot be written: No such file or directory"),
         (".", "cannot be written: Is a directory"),
     ],
@@ -71,7 +71,7 @@ def test_what_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, m
     (tmp_path / "notes.txt").write_text("begin at the beginning")
     (tmp_path / "words.txt").write_text("begin\nend\n")
     (tmp_path / "older.ledger").write_text('begin {"ledger": 1, "launch": "a"} 01234567\n')
-    (tmp_path / "torn.ledger").write_text('beg\nbegin {"ledger": 3, "launch": "a"} 01234567\n')
+    (tmp_path / "torn.ledger").write_text('beg\nbegin {"ledger": 4, "launch": "a"} 01234567\n')
     before = open_files(tmp_path)
     with pytest.raises(LedgerError, match=message):
         book(tmp_path / name)

@@ -33,13 +33,13 @@ def test_of_a_pair_that_is_alike_the_last_message_is_the_answer(data: Path) -> N
     write(data, "", {"chosen": [[asked, said]], "rejected": [[asked, said]]})
     [block] = open_blocks(data).get([0])
     assert block.bad == {}
-    assert [is_learned for _, is_learned in block.features["chosen"].row(0)] == [False, True]
+    assert [is_in_loss for _, is_in_loss in block.features["chosen"].row(0)] == [False, True]
 
 
 def test_as_many_bad_rows_as_max_bad_share_says_are_substituted_and_not_one_more(data: Path) -> None:
     for num_bad in (2, 3):
         rows = pa.array([[]] * num_bad + [[1]] * (100 - num_bad), IDS)
-        write(data, 'on_bad_row = "substitute"\nmax_bad_share = 0.02', {"tokens": rows})
+        write(data, 'on_bad_row = "replace"\nmax_bad_share = 0.02', {"tokens": rows})
         blocks = open_blocks(data)
         blocks.get([0])
         assert (blocks.quarantine.num_bad_rows, blocks.quarantine.refusal is None) == (num_bad, num_bad == 2)
@@ -48,7 +48,7 @@ def test_as_many_bad_rows_as_max_bad_share_says_are_substituted_and_not_one_more
 @pytest.mark.parametrize("counted", ["rows", "lengths"])
 def test_bad_rows_are_a_share_of_the_rows_that_the_filter_keeps(data: Path, counted: str) -> None:
     rows = {"tokens": pa.array([[]] * 2 + [[1]] * 998, IDS), "n": range(1000)}
-    write(data, 'on_bad_row = "substitute"\nfilter = "n < 100"', rows)
+    write(data, 'on_bad_row = "replace"\nfilter = "n < 100"', rows)
     blocks = open_blocks(data)
     blocks.get([0])
     assert blocks.quarantine.refusal is None
@@ -58,14 +58,14 @@ def test_bad_rows_are_a_share_of_the_rows_that_the_filter_keeps(data: Path, coun
 
 def test_a_bad_row_is_listed_by_its_place_in_the_shard_whatever_a_filter_leaves_out_before_it(data: Path) -> None:
     rows = {"tokens": pa.array([[1], [2], [3], [], [4]], IDS), "n": range(5)}
-    write(data, 'on_bad_row = "substitute"\nfilter = "n > 1"', rows)
+    write(data, 'on_bad_row = "replace"\nfilter = "n > 1"', rows)
     blocks = open_blocks(data)
     blocks.get([0])
     assert [(row.row, row.row_in_group) for row in blocks.quarantine.rows()] == [(3, 3)]
 
 
 def test_a_row_group_that_cannot_be_read_is_listed_with_what_was_met_not_with_what_its_footer_tells(data: Path) -> None:
-    write(data, 'on_bad_row = "substitute"', {"text": ["fox", None]})
+    write(data, 'on_bad_row = "replace"', {"text": ["fox", None]})
     path = data / "part-0.parquet"
     whole = path.read_bytes()
     path.write_bytes(whole[:4] + b"\xff" * 30 + whole[34:])
@@ -80,7 +80,7 @@ def test_a_row_group_that_cannot_be_read_is_listed_with_what_was_met_not_with_wh
 def test_a_text_that_the_tokenizer_fails_on_is_substituted_and_counted(data: Path) -> None:
     unigram = Tokenizer(models.Unigram([("a", -1.0), (" ", -1.0), ("b", -1.0)]))
     unigram.save(str(data / "../tokenizer.json"))
-    keys = 'eos = false\non_bad_row = "substitute"\nmax_bad_share = 0.1'
+    keys = 'eos = false\non_bad_row = "replace"\nmax_bad_share = 0.1'
     write(data, keys, {"text": ["a b"] * 9 + ["emoji \N{GRINNING FACE}"]})
     blocks = open_blocks(data)
     [block] = blocks.get([0])
@@ -96,7 +96,7 @@ def test_bad_rows_are_listed_in_their_order_up_to_a_limit_and_counted_beyond_it(
     monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 2)
     monkeypatch.setattr(quarantine_module, "_LISTED_ROWS", 3)
     shards = [["fox", None, "", "", "dog", None], ["fox", None]]
-    write(data, 'on_bad_row = "substitute"', *({"text": texts} for texts in shards))
+    write(data, 'on_bad_row = "replace"', *({"text": texts} for texts in shards))
     blocks = open_blocks(data)
     for index in (2, 1, 0):
         blocks.get([index])

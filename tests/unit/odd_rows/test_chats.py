@@ -1,4 +1,4 @@
-"""Chats, their tools and what of them is learned."""
+"""Chats, their tools and what of them has loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from blocks_of import rows_of
 from corpora import EOS
 from odd_rows import CHATML, as_json, broken_text, open_blocks, write
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.messages import says_something
 from penstock_server.recipes.tokenizer import load_tokenizer
 from planned import open_snapshot
@@ -81,9 +81,9 @@ def test_an_eos_after_an_answer_of_weight_0_carries_no_loss(data: Path) -> None:
     write(data, f"eos = '{EOS}'", {"messages": rows})
     [block] = open_blocks(data).get([0])
     tokenizer = load_tokenizer(data / "../tokenizer.json")
-    found = [[tokenizer.decode(ids) for ids, learned in block.features["tokens"].row(row) if learned] for row in (0, 1)]
+    found = [[tokenizer.decode(ids) for ids, in_loss in block.features["tokens"].row(row) if in_loss] for row in (0, 1)]
     assert [[text for text in row if text] for row in found] == [["dog"], [f"dog{EOS}"]]
-    assert block.bad == {2: "messages has a chat in which every message of the assistant has weight 0, so nothing is learned"}
+    assert block.bad == {2: "messages has a chat in which every message of the assistant has weight 0, so no token has loss"}
 
 
 def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> None:
@@ -136,13 +136,13 @@ def test_tools_are_given_to_the_template_however_they_are_stored(
 
 def test_chats_of_from_and_value_are_refused_with_the_way_out(data: Path) -> None:
     write(data, "", {"conversations": [[{"from": "human", "value": "fox"}]]})
-    with pytest.raises(DatasetRefused, match=r"conversations has from and value: a transform makes messages of it"):
+    with pytest.raises(DatasetInvalid, match=r"conversations has from and value: a transform makes messages of it"):
         open_snapshot(data, data / "../tokenizer.json")
 
 
 def test_a_column_of_chats_of_another_name_is_told(data: Path) -> None:
     write(data, "", {"conversations": [[{"role": "user", "content": "fox"}]]})
-    with pytest.raises(DatasetRefused, match='conversations has role and content: name it, messages = "conversations"'):
+    with pytest.raises(DatasetInvalid, match='conversations has role and content: name it, messages = "conversations"'):
         open_snapshot(data, data / "../tokenizer.json")
 
 
@@ -166,7 +166,7 @@ def test_tools_that_are_no_json_are_a_bad_row(data: Path) -> None:
 def test_tools_that_would_be_left_out_are_refused(data: Path, template: str, recipe: str, reason: str) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     write(data, recipe, {"messages": [ASKED], "functions": ["[]"], "number": [1]})
-    with pytest.raises(DatasetRefused, match=reason):
+    with pytest.raises(DatasetInvalid, match=reason):
         open_snapshot(data, data / "../tokenizer.json")
 
 
@@ -190,7 +190,7 @@ def test_tools_that_only_later_shards_have_are_refused(data: Path, first: dict[s
     write(data, "", {"messages": [ASKED]} | first)
     pq.write_table(pa.table({"messages": [ASKED], "tools": ["[]"]}), data / "part-1.parquet")
     with pytest.raises(
-        DatasetRefused,
+        DatasetInvalid,
         match=r"part-1.parquet.* column 'tools' is not in the first shard, .* say in penstock.toml: tools = false",
     ):
         open_snapshot(data, data / "../tokenizer.json")
@@ -226,7 +226,7 @@ def test_a_chat_in_which_nothing_is_learned_is_bad(data: Path) -> None:
     ]
     write(data, "", {"messages": [[{"role": role, "content": text} for role, text in chat] for chat in said]})
     [block] = open_blocks(data).get([0])
-    silent = "messages has a chat in which the assistant says nothing, so nothing is learned; its roles: "
+    silent = "messages has a chat in which the assistant says nothing, so no token has loss; its roles: "
     assert block.bad == {1: f"{silent}user, model", 2: f"{silent}user", 3: f"{silent}user, assistant"}
 
 
@@ -266,8 +266,8 @@ def test_an_answer_is_learned_behind_a_prompt_in_which_the_assistant_says_nothin
     tokenizer = open_snapshot(data, data / "../tokenizer.json").recipe.tokenizer
     assert tokenizer
     for side in ("chosen", "rejected"):
-        learned = [token for turn, is_learned in block.features[side].row(0) if is_learned for token in turn]
-        assert tokenizer.decode(learned) == side
+        in_loss = [token for turn, is_in_loss in block.features[side].row(0) if is_in_loss for token in turn]
+        assert tokenizer.decode(in_loss) == side
 
 
 def test_what_opens_and_closes_a_chat_moves_no_border_of_its_loss(data: Path) -> None:
@@ -276,10 +276,10 @@ def test_what_opens_and_closes_a_chat_moves_no_border_of_its_loss(data: Path) ->
     write(data, "bos = 1\neos = 2", {"messages": [chat]})
     blocks = open_blocks(data)
     [block] = blocks.get([0])
-    [(asked, is_learned), (said, _)] = block.features["tokens"].row(0)
+    [(asked, is_in_loss), (said, _)] = block.features["tokens"].row(0)
     tokenizer = open_snapshot(data, data / "../tokenizer.json").recipe.tokenizer
     assert tokenizer
-    assert (asked[0], said[-1], is_learned) == (1, 2, False)
+    assert (asked[0], said[-1], is_in_loss) == (1, 2, False)
     assert tokenizer.decode(asked[1:]) == f"<|user|>fox{EOS}<|assistant|>"
     assert tokenizer.decode(said[:-1]) == f"dog{EOS}"
 
@@ -290,8 +290,8 @@ def test_an_eos_behind_the_users_words_is_not_learned(data: Path) -> None:
     write(data, "eos = 2", {"messages": [[asked, said], [asked, said, asked]]})
     [block] = open_blocks(data).get([0])
     whole, ends_open = (list(block.features["tokens"].row(row)) for row in (0, 1))
-    assert [(turn[-1], is_learned) for turn, is_learned in whole][-1] == (2, True)
-    assert [(turn[-1], is_learned) for turn, is_learned in ends_open if len(turn)][-1] == (2, False)
+    assert [(turn[-1], is_in_loss) for turn, is_in_loss in whole][-1] == (2, True)
+    assert [(turn[-1], is_in_loss) for turn, is_in_loss in ends_open if len(turn)][-1] == (2, False)
 
 
 def test_an_eos_behind_an_answer_is_learned_whatever_the_template_puts_in_between(data: Path) -> None:
@@ -304,7 +304,7 @@ def test_an_eos_behind_an_answer_is_learned_whatever_the_template_puts_in_betwee
     write(data, "eos = 2", {"messages": [[asked, said], [of_a_model]]})
     [block] = open_blocks(data).get([0])
     assert block.bad == {}
-    assert [(turn, is_learned) for turn, is_learned in block.features["tokens"].row(0)][-1] == ([2], True)
+    assert [(turn, is_in_loss) for turn, is_in_loss in block.features["tokens"].row(0)][-1] == ([2], True)
 
 
 @pytest.mark.parametrize(

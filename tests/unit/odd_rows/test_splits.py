@@ -14,7 +14,7 @@ import pytest
 from blocks_of import rows_of
 from corpora import EOS
 from odd_rows import IDS, broken_text, open_blocks, write
-from penstock_server.problems import DatasetRefused, ShardUnreadable
+from penstock_server.problems import DatasetInvalid, ShardUnreadable
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -28,7 +28,7 @@ SPLIT_BY = "split_by = 'kind'\nvalidation = 0.5"
 def test_a_shard_without_a_column_that_filter_or_split_need_is_refused(data: Path, recipe: str) -> None:
     ids = pa.array([[1, 2], [3]], IDS)
     write(data, recipe, {"tokens": ids, "kind": ["a", "b"]}, {"tokens": ids})
-    with pytest.raises(DatasetRefused, match=r"part-1\.parquet: there is no column 'kind'; there are: tokens"):
+    with pytest.raises(DatasetInvalid, match=r"part-1\.parquet: there is no column 'kind'; there are: tokens"):
         open_snapshot(data)
 
 
@@ -49,7 +49,7 @@ def test_a_shard_without_a_column_that_filter_or_split_need_is_refused(data: Pat
 )
 def test_a_shard_whose_values_would_be_in_both_splits_is_refused(data: Path, first: pa.DataType, other: pa.DataType) -> None:
     write(data, SPLIT_BY, *({"tokens": pa.array([[1]], IDS), "kind": pa.nulls(1, type_)} for type_ in (first, other)))
-    with pytest.raises(DatasetRefused) as refusal:
+    with pytest.raises(DatasetInvalid) as refusal:
         open_snapshot(data)
     types = [pq.read_schema(data / f"part-{number}.parquet").field("kind").type for number in (1, 0)]
     told = "part-1.parquet: split_by reads 'kind', which is {} here and {} in the first shard"
@@ -60,7 +60,7 @@ def test_a_field_of_another_kind_that_rows_are_split_by_is_refused_beside_a_tran
     (data / "same.py").write_text("def same(rows):\n    return rows\n")
     shards = [{"tokens": pa.array([[1]], IDS), "meta": [{"n": n}]} for n in (7, 7.0)]
     write(data, "split_by = 'meta.n'\ntransform = 'same:same'", *shards)
-    with pytest.raises(DatasetRefused, match=r"part-1\.parquet: split_by reads 'meta\.n', which is double here"):
+    with pytest.raises(DatasetInvalid, match=r"part-1\.parquet: split_by reads 'meta\.n', which is double here"):
         open_snapshot(data)
 
 
@@ -118,7 +118,7 @@ def test_a_shard_that_a_filter_cannot_be_used_on_is_refused_when_it_is_opened(da
     ids = pa.array([[1], [2], [3]], IDS)
     write(data, "filter = \"n > '2'\"", {"tokens": ids, "n": ["1", "2", "3"]}, {"tokens": ids, "n": [1, 2, 3]})
     told = r"part-1\.parquet: the filter .* fails: .*; n is int64 here and string in the first shard\. Give all shards of"
-    with pytest.raises(DatasetRefused, match=told):
+    with pytest.raises(DatasetInvalid, match=told):
         open_snapshot(data)
 
 

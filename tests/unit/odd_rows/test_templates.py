@@ -9,7 +9,7 @@ import pytest
 
 from blocks_of import rows_of
 from odd_rows import IDS, none_is_bad, open_blocks, write
-from penstock_server.problems import DatasetRefused, ShardUnreadable
+from penstock_server.problems import DatasetInvalid, ShardUnreadable
 from penstock_server.recipes.tokenizer import load_tokenizer
 from planned import open_snapshot
 
@@ -23,7 +23,7 @@ def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None
 
 def test_a_template_of_which_a_part_is_null_says_which(data: Path) -> None:
     meta = pa.array([{"b": "x"}, {"b": None}, None, {"b": "x"}])
-    keys = 'text = "{a} {meta.b} {a}"\non_bad_row = "substitute"\nmax_bad_share = 0.9'
+    keys = 'text = "{a} {meta.b} {a}"\non_bad_row = "replace"\nmax_bad_share = 0.9'
     write(data, keys, {"a": ["fox", "fox", None, None], "meta": meta})
     [block] = open_blocks(data).get([0])
     null = "{a} {meta.b} {a} is null, as "
@@ -34,7 +34,7 @@ def test_a_template_of_which_a_part_is_null_says_which(data: Path) -> None:
 @pytest.mark.parametrize("declared", ["n", "{n}"])
 def test_a_number_as_text_is_refused_with_the_template_that_prints_it(data: Path, declared: str) -> None:
     write(data, f'text = "{declared}"', {"n": [7]})
-    with pytest.raises(DatasetRefused, match="is int64, but text must be text") as refusal:
+    with pytest.raises(DatasetInvalid, match="is int64, but text must be text") as refusal:
         open_blocks(data)
     write(data, str(refusal.value).split("prints it: ")[1].split(". Mend")[0], {"n": [7]})
     [block] = open_blocks(data).get([0])
@@ -43,7 +43,7 @@ def test_a_number_as_text_is_refused_with_the_template_that_prints_it(data: Path
 
 def test_a_template_without_a_column_is_refused(data: Path) -> None:
     write(data, 'text = "{{fox}}"', {"text": ["the dog"]})
-    with pytest.raises(DatasetRefused, match="reads no column"):
+    with pytest.raises(DatasetInvalid, match="reads no column"):
         open_blocks(data)
 
 
@@ -66,5 +66,5 @@ def test_a_transform_that_changes_its_mind_is_named(data: Path, returned: str, m
 def test_a_transform_that_cannot_bear_no_rows_is_told_of_them(data: Path) -> None:
     (data / "clean.py").write_text("def first(rows):\n    return rows if rows['tokens'][0] else rows\n")
     write(data, "transform = 'clean:first'", {"tokens": pa.array([[1]], IDS)})
-    with pytest.raises(DatasetRefused, match=r"raises IndexError in line 2 of clean\.py: .* It was called with no rows"):
+    with pytest.raises(DatasetInvalid, match=r"raises IndexError in line 2 of clean\.py: .* It was called with no rows"):
         open_snapshot(data)

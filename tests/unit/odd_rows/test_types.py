@@ -20,7 +20,7 @@ from blocks_of import rows_of
 from odd_rows import CHATML, IDS, as_json, index_of, open_blocks, write
 from penstock.spec import Spec
 from penstock_server.batches.tensor import tensors_of
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.recipes.values import python_values
 from penstock_server.storage.decode import completed
@@ -46,7 +46,7 @@ def test_a_recipe_that_is_a_link_to_nothing_is_not_passed_over(data: Path) -> No
     (data / "penstock.toml").symlink_to("../recipe.toml")
     assert open_snapshot(data).recipe.filter
     (data / "../recipe.toml").unlink()
-    with pytest.raises(DatasetRefused, match=r"penstock\.toml cannot be read: .*No such file"):
+    with pytest.raises(DatasetInvalid, match=r"penstock\.toml cannot be read: .*No such file"):
         open_snapshot(data)
 
 
@@ -228,7 +228,7 @@ def test_a_column_may_be_of_another_arrow_type_in_every_shard_if_it_is_sent_as_t
         assert made.pop("pair")[1] == [7, 8]
         assert made == {"lang": ("large_string", "en"), "x": ("float", 0.5)}
     write(data, 'columns = ["x"]', shards[0], shards[1] | {"x": pa.array([0.5], pa.float64())})
-    with pytest.raises(DatasetRefused, match="column 'x' is double, but float in the first shard"):
+    with pytest.raises(DatasetInvalid, match="column 'x' is double, but float in the first shard"):
         open_snapshot(data)
 
 

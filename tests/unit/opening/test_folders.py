@@ -22,7 +22,7 @@ from penstock_server.app import create_app
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import open_catalog
 from penstock_server.inflight import InFlight
-from penstock_server.problems import DatasetAway, DatasetRefused, UnknownDataset
+from penstock_server.problems import DatasetInvalid, DatasetUnavailable, UnknownDataset
 from penstock_server.serving.serve import _greeting
 from penstock_server.settings import Settings
 from penstock_server.snapshots.reading import read_folder
@@ -47,19 +47,19 @@ def test_a_folder_that_holds_shards_itself_is_a_dataset(data: Path, open_all: Op
 
 
 def test_a_missing_folder_a_file_and_a_folder_without_parquet_are_told_apart(data: Path, open_all: Opener) -> None:
-    with pytest.raises(DatasetRefused, match="data does not exist"):
+    with pytest.raises(DatasetInvalid, match="data does not exist"):
         open_all()
     data.mkdir()
     (data / "notes.txt").write_text("no data")
-    with pytest.raises(DatasetRefused, match=r"holds no file that ends in \.parquet, nor does any folder below it"):
+    with pytest.raises(DatasetInvalid, match=r"holds no file that ends in \.parquet, nor does any folder below it"):
         open_all()
     shutil.rmtree(data)
     data.write_text("a file")
-    with pytest.raises(DatasetRefused, match="is a file, not a folder"):
+    with pytest.raises(DatasetInvalid, match="is a file, not a folder"):
         open_all()
     data.unlink()
     data.symlink_to(data)
-    with pytest.raises(DatasetRefused, match=f"cannot be looked into: {os.strerror(errno.ELOOP)}"):
+    with pytest.raises(DatasetInvalid, match=f"cannot be looked into: {os.strerror(errno.ELOOP)}"):
         open_all()
 
 
@@ -97,7 +97,7 @@ def test_an_older_snapshot_is_known_after_a_server_was_away_for_months(data: Pat
 def test_a_link_to_nothing_is_refused_and_never_a_shorter_epoch(data: Path) -> None:
     write_numbered(data, 30)
     (data / "part-999.parquet").symlink_to(data / "moved.parquet")
-    with pytest.raises(DatasetRefused, match=r"part-999.parquet cannot be read: No such file"):
+    with pytest.raises(DatasetInvalid, match=r"part-999.parquet cannot be read: No such file"):
         open_snapshot(data)
 
 
@@ -149,7 +149,7 @@ def test_names_that_are_no_text_are_refused_in_words_that_an_answer_can_hold(dat
     with pytest.raises(UnknownDataset, match=r"holds \\xe9.csv and no file"):
         catalog["other"]
     data.rename(data.with_name("caf\udce9"))
-    with pytest.raises(DatasetRefused, match=r"caf\\xe9 has a name that is not UTF-8, .* or make a link to it"):
+    with pytest.raises(DatasetInvalid, match=r"caf\\xe9 has a name that is not UTF-8, .* or make a link to it"):
         open_catalog(data.with_name("caf\udce9"), None, BlockStore(CacheFolder(data.with_name("cache"))))
     data.symlink_to("caf\udce9")
     assert list(open_all().datasets) == ["good"]
@@ -195,7 +195,7 @@ def test_where_a_folder_cannot_be_looked_into_all_below_it_is_served_on_and_told
         assert {name: "cannot be read: " in error for name, error in errors.items()} == expected
         assert {name: os.strerror(number) in error for name, error in errors.items()} == expected
         assert catalog.plan("team.mixed", Spec(batch_size=1, seq_len=2)).schedule.num_steps == 6
-        with pytest.raises(DatasetRefused, match=os.strerror(number)):
+        with pytest.raises(DatasetInvalid, match=os.strerror(number)):
             catalog.refresh("team.own")
     assert {name: served.snapshot.fingerprint for name, served in catalog.datasets.items()} == before
     catalog.refresh("team.own")
@@ -209,7 +209,7 @@ def test_a_link_to_what_cannot_be_reached_is_refused_alone_unless_it_is_a_shard(
     assert set(catalog.datasets) == {"other"}
     assert "linked cannot be read: File name too long" in catalog.refused["linked"]
     (data / "other" / "part-9.parquet").symlink_to("x" * 300)
-    with pytest.raises(DatasetRefused, match=r"part-9.parquet cannot be read: File name too long"):
+    with pytest.raises(DatasetInvalid, match=r"part-9.parquet cannot be read: File name too long"):
         catalog.refresh("other")
 
 
@@ -289,12 +289,12 @@ def test_a_dataset_that_is_refused_holds_back_no_other(data: Path, open_all: Ope
     (data / "bad" / "half.parquet").write_bytes(b"PAR1" + bytes(100))
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]
-    with pytest.raises(DatasetRefused, match="half.parquet is truncated"):
+    with pytest.raises(DatasetInvalid, match="half.parquet is truncated"):
         catalog["bad"].latest  # noqa: B018
     with pytest.raises(UnknownDataset, match="no dataset 'goood'. Did you mean 'good'"):
         catalog["goood"]
     shutil.rmtree(data / "good")
-    with pytest.raises(DatasetRefused, match=r"nothing in .* can be served(.|\n)*half.parquet is truncated"):
+    with pytest.raises(DatasetInvalid, match=r"nothing in .* can be served(.|\n)*half.parquet is truncated"):
         open_all()
 
 
@@ -342,12 +342,12 @@ def test_runs_wait_for_what_a_server_that_was_started_anew_cannot_open_yet(
         patch.setattr("builtins.open", failing(open))
         catalog = open_all()
         with pytest.raises(
-            DatasetAway, match=rf"snapshot {spec.snapshot} may be served again.*Input/output error.* Its runs wait"
+            DatasetUnavailable, match=rf"snapshot {spec.snapshot} may be served again.*Input/output error.* Its runs wait"
         ):
             catalog.plan("team.own", spec)
-        with pytest.raises(DatasetRefused, match="Input/output error"):
+        with pytest.raises(DatasetInvalid, match="Input/output error"):
             catalog.plan("team.own", replace(spec, snapshot=None))
-    with suppress(DatasetRefused):
+    with suppress(DatasetInvalid):
         catalog.refresh("team.own")
     assert catalog.plan("team.own", spec).schedule.num_steps == 9
 
@@ -362,9 +362,9 @@ def test_runs_of_a_mixture_wait_for_what_declares_it(data: Path, open_all: Opene
     toml.write_text("mix = ")
     catalog = open_all()
     for asked in (spec, Spec(batch_size=1, snapshot=spec.snapshot)):
-        with pytest.raises(DatasetAway, match="may be served again: .*penstock.toml"):
+        with pytest.raises(DatasetUnavailable, match="may be served again: .*penstock.toml"):
             catalog.plan("m", asked)
-    with pytest.raises(DatasetRefused, match="penstock.toml"):
+    with pytest.raises(DatasetInvalid, match="penstock.toml"):
         catalog.plan("m", Spec(batch_size=1))
     with pytest.raises(UnknownDataset):
         catalog.plan("m.other", Spec(batch_size=1))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from corpora import write_numbered, write_pairs, write_shards, write_text
 from opened import Opener
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from planned import open_snapshot
 
 
@@ -36,7 +36,7 @@ def test_without_a_recipe_the_columns_decide(data: Path, tokenizer: Path, column
 def test_columns_that_say_nothing_are_listed_with_what_to_write(data: Path, tokenizer: Path) -> None:
     data.mkdir()
     pq.write_table(pa.table({"instruction": ["a"], "output": ["b"]}), data / "a.parquet")
-    with pytest.raises(DatasetRefused, match=r'instruction .*"content", or prompt = "question" and response = "answer"\.'):
+    with pytest.raises(DatasetInvalid, match=r'instruction .*"content", or prompt = "question" and response = "answer"\.'):
         open_snapshot(data, tokenizer)
 
 
@@ -75,8 +75,8 @@ def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path
             r"would split <\|endoftext\|> in the template of prompt and <\|endoftext\|> in the template of response, too\.",
         ),
         ("vocab_size = 0", "vocab_size must be a whole number from 1"),
-        ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "substitute"'),
-        ("max_bad_share = 0.1", "max_bad_share limits what is substituted, but nothing is"),
+        ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "replace"'),
+        ("max_bad_share = 0.1", "max_bad_share limits what is replaced, but nothing is"),
         ("vocab_size = 9", "vocab_size is given, but the tokenizer already tells it"),
         ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size is given, but the tokenizer already"),
     ],
@@ -84,7 +84,7 @@ def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path
 def test_a_wrong_recipe_is_refused_with_what_is_wrong(data: Path, tokenizer: Path, toml: str, message: str) -> None:
     write_text(data, ["one"])
     (data / "penstock.toml").write_text(toml)
-    with pytest.raises(DatasetRefused, match=message):
+    with pytest.raises(DatasetInvalid, match=message):
         open_snapshot(data, tokenizer)
 
 
@@ -97,7 +97,7 @@ def test_a_recipe_may_begin_with_a_byte_order_mark(data: Path, tokenizer: Path) 
 def test_a_special_token_of_ids_is_an_id(data: Path) -> None:
     write_numbered(data, 3)
     (data / "penstock.toml").write_text('eos = "</s>"')
-    with pytest.raises(DatasetRefused, match=r"eos = '</s>' is a text, but rows are token ids: .* Give the id\."):
+    with pytest.raises(DatasetInvalid, match=r"eos = '</s>' is a text, but rows are token ids: .* Give the id\."):
         open_snapshot(data)
 
 
@@ -115,13 +115,13 @@ def test_a_recipe_that_may_be_there_is_not_passed_over(data: Path, monkeypatch: 
     monkeypatch.setattr(Path, "lstat", stale)
     assert open_snapshot(data).fingerprint == with_recipe
     (data / "penstock.toml").unlink()
-    with pytest.raises(DatasetRefused, match=r"penstock\.toml cannot be read: .*No such file"):
+    with pytest.raises(DatasetInvalid, match=r"penstock\.toml cannot be read: .*No such file"):
         open_snapshot(data)
 
 
 def test_text_without_a_tokenizer_is_refused_with_both_ways_out(data: Path) -> None:
     write_text(data, ["one"])
-    with pytest.raises(DatasetRefused, match=r"--tokenizer FILE .* or name one in .*penstock.toml"):
+    with pytest.raises(DatasetInvalid, match=r"--tokenizer FILE .* or name one in .*penstock.toml"):
         open_snapshot(data)
 
 
@@ -136,27 +136,27 @@ def test_a_tokenizer_may_have_a_name_that_is_no_text(data: Path, tokenizer: Path
 def test_a_tokenizer_that_is_none_is_refused(data: Path, tmp_path: Path, open_all: Opener, content: str) -> None:
     write_text(data, ["one"])
     (tmp_path / "broken.json").write_text(content)
-    with pytest.raises(DatasetRefused, match=r"broken.json is not a tokenizer"):
+    with pytest.raises(DatasetInvalid, match=r"broken.json is not a tokenizer"):
         open_all(tmp_path / "broken.json")
 
 
 def test_a_tokenizer_without_an_eos_is_refused_with_the_way_out(data: Path, tokenizer: Path) -> None:
     write_text(data, ["one"])
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|unusual|>"))
-    with pytest.raises(DatasetRefused, match=r'eos = "<the token>" or its id, or eos = false'):
+    with pytest.raises(DatasetInvalid, match=r'eos = "<the token>" or its id, or eos = false'):
         open_snapshot(data, tokenizer)
 
 
 def test_special_tokens_are_split_in_texts_alone(data: Path, tokenizer: Path) -> None:
     write_numbered(data / "ids", 3)
     (data / "ids" / "penstock.toml").write_text("split_special_tokens = true")
-    with pytest.raises(DatasetRefused, match=r"is for texts, but rows are token ids\. Remove it\.$"):
+    with pytest.raises(DatasetInvalid, match=r"is for texts, but rows are token ids\. Remove it\.$"):
         open_snapshot(data / "ids", tokenizer)
     (data / "chat").mkdir()
     said = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]]
     pq.write_table(pa.table({"messages": said}), data / "chat" / "a.parquet")
     (data / "chat" / "penstock.toml").write_text("split_special_tokens = true")
-    with pytest.raises(DatasetRefused, match="would split the special tokens that the chat template writes, too"):
+    with pytest.raises(DatasetInvalid, match="would split the special tokens that the chat template writes, too"):
         open_snapshot(data / "chat", tokenizer)
 
 
@@ -205,14 +205,14 @@ def test_a_chat_template_alone_may_be_declared_and_needs_messages(data: Path, to
     assert open_snapshot(data / "chat", tokenizer).recipe.kind == "messages"
     write_text(data / "plain", ["one"])
     (data / "plain" / "penstock.toml").write_text('chat_template = "mine.jinja"')
-    with pytest.raises(DatasetRefused, match="chat_template renders messages, but rows are made of text. Leave it out, or"):
+    with pytest.raises(DatasetInvalid, match="chat_template renders messages, but rows are made of text. Leave it out, or"):
         open_snapshot(data / "plain", tokenizer)
 
 
 def test_a_tokenizer_that_was_never_trained_is_refused(data: Path, tmp_path: Path) -> None:
     write_text(data, ["one"])
     Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
-    with pytest.raises(DatasetRefused, match=r"empty.json is a tokenizer with an empty vocabulary"):
+    with pytest.raises(DatasetInvalid, match=r"empty.json is a tokenizer with an empty vocabulary"):
         open_snapshot(data, tmp_path / "empty.json")
 
 

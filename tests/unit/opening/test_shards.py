@@ -18,7 +18,7 @@ from pyarrow.parquet import encryption
 
 from corpora import REAL_DATA, needs_real_data, write_numbered, write_shards, write_text
 from opened import Opener
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetInvalid
 from penstock_server.snapshots import shard as shard_module
 from planned import open_snapshot
 
@@ -27,7 +27,7 @@ def test_shards_whose_schemas_differ_are_refused_with_file_and_column(data: Path
     write_text(data, ["one"])
     pq.write_table(pa.table({"text": [1, 2]}), data / "part-1.parquet")
     pq.write_table(pa.table({"body": ["one"]}), data / "part-2.parquet")
-    with pytest.raises(DatasetRefused) as caught:
+    with pytest.raises(DatasetInvalid) as caught:
         open_snapshot(data, tokenizer)
     assert "part-1.parquet: column 'text' is int64, but text must be text" in str(caught.value)
     assert "part-2.parquet: there is no column 'text'" in str(caught.value)
@@ -47,7 +47,7 @@ def test_truncated_and_foreign_files_are_named_one_by_one(data: Path, broken_fir
         "overlong": whole[:-8] + b"\xff\xff\xff\x7f" + b"PAR1",
     }.items():
         (data / f"{prefix}-{name}.parquet").write_bytes(content)
-    with pytest.raises(DatasetRefused) as caught:
+    with pytest.raises(DatasetInvalid) as caught:
         open_snapshot(data)
     lines = sorted(str(caught.value).splitlines())
     expected = ["is truncated: its end is missing", "is 0 bytes long", "is not a Parquet file", "has a damaged footer",
@@ -95,7 +95,7 @@ def test_a_footer_in_which_a_bit_flipped_is_refused_and_never_a_crash(
     write_shards(data, "tokens", [[[1, 2, 3], [4], [5]]], type_=pa.list_(pa.int32()), row_group_size=3)
     path = data / "part-000.parquet"
     path.write_bytes(with_footer(path.read_bytes(), edit))
-    with pytest.raises(DatasetRefused, match=f"part-000.parquet has a damaged footer: .*{reason}. Write it again"):
+    with pytest.raises(DatasetInvalid, match=f"part-000.parquet has a damaged footer: .*{reason}. Write it again"):
         open_snapshot(data)
 
 
@@ -112,7 +112,7 @@ def test_an_encrypted_shard_is_refused(data: Path, of_footer: bool) -> None:
     data.mkdir()
     with pq.ParquetWriter(data / "a.parquet", table.schema, encryption_properties=made) as writer:
         writer.write_table(table)
-    with pytest.raises(DatasetRefused, match="a.parquet is encrypted, which is not supported"):
+    with pytest.raises(DatasetInvalid, match="a.parquet is encrypted, which is not supported"):
         open_snapshot(data)
 
 
@@ -124,7 +124,7 @@ def test_a_type_that_is_not_supported_is_no_damage(data: Path) -> None:
     told = pq.read_metadata(path).metadata[b"ARROW:schema"]
     other = b64encode(b64decode(told).replace((64).to_bytes(4, "little"), (128).to_bytes(4, "little")))
     path.write_bytes(with_footer(path.read_bytes(), lambda footer: footer.replace(told, other)))
-    with pytest.raises(DatasetRefused, match="a.parquet has a column of a type that is not supported: .* Write it as another"):
+    with pytest.raises(DatasetInvalid, match="a.parquet has a column of a type that is not supported: .* Write it as another"):
         open_snapshot(data)
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_may_not_be_read_need_not_be_written_again(data: Path, monke
 
     write_numbered(data, 9, num_shards=1)
     monkeypatch.setattr(shard_module, "open_file", refuse)
-    with pytest.raises(DatasetRefused, match=r"part-000.parquet cannot be read: Permission denied. Let the server's user"):
+    with pytest.raises(DatasetInvalid, match=r"part-000.parquet cannot be read: Permission denied. Let the server's user"):
         open_snapshot(data)
 
 
@@ -144,7 +144,7 @@ def test_a_file_cut_at_any_byte_is_refused_and_never_a_crash(data: Path, tmp_pat
     data.mkdir()
     for length in range(0, len(whole), 7):
         (data / "part.parquet").write_bytes(whole[:length])
-        with pytest.raises(DatasetRefused):
+        with pytest.raises(DatasetInvalid):
             open_snapshot(data)
 
 
@@ -166,12 +166,12 @@ def test_what_is_no_file_is_refused_and_not_waited_for(data: Path, open_all: Ope
 def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) -> None:
     data.mkdir()
     pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), data / "a.parquet")
-    with pytest.raises(DatasetRefused, match=r"2 columns are called 'text'"):
+    with pytest.raises(DatasetInvalid, match=r"2 columns are called 'text'"):
         open_snapshot(data, tokenizer)
     pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["text", "k", "k"]), data / "a.parquet")
     assert open_snapshot(data, tokenizer).recipe.token_columns == ("text",)
     pq.write_table(pa.table([[[1]], [[2]]], names=["input_ids", "input_ids"]), data / "a.parquet")
-    with pytest.raises(DatasetRefused, match=r"2 columns are called 'input_ids'. Rename all but one"):
+    with pytest.raises(DatasetInvalid, match=r"2 columns are called 'input_ids'. Rename all but one"):
         open_snapshot(data)
 
 
@@ -206,7 +206,7 @@ def test_other_columns_may_be_of_any_type_and_bear_one_name(data: Path) -> None:
 
 def test_a_dataset_without_a_row_is_refused(data: Path) -> None:
     write_shards(data, "tokens", [[]], type_=pa.list_(pa.int64()), row_group_size=1)
-    with pytest.raises(DatasetRefused, match="not one row"):
+    with pytest.raises(DatasetInvalid, match="not one row"):
         open_snapshot(data)
 
 
@@ -215,7 +215,7 @@ def test_the_fingerprint_is_of_shards_and_recipe_and_nothing_else(data: Path, tm
     first = open_snapshot(data).fingerprint
     shutil.copytree(data, tmp_path / "copy")  # elsewhere and with other dates
     assert open_snapshot(tmp_path / "copy").fingerprint == first
-    (data / "penstock.toml").write_text('on_bad_row = "substitute"')
+    (data / "penstock.toml").write_text('on_bad_row = "replace"')
     assert open_snapshot(data).fingerprint == first
     (data / "penstock.toml").write_text("vocab_size = 60")
     assert open_snapshot(data).fingerprint != first
@@ -246,7 +246,7 @@ def test_files_that_crash_parquet_readers_are_refused_one_by_one(data: Path, tok
         shutil.rmtree(data, ignore_errors=True)
         data.mkdir()
         shutil.copy(path, data)
-        with pytest.raises(DatasetRefused):
+        with pytest.raises(DatasetInvalid):
             open_snapshot(data, tokenizer)
 
 
@@ -280,7 +280,7 @@ def test_a_column_that_only_a_later_shard_has_is_not_passed_over(
     data.mkdir()
     pq.write_table(pa.table(first), data / "part-0.parquet")
     pq.write_table(pa.table(first | later), data / "part-1.parquet")
-    with pytest.raises(DatasetRefused, match=rf"part-1.parquet: column '{column}' is not in the first shard") as refused:
+    with pytest.raises(DatasetInvalid, match=rf"part-1.parquet: column '{column}' is not in the first shard") as refused:
         open_snapshot(data, tokenizer)
     assert f"say in penstock.toml: {way_out}" in str(refused.value)
     [declared] = re.findall(r"penstock.toml: (.*?)\. Give all", str(refused.value))

@@ -24,7 +24,7 @@ from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.describe import describe_dataset
 from penstock_server.datasets.history import History
 from penstock_server.inflight import InFlight
-from penstock_server.problems import DatasetRefused, SnapshotGone
+from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.snapshots.folders import look
 from penstock_server.snapshots.notes import drop_old_notes, write_note
 from penstock_server.snapshots.reading import Reading, read_folder
@@ -132,7 +132,7 @@ def test_what_changes_after_a_look_is_left_to_the_next_one(
     lead_to(versions[1])
     with monkeypatch.context() as patch:
         patch.setattr(dataset_module, "read_folder", late)
-        with pytest.raises(DatasetRefused, match="is being written to: it changed while it was read"):
+        with pytest.raises(DatasetInvalid, match="is being written to: it changed while it was read"):
             catalog.refresh("link")
     lead_to(versions[1])
     assert catalog.refresh("link").changed
@@ -141,10 +141,10 @@ def test_what_changes_after_a_look_is_left_to_the_next_one(
 def test_a_policy_that_changes_takes_effect_without_another_snapshot(folder: Path, open_all: Callable[[], Catalog]) -> None:
     catalog = open_all()
     before = catalog["d"].latest.snapshot
-    (folder / "penstock.toml").write_text('on_bad_row = "substitute"')
+    (folder / "penstock.toml").write_text('on_bad_row = "replace"')
     assert not catalog.refresh("d").changed
     after = catalog["d"].latest.snapshot
-    assert (before.recipe.on_bad_row, after.recipe.on_bad_row) == ("fail", "substitute")
+    assert (before.recipe.on_bad_row, after.recipe.on_bad_row) == ("fail", "replace")
 
 
 def test_an_older_snapshot_follows_a_policy_and_keeps_its_recipe(folder: Path, open_all: Callable[[], Catalog]) -> None:
@@ -152,12 +152,12 @@ def test_an_older_snapshot_follows_a_policy_and_keeps_its_recipe(folder: Path, o
     before = catalog["d"].latest.snapshot
     write_shard(folder, 1, 0)
     catalog.refresh("d")
-    for toml in ('on_bad_row = "substitute"', "eos = 77"):
+    for toml in ('on_bad_row = "replace"', "eos = 77"):
         assert catalog["d"].served(before.fingerprint).snapshot.fingerprint == before.fingerprint
         (folder / "penstock.toml").write_text(toml)
         catalog.refresh("d")
     older = catalog["d"].served(before.fingerprint).snapshot
-    assert (older.fingerprint, older.recipe.eos_id, older.recipe.on_bad_row) == (before.fingerprint, None, "substitute")
+    assert (older.fingerprint, older.recipe.eos_id, older.recipe.on_bad_row) == (before.fingerprint, None, "replace")
     held = open_all()["d"].held  # of a server that never knew that recipe
     assert before.fingerprint not in [record.fingerprint for record in held.snapshots]
 
@@ -298,7 +298,7 @@ def test_what_was_read_of_shards_while_a_mask_was_not_wanted_does_not_hide_it_on
     recipe.write_text("labels = false")
     assert open_all()["d"].latest.snapshot.num_rows == 4
     recipe.unlink()
-    with pytest.raises(DatasetRefused, match="labels"):
+    with pytest.raises(DatasetInvalid, match="labels"):
         open_all()
 
 

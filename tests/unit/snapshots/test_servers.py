@@ -22,7 +22,7 @@ from penstock_server.datasets import history as history_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History
 from penstock_server.inflight import InFlight
-from penstock_server.problems import DatasetRefused, SnapshotGone
+from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
@@ -224,5 +224,5 @@ def test_who_joins_others_serves_what_they_do_and_leaves_what_is_being_copied_to
     (folder / "part-11.parquet").unlink()  # what the others serve is not there any more
     assert join().plan("d", Spec(batch_size=1)).schedule.num_steps == 6
     (folder / "part-12.parquet").write_bytes(b"half of a")  # nobody knows whether others serve on or began in this state
-    with pytest.raises(DatasetRefused, match="part-12"):
+    with pytest.raises(DatasetInvalid, match="part-12"):
         join().plan("d", Spec(batch_size=1))

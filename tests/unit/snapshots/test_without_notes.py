@@ -15,7 +15,7 @@ from penstock.spec import Spec
 from penstock_server.datasets import history as history_module
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.history import History, Record
-from penstock_server.problems import DatasetRefused, SnapshotGone
+from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
 from planned import open_snapshot
 
@@ -124,12 +124,12 @@ def test_a_snapshot_is_found_without_a_note_also_while_the_folder_cannot_be_open
     write_shard(folder.parent, 0, 0)  # something has to be served
     catalog = open_all()
     planned = catalog.plan("d", grown).members[0].planned
-    with pytest.raises(DatasetRefused):
+    with pytest.raises(DatasetInvalid):
         catalog.refresh("d")
     assert catalog.plan("d", grown).members[0].planned is planned
     other = open_all()
     assert listed(other) == [grown.snapshot]
-    with pytest.raises(DatasetRefused):  # what was found is not the latest, even where nothing else is noted
+    with pytest.raises(DatasetInvalid):  # what was found is not the latest, even where nothing else is noted
         other.plan("d", Spec(batch_size=1))
     (folder / "part-3.parquet").unlink()
     latest = catalog.refresh("d").snapshot

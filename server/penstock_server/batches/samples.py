@@ -1,12 +1,12 @@
-"""Sequences: the lines of some batches before they are written, still in their blocks; and where each comes from.
+"""Samples: the lines of some batches before they are written, still in their blocks; and where each comes from.
 
-All is in columns: a run of batches has thousands of sequences, and an object takes longer to make than its tokens to copy.
+All is in columns: a run of batches has thousands of samples, and an object takes longer to make than its tokens to copy.
 An example: packing=concat with seq_len=5, and a block of two rows, each of five tokens: a prompt of two and a response of
 three, then a prompt of one and a response of four. Sequence 7 begins at the block's fourth token:
 
 Spans       tokens [3, 8) of the block's stream                                  what the plan says
 RowSpans    tokens [3, 5) of row 0, [0, 3) of row 1                              cut where rows end
-TokenRuns   [3, 5) learned, [5, 6) not learned, [6, 8) learned, of the values    cut where turns end
+TokenRuns   [3, 5) with loss, [5, 6) without loss, [6, 8) with loss, of the values    cut where turns end
 Runs        these go to tokens 0, 2 and 3 of line 7 of a tensor                  laid into the lines of batches
 Pieces      bytes of the values that go to bytes of the body                     laid into the frames
 """
@@ -33,7 +33,7 @@ from penstock_server.storage.lists import ListColumns
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A row, or a part of one, in a sequence."""
+    """A row, or a part of one, in a sample."""
 
     dataset: str
     """its dataset"""
@@ -44,7 +44,7 @@ class Origin:
     row: int
     """its number in the row group"""
     start: int
-    """the first of its tokens that is in the sequence; with task=seq2seq 0"""
+    """the first of its tokens that is in the sample; with task=seq2seq 0"""
     stop: int
     """the token after the last that is; with task=seq2seq, where both sides are cut, the end of the row"""
     row_tokens: int
@@ -71,39 +71,39 @@ class Runs(NamedTuple):
     """What the lines of a tensor are made of, line by line, and in each in its order.
 
     Run i is tokens [starts[i], starts[i] + lengths[i]) of the loaded block number blocks[i], and goes to token offsets[i] of
-    line lines[i]. `learned[i]`: it is no prompt.
+    line lines[i]. `in_loss[i]`: it is no prompt.
     """
 
     lines: IntArray
     blocks: IntArray
     starts: IntArray
     lengths: IntArray
-    learned: npt.NDArray[np.bool_]
+    in_loss: npt.NDArray[np.bool_]
     offsets: IntArray
 
 
 class Documents(NamedTuple):
-    """The rows that sequences are made of, or parts of them, in their order: tokens [firsts[i], lasts[i]) of rows[i]."""
+    """The rows that samples are made of, or parts of them, in their order: tokens [firsts[i], lasts[i]) of rows[i]."""
 
-    sequences: IntArray
+    samples: IntArray
     blocks: IntArray
     rows: IntArray
     firsts: IntArray
     lasts: IntArray
 
     def offsets(self) -> IntArray:
-        """Where each document begins in its sequence."""
-        return _offsets(self.sequences, self.lasts - self.firsts)
+        """Where each document begins in its sample."""
+        return _offsets(self.samples, self.lasts - self.firsts)
 
 
-class Sequences:
-    """`count` sequences, made of `spans`, sequence by sequence, whose blocks are numbered as in `loaded`.
+class Samples:
+    """`count` samples, made of `spans`, sample by sample, whose blocks are numbered as in `loaded`.
 
-    `substituted`, shape [count], are those that stand in for bad rows.
+    `replaced`, shape [count], are those that stand in for bad rows.
     """
 
-    def __init__(self, count: int, loaded: list[LoadedBlock], spans: Spans, substituted: npt.NDArray[np.bool_]) -> None:
-        self.count, self.loaded, self.substituted = count, loaded, substituted
+    def __init__(self, count: int, loaded: list[LoadedBlock], spans: Spans, replaced: npt.NDArray[np.bool_]) -> None:
+        self.count, self.loaded, self.replaced = count, loaded, replaced
         self._spans = spans
         self._features = dict[str, Features]()
         self._runs = dict[tuple[str, str | None, int], Runs]()
@@ -128,79 +128,79 @@ class Sequences:
 
     @cached_property
     def documents(self) -> Documents:
-        """The rows that the sequences are made of; a row without tokens is in none."""
-        sequences, blocks, rows, firsts, stops = self._spans
+        """The rows that the samples are made of; a row without tokens is in none."""
+        samples, blocks, rows, firsts, stops = self._spans
         if self._are_of_streams:
             at, rows, firsts, lasts = self._rows_of_streams
-            return Documents(sequences[at], blocks[at], rows, firsts, lasts)
-        return Documents(sequences, blocks, rows, firsts, np.minimum(stops, self._row_lengths(blocks, rows)))
+            return Documents(samples[at], blocks[at], rows, firsts, lasts)
+        return Documents(samples, blocks, rows, firsts, np.minimum(stops, self._row_lengths(blocks, rows)))
 
     @cached_property
     def begins(self) -> tuple[IntArray, IntArray]:
-        """The sequence of each document, and its first token there. A row that others packed holds several documents."""
+        """The sample of each document, and its first token there. A row that others packed holds several documents."""
         rows = self.documents
         feature = self._feature(next(iter(self.loaded[0].block.features)))
         part, firsts = feature.documents(rows.blocks, RowSpans(np.arange(len(rows.rows)), *rows[2:]))
-        return rows.sequences[part], (rows.offsets() - rows.firsts)[part] + firsts
+        return rows.samples[part], (rows.offsets() - rows.firsts)[part] + firsts
 
-    def begins_of(self, sequence: int) -> list[int]:
-        """Where the documents of one sequence begin."""
-        sequences, tokens = self.begins
-        own: list[int] = tokens[self._where(sequences, sequence)].tolist()
+    def begins_of(self, sample: int) -> list[int]:
+        """Where the documents of one sample begin."""
+        samples, tokens = self.begins
+        own: list[int] = tokens[self._where(samples, sample)].tolist()
         return own
 
-    def sources(self, sequence: int) -> list[Origin]:
-        """The rows of one sequence, as they lie in the shards."""
-        own = self._where(self.documents.sequences, sequence)
+    def sources(self, sample: int) -> list[Origin]:
+        """The rows of one sample, as they lie in the shards."""
+        own = self._where(self.documents.samples, sample)
         columns = (*self.documents[1:], self._row_tokens)
         return [self._source(*line) for line in zip(*(column[own].tolist() for column in columns), strict=True)]
 
-    def line(self, tensor: Tensor, sequence: int) -> list[Turn]:
+    def line(self, tensor: Tensor, sample: int) -> list[Turn]:
         """The tokens of one line of a tensor, in runs; none is of two documents."""
         runs, tokens = self.runs(tensor), self.tokens(tensor.feature)
-        own = self._where(runs.lines, sequence)
-        begins = [] if tensor.turn else self.begins_of(sequence)
+        own = self._where(runs.lines, sample)
+        begins = [] if tensor.turn else self.begins_of(sample)
         found: list[Turn] = []
-        for number, start, length, learned, offset in zip(*(column[own].tolist() for column in runs[1:]), strict=True):
+        for number, start, length, in_loss, offset in zip(*(column[own].tolist() for column in runs[1:]), strict=True):
             inside = (begin - offset for begin in begins if offset < begin < offset + length)
             for first, last in pairwise([0, *inside, length]):
-                found.append((tokens[number].values[start + first : start + last].tolist(), learned))
+                found.append((tokens[number].values[start + first : start + last].tolist(), in_loss))
         return found
 
-    def num_tokens(self, tensor: Tensor, sequence: int) -> int:
+    def num_tokens(self, tensor: Tensor, sample: int) -> int:
         """The tokens of one line of a tensor."""
         runs = self.runs(tensor)
-        return int(runs.lengths[self._where(runs.lines, sequence)].sum())
+        return int(runs.lengths[self._where(runs.lines, sample)].sum())
 
-    def member(self, sequence: int) -> Member:
-        """The dataset that a sequence is of."""
-        return self.loaded[int(self._spans.blocks[np.searchsorted(self._spans.sequences, sequence)])].member
+    def member(self, sample: int) -> Member:
+        """The dataset that a sample is of."""
+        return self.loaded[int(self._spans.blocks[np.searchsorted(self._spans.samples, sample)])].member
 
     @cached_property
     def member_numbers(self) -> IntArray:
-        """The number in the mixture of the dataset that each sequence is of, shape [count]."""
-        first = np.searchsorted(self._spans.sequences, np.arange(self.count))
+        """The number in the mixture of the dataset that each sample is of, shape [count]."""
+        first = np.searchsorted(self._spans.samples, np.arange(self.count))
         numbers: IntArray = np.array([own.number for own in self.loaded])[self._spans.blocks[first]]
         return numbers
 
-    def row(self, sequence: int) -> tuple[Block, int]:
-        """The block and the row of a sequence of one row."""
-        at = int(np.searchsorted(self._spans.sequences, sequence))
+    def row(self, sample: int) -> tuple[Block, int]:
+        """The block and the row of a sample of one row."""
+        at = int(np.searchsorted(self._spans.samples, sample))
         return self.loaded[int(self._spans.blocks[at])].block, int(self._spans.rows[at])
 
     def rows(self) -> Iterator[tuple[Block, IntArray, IntArray]]:
-        """Where each sequence is one row: the blocks, each with the sequences that are made of it and their rows in it."""
+        """Where each sample is one row: the blocks, each with the samples that are made of it and their rows in it."""
         for number, mine in self._by_block:
-            yield self.loaded[number].block, self._spans.sequences[mine], self._spans.rows[mine]
+            yield self.loaded[number].block, self._spans.samples[mine], self._spans.rows[mine]
 
     @staticmethod
-    def _where(sequences: IntArray, sequence: int) -> slice:
-        """Where one sequence stands among these, which ascend."""
-        return slice(*np.searchsorted(sequences, [sequence, sequence + 1]).tolist())
+    def _where(samples: IntArray, sample: int) -> slice:
+        """Where one sample stands among these, which ascend."""
+        return slice(*np.searchsorted(samples, [sample, sample + 1]).tolist())
 
     @cached_property
     def _row_tokens(self) -> IntArray:
-        """Of each document the tokens of its row, also those that are not in the sequence."""
+        """Of each document the tokens of its row, also those that are not in the sample."""
         return self._row_lengths(self.documents.blocks, self.documents.rows)
 
     @cached_property
@@ -214,18 +214,18 @@ class Sequences:
         return self._features[name]
 
     def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
-        at, starts, lengths, learned = self._cut(self._feature(feature))
+        at, starts, lengths, in_loss = self._cut(self._feature(feature))
         if turn:
-            of_turn = learned == (turn == "response")
-            at, starts, lengths, learned = (column[of_turn] for column in (at, starts, lengths, learned))
-        lines, blocks = self._spans.sequences[at], self._spans.blocks[at]
+            of_turn = in_loss == (turn == "response")
+            at, starts, lengths, in_loss = (column[of_turn] for column in (at, starts, lengths, in_loss))
+        lines, blocks = self._spans.samples[at], self._spans.blocks[at]
         offsets = _offsets(lines, lengths)
         if longest:
             lengths = np.clip(longest - offsets, 0, lengths)
             some = lengths > 0
             lines, blocks, starts, lengths, offsets = (column[some] for column in (lines, blocks, starts, lengths, offsets))
-            learned = learned[some]
-        return Runs(lines, blocks, starts, lengths, learned, offsets)
+            in_loss = in_loss[some]
+        return Runs(lines, blocks, starts, lengths, in_loss, offsets)
 
     def _cut(self, feature: Features) -> TokenRuns:
         """The tokens of the spans, in as few pieces as there can be."""

@@ -18,7 +18,7 @@ from penstock.wire import Address, Heads, Layout
 from penstock_server.batches.batch import _add_ones, _add_tokens, _write
 from penstock_server.batches.body import Place, Places, of_one_width
 from penstock_server.batches.pieces import Pieces
-from penstock_server.batches.sequences import LoadedBlock, Sequences
+from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.packing import STREAM, Spans
 from penstock_server.storage.block import Block
@@ -47,7 +47,7 @@ def document_lengths(row: Row, *, is_packed: bool) -> list[int]:
 
 
 def marked(row: Row, *, has_turns: bool) -> list[tuple[int, bool]]:
-    """The tokens of a row, each with whether it is learned."""
+    """The tokens of a row, each with whether it has loss."""
     return [(token, number % 2 == 1 or not has_turns) for number, turn in enumerate(row) for token in turn]
 
 
@@ -55,7 +55,7 @@ def marked(row: Row, *, has_turns: bool) -> list[tuple[int, bool]]:
 def test_what_comes_before_the_first_learned_token_is_the_prompt(rows: list[Row], has_turns: bool, data: st.DataObject) -> None:
     asked = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=5))
     tokens = [marked(rows[row], has_turns=has_turns) for row in asked]
-    before = [[learned for _, learned in of_row].index(True) if any(m for _, m in of_row) else len(of_row) for of_row in tokens]
+    before = [[in_loss for _, in_loss in of_row].index(True) if any(m for _, m in of_row) else len(of_row) for of_row in tokens]
     found = block_of(rows, has_turns=has_turns).prompt_lengths(np.array(asked, np.int64))
     assert found.tolist() == before
 
@@ -77,9 +77,9 @@ def test_rows_are_cut_at_their_ends_and_between_turns(rows: list[Row], has_turns
     pieces = Features([block.features["tokens"]]).cut(np.zeros(len(asked), np.int64), parts)
     values = block.features["tokens"].tokens.values
     found: list[list[tuple[int, bool]]] = [[] for _ in asked]
-    for span, start, length, learned in zip(*(column.tolist() for column in pieces), strict=True):
+    for span, start, length, in_loss in zip(*(column.tolist() for column in pieces), strict=True):
         assert length > 0
-        found[span] += [(token, learned) for token in values[start : start + length].tolist()]
+        found[span] += [(token, in_loss) for token in values[start : start + length].tolist()]
     assert pieces.spans.tolist() == sorted(pieces.spans.tolist())
     assert found == [marked(rows[row], has_turns=has_turns)[first:last] for row, first, last in asked]
     for number, row in enumerate(rows):
@@ -136,7 +136,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
     parts: list[tuple[int, int, int, int, int]] = []
     expected: list[list[tuple[int, bool]]] = []
     starts: list[list[int]] = []  # of documents
-    for sequence in range(num_batches * batch_size):
+    for sample in range(num_batches * batch_size):
         line: list[tuple[int, bool]] = []
         begins: list[int] = []
         while len(line) < longest:
@@ -147,7 +147,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
             stop = random.randint(start, min(len(whole), start + longest - len(line)))
             if of_stream and start == stop:  # no packing has such a span
                 break
-            parts.append((sequence, number, row, start, stop))
+            parts.append((sample, number, row, start, stop))
             sizes = [size for own in documents[number] for size in own] if of_stream else documents[number][row]
             borders = np.cumsum([0, *sizes]).tolist()
             met = [max(a, start) for a, b in pairwise(borders) if max(a, start) < min(b, stop)]
@@ -161,7 +161,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
     assume(parts)
     loaded = [LoadedBlock(None, 0, index, block) for index, block in enumerate(blocks)]  # type: ignore[arg-type]
     columns = Spans(*(np.array(column) for column in zip(*parts, strict=True)))
-    sequences = Sequences(len(expected), loaded, columns, np.zeros(len(expected), np.bool_))
+    samples = Samples(len(expected), loaded, columns, np.zeros(len(expected), np.bool_))
 
     def made(tensor: Tensor, width: int, dtype: str) -> Any:
         layout = Layout.of(
@@ -177,13 +177,13 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
         if tensor.has_lines:
             pieces = Pieces()
             if tensor.kind == "mask":
-                _add_ones(tensor, places, sequences, pieces)
+                _add_ones(tensor, places, samples, pieces)
             else:
-                _add_tokens(tensor, places, sequences, PAD, pieces)
+                _add_tokens(tensor, places, samples, PAD, pieces)
             body = pieces.join(nbytes)
         else:
             body = memoryview(bytearray(nbytes))
-            _write(tensor, places, body, sequences)
+            _write(tensor, places, body, samples)
         written = np.concatenate([part.array(body) for part in parts]).reshape(-1, *layout.tensors[1].shape[1:]).tolist()
         for part in parts:
             part.array(body)[...] = 0
@@ -198,14 +198,14 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
     wide = Tensor(name="input_ids", kind="tokens", dtype="uint32", feature="tokens", longest=longest)
     assert made(wide, longest, "uint32") == made(tokens, longest, "uint16")
     mask = Tensor(name="loss_mask", kind="mask", dtype="uint8", feature="tokens", longest=longest)
-    assert made(mask, longest, "uint8") == [padded([int(learned) for _, learned in line], longest, 0) for line in expected]
+    assert made(mask, longest, "uint8") == [padded([int(in_loss) for _, in_loss in line], longest, 0) for line in expected]
     lengths = Tensor(name="lengths", kind="count", dtype="int32", feature="tokens")
     assert made(lengths, 0, "int32") == [len(line) for line in expected]
-    for turn, is_learned in (("prompt", False), ("response", True)):
-        of_turn = [[token for token, learned in line if learned == is_learned][:3] for line in expected]
+    for turn, is_in_loss in (("prompt", False), ("response", True)):
+        of_turn = [[token for token, in_loss in line if in_loss == is_in_loss][:3] for line in expected]
         side = Tensor(name=turn, kind="tokens", dtype="uint16", feature="tokens", turn=turn, longest=3)  # type: ignore[arg-type]
         assert made(side, 3, "uint16") == [padded(line, 3, PAD) for line in of_turn]
-        assert sequences.lengths(side).tolist() == [len(line) for line in of_turn]
+        assert samples.lengths(side).tolist() == [len(line) for line in of_turn]
     bits = Tensor(name="document_starts", kind="starts", dtype="uint8", feature="tokens", longest=longest)
     found = np.unpackbits(np.array(made(bits, -(-longest // 8), "uint8"), np.uint8), axis=1, bitorder="little")
     ends = [[len(line)] if len(line) < longest else [] for line in expected]
@@ -221,6 +221,6 @@ def test_steps_that_stand_together_have_heads_of_one_length(longer: int, stride:
     parts = list(of_one_width(steps))
     assert [step for part in parts for step in part] == list(steps)
     for length in range(64):  # heads are rounded up, so the bytes of a step show with some names only
-        address = Address(dataset="d" * length, snapshot="s", spec="p", epoch=0, rank=0, step=0)
+        address = Address(dataset="d" * length, snapshot="s", spec_digest="p", epoch=0, rank=0, step=0)
         heads = Heads(address, Layout((), 0))
         assert all(len({len(heads.head(step)) for step in part}) == 1 for part in parts)
