@@ -61,42 +61,42 @@ from penstock.whole import check_amount, check_whole, plain
 class RemoteDataset(IterableDataset[Batch]):
     """The batches of one rank and epoch, fetched from Penstock servers ahead of the training loop.
 
-    servers          address of a server, "http://host:8000" or "host:8000", or a list of servers that hold the same data
-    dataset          its name on the server
-    rank, world_size which slice of the epoch; default: from torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
-    prefetch_bytes   host memory for batches fetched ahead, in bytes, as they travelled; with device="cuda" it is pinned
-    tensors          the tensors that a batch has, such as ["input_ids"]; default: all
-    device           "cuda" gives batches on the GPU, copied and expanded there during the step before
-    replay           fetch this many batches and repeat them from memory, to see the loop's speed if data costs nothing
-    retry_seconds    how long to keep trying while no server answers, in seconds
-    ledger           file that records every batch that the loop is given, for `penstock audit`; see penstock.ledger
-    mix              datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
+    servers            address of a server, "http://host:8000" or "host:8000", or a list of servers that hold the same data
+    dataset            its name on the server
+    rank, world_size   which slice of the epoch; default: from torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
+    prefetch_bytes     host memory for batches fetched ahead, in bytes, as they travelled; with device="cuda" it is pinned
+    tensors            the tensors that a batch has, such as ["input_ids"]; default: all
+    device             "cuda" gives batches on the GPU, copied and expanded there during the step before
+    replay             fetch this many batches and repeat them from memory, to see the loop's speed if data costs nothing
+    retry_seconds      how long to keep trying while no server answers, in seconds
+    ledger             file that records every batch that the loop is given, for `penstock audit`; see penstock.ledger
+    mix                datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
 
     and the spec, which says what is in a batch, with the defaults of the signature; see docs/batches.md:
 
-    batch_size       samples in a batch of one rank
-    seq_len          tokens in a sample; packing and overflow decide what happens to longer rows
-    seed             chooses the order of every epoch
-    shuffle          none: as stored; window: uniform within windows; global: uniform overall
-    window           smallest number of samples that are shuffled together (shuffle=window)
-    split            the rows of one split, by the shards' names or a stable hash; or all; default: train if names give
-                     splits, else all
-    packing          rows: one row, one sample; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole
-                     rows in bins
-    overflow        rows longer than seq_len (packing=rows): truncated, or split into several samples
-    pad              seq_len: pad to seq_len; longest: to the batch's longest sample; a number: to that, rounded up to a
-                     multiple of it (packing=rows)
-    length_bucket_size  put this many samples of similar length side by side (packing=rows), such as a global batch; 0: off
-    mark_documents   mark where documents begin in a sample (packing=concat; best_fit always does)
-    task             causal: one stream of tokens; seq2seq: prompt in, response out
-    target_seq_len       tokens in a response (task=seq2seq); default: seq_len
-    loss_on          which tokens have a label, where a prompt or a mask leaves some out: the response's, or all
-    drop_last        drop the last, incomplete step; false: fill it with samples from the epoch's start
-    skip             steps to leave out, such as 41000-41200,50000-50010, by their numbers in the epoch, skipped ones counted;
-                     or samples:1000-1999, over all ranks
-    stopping_strategy         a mixture's epoch ends with the first dataset used up, with the last, or never; default: first_exhausted
-    dataset_index    add a tensor of this name, the number of each sample's dataset: from 0, in alphabetical order
-    snapshot         fingerprint of the data; default: the latest
+    batch_size         samples in a batch of one rank
+    seq_len            tokens in a sample; packing and overflow decide what happens to longer rows
+    seed               chooses the order of every epoch
+    shuffle            none: as stored; window: uniform within windows; global: uniform overall
+    window             smallest number of samples that are shuffled together (shuffle=window)
+    split              the rows of one split, by the shards' names or a stable hash; or all; default: train if names give
+                       splits, else all
+    packing            rows: one row, one sample; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole
+                       rows in bins
+    overflow           rows longer than seq_len (packing=rows): truncated, or split into several samples
+    pad                seq_len: pad to seq_len; longest: to the batch's longest sample; a number: to that, rounded up to a
+                       multiple of it (packing=rows)
+    length_bucket_size put this many samples of similar length side by side (packing=rows), such as a global batch; 0: off
+    mark_documents     mark where documents begin in a sample (packing=concat; best_fit always does)
+    task               causal: one stream of tokens; seq2seq: prompt in, response out
+    target_seq_len     tokens in a response (task=seq2seq); default: seq_len
+    loss_on            which tokens have a label, where a prompt or a mask leaves some out: the response's, or all
+    drop_last          drop the last, incomplete step; false: fill it with samples from the epoch's start
+    skip               steps to leave out, such as 41000-41200,50000-50010, by their numbers in the epoch, skipped ones counted;
+                       or samples:1000-1999, over all ranks
+    stopping_strategy  a mixture's epoch ends with the first dataset used up, with the last, or never; default: first_exhausted
+    dataset_index      add a tensor of this name, the number of each sample's dataset: from 0, in alphabetical order
+    snapshot           fingerprint of the data; default: the latest
 
     A batch is a dict of int64 tensors: input_ids, attention_mask and labels; see penstock.tensors.expand. With CUDA they
     are in pinned memory. `len(data)` is the exact number of batches that the next iteration gives, `steps_per_epoch` that of

@@ -115,7 +115,7 @@ def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:
 
 
 def test_the_dataset_describes_every_parameter_in_the_same_words() -> None:
-    lines = re.findall(r"^(\w+) +(\S.*(?:\n {17}\S.*)*)", inspect.getdoc(RemoteDataset) or "", re.MULTILINE)
+    lines = re.findall(r"^(\w+) +(\S.*(?:\n {19}\S.*)*)", inspect.getdoc(RemoteDataset) or "", re.MULTILINE)
     described = {name: " ".join(text.split()) for name, text in lines}
     taken = [parameter for parameter in describe() if parameter["name"] not in ("world_size", "offset", "mix")]
     assert [(p["name"], described.get(p["name"])) for p in taken] == [(p["name"], p["doc"]) for p in taken]
