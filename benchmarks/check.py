@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _NEAR = 2  # so that what comes backwards, every second, or with neighbours changed about is in order, too
-_MOST_IN_ORDER = 0.05
+_MAX_IN_ORDER = 0.05
 
 
 class CheckFailed(Exception):
@@ -72,6 +72,6 @@ def check_batch(batch: torch.Tensor, corpus: Corpus) -> npt.NDArray[np.int64]:
 def _order(numbers: npt.NDArray[np.int64], corpus: Corpus) -> Order:
     steps = np.diff(numbers)
     in_order = float((np.abs(steps) <= _NEAR).mean())
-    if in_order > _MOST_IN_ORDER:
+    if in_order > _MAX_IN_ORDER:
         raise CheckFailed(f"{in_order:.0%} of the samples come in the order of the corpus: they are not shuffled")
     return Order(num_samples=len(numbers), in_order=in_order, spread=float(np.abs(steps).mean() / (corpus.num_samples / 3)))

@@ -17,7 +17,7 @@ from results import Loader, Sample
 
 _HERE = Path(__file__).parent
 _PREPARE_SECONDS, _START_SECONDS = 1800, 300
-_MOST_CHECKED = 32_768  # samples
+_MAX_CHECKED = 32_768  # samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Contest:
     def _is_sound(self, loader: Loader, peer: Peer, num_workers: int) -> bool:
         """Whether what it gives is the corpus, shuffled; else it says so, and is not timed."""
         self.tell(f"checking {_spell(loader, num_workers)}")
-        checked = min(self.corpus.num_samples // 2, _MOST_CHECKED)
+        checked = min(self.corpus.num_samples // 2, _MAX_CHECKED)
         try:
             told = self._ask_served(loader, peer, "check", "--workers", str(num_workers), "--samples", str(checked))
         except ProcessFailed as error:

@@ -20,14 +20,14 @@ from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey
 from penstock_server.batches.plan import make_plan
 from penstock_server.batches.planned import PlannedEpochs
-from penstock_server.counts.index import Index
+from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.index.index import Index
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.shard import Date, Shard, numbers
+from penstock_server.snapshots.shard import FileStat, Shard, numbers
 from penstock_server.snapshots.snapshot import Snapshot
-from penstock_server.storage.blocks import Blocks
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from ratios import seconds
 
 GROUPS, ROWS = 100, 1000
@@ -40,7 +40,7 @@ def synthetic(num_blocks: int) -> Snapshot:
     shards = [
         Shard(
             Path(f"part-{n:06}.parquet"),
-            Date(1, 0, 0, 0),
+            FileStat(1, 0, 0, 0),
             f"{n:032x}",
             numbers(rows),
             numbers([1 << 20] * GROUPS),

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 import pyarrow as pa
 import pytest
 
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.blocks import Blocks
 from penstock_server.recipes import encode
-from penstock_server.storage.block import Block
-from penstock_server.storage.blocks import Blocks
 
 
 def rows_of(block: Block, feature: str = "tokens") -> list[list[int]]:

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.datasets.catalog import open_catalog
-from penstock_server.inflight import InFlight
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
 from penstock_server.serving.serve import Server
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 
 @contextmanager

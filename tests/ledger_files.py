@@ -10,13 +10,13 @@ from pathlib import Path
 from ledgers import behind, round_at
 from penstock import Spec
 from penstock.audit.reading import Reading
-from penstock.ledger.book import Book, Ledger
+from penstock.ledger.recorder import Ledger, Recorder
 
 SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
 
 
-def book(path: Path, rank: int = 0) -> Book:
-    return Book(path, "numbers", rank)
+def book(path: Path, rank: int = 0) -> Recorder:
+    return Recorder(path, "numbers", rank)
 
 
 def digest(step: int) -> str:

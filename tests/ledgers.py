@@ -14,10 +14,10 @@ from typing import Any
 from penstock import Spec
 from penstock.ledger.begin import Begin, check_of
 from penstock.ledger.names import ledger_path
-from penstock.place.progress import Round
-from penstock.place.start import Stretch
-from penstock.place.state import Position
 from penstock.rank import Worker
+from penstock.state.progress import Pass
+from penstock.state.start import StepRange
+from penstock.state.state import Position
 
 FIRST = datetime(2025, 1, 1, tzinfo=UTC)
 
@@ -29,10 +29,10 @@ def round_at(
     *,
     num_loads: int = 0,
     is_first: bool = True,
-) -> Round:
+) -> Pass:
     """A round of a thousand steps that begins there."""
-    return Round(
-        worker=worker, stretch=Stretch(position=Position(epoch=epoch, step=step), num_steps=1000), steps=range(step, 1000),
+    return Pass(
+        worker=worker, stretch=StepRange(position=Position(epoch=epoch, step=step), num_steps=1000), steps=range(step, 1000),
         number=1, num_sets=1, is_repetition=False, is_stuck=False, is_first=is_first, num_loads=num_loads,
         state_epoch=None, launch="5f0c77aa",
     )  # fmt: skip

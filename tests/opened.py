@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from penstock_server.datasets.catalog import Catalog
-from penstock_server.storage.block import Block
-from penstock_server.storage.blocks import Blocks
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.blocks import Blocks
+from penstock_server.catalog.catalog import Catalog
 
 Opener = Callable[..., Catalog]
 Loader = Callable[[], tuple[Blocks, Block]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.spec import Spec
 from penstock_server.batches.plan import Plan
-from penstock_server.datasets.catalog import Catalog
+from penstock_server.catalog.catalog import Catalog
 from penstock_server.problems import IndexNotReady
 from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.footers import Footers

@@ -11,14 +11,14 @@ from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey
 from penstock_server.batches.plan import Plan, make_plan
 from penstock_server.batches.planned import PlannedEpochs
-from penstock_server.counts.index import Index
+from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.index.index import Index
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.shard import Date, Shard, numbers
+from penstock_server.snapshots.shard import FileStat, Shard, numbers
 from penstock_server.snapshots.snapshot import Snapshot
-from penstock_server.storage.blocks import Blocks
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 Geometry = Sequence[Sequence[int]]  # rows of each row group of each shard
 
@@ -41,7 +41,7 @@ def _snapshot(name: str, geometry: Geometry) -> Snapshot:
     shards = [
         Shard(
             path=Path(f"{name}-{number:05}.parquet"),
-            date=Date(1, 0, 0, 0),
+            date=FileStat(1, 0, 0, 0),
             digest=f"{number:032x}",
             rows_per_group=numbers(rows),
             bytes_per_group=numbers([1 << 20] * len(rows)),

@@ -15,20 +15,20 @@ from ratios import Ratio, Scale, in_turn, seconds
 from servers import penstock
 
 _REPLAY = Path(__file__).parents[1] / "replay.py"
-_MOST_BATCHES = 8_192  # 512 MiB of ids, which the static server keeps
-_MOST_PASSES = 5  # until the static server has them all
+_MAX_BATCHES = 8_192  # 512 MiB of ids, which the static server keeps
+_MAX_PASSES = 5  # until the static server has them all
 _TIMED_PASSES = 3  # of seconds in all: the start of one takes some hundredths
 _BEHIND = 1 << 50  # any step of any epoch
 
 
 def measure(scale: Scale) -> list[Ratio]:
-    num_batches = min(_MOST_BATCHES, scale.num_samples // BATCH_SIZE)
+    num_batches = min(_MAX_BATCHES, scale.num_samples // BATCH_SIZE)
     cache = data.warm_cache(scale)
     with (
         penstock(data.corpus(scale).parquet, cache) as server,
         serving([sys.executable, str(_REPLAY), server.address]) as static,
     ):
-        for _ in range(_MOST_PASSES):
+        for _ in range(_MAX_PASSES):
             before = _misses(static.address)
             _pull(_dataset(static.address, num_batches), 1)
             if _misses(static.address) == before:

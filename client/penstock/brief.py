@@ -12,7 +12,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
+def hide_internal_traceback(function: Callable[P, T]) -> Callable[P, T]:
     """The function, whose caller sees of a PenstockError what it says and where it was called."""
 
     @wraps(function)

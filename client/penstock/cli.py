@@ -52,7 +52,7 @@ def _read_names_as_utf8() -> None:
 def _run() -> int:
     from penstock.commands import add_commands
     from penstock.display.stdout import OutputFull
-    from penstock.wording import did_you_mean
+    from penstock.text import did_you_mean
 
     parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")

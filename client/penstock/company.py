@@ -13,12 +13,12 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.agreement import job_store
-from penstock.place.state import Position
 from penstock.spec import Spec
-from penstock.wording import listed
+from penstock.state.state import Position
+from penstock.text import listed
 
 _FIRST_LOOK = 16  # batches; from one look to the next they double
-_MOST_TOLD = 4  # ranks
+_MAX_TOLD = 4  # ranks
 _WHILE_SECONDS = 30.0  # that others may begin later
 
 
@@ -50,7 +50,7 @@ class Company:
         with suppress(RuntimeError):
             if not self._has_all(f"{self._here}{other}" for other in self._others):
                 late = [other for other in self._others if not self._has_all([f"{self._here}{other}"])]
-                return listed([f"rank {other} ({told})" for other in late if (told := self._differing(other))], _MOST_TOLD)
+                return listed([f"rank {other} ({told})" for other in late if (told := self._differing(other))], _MAX_TOLD)
         return ""
 
     def _differing(self, rank: int) -> str:

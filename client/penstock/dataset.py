@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from penstock.advice import (
+from penstock.agreement import Agreement
+from penstock.brief import hide_internal_traceback
+from penstock.company import Company
+from penstock.errors import PenstockError, SpecError
+from penstock.feeding.batch_iterator import BatchIterator
+from penstock.feeding.device import Destination, check_device, find_destination
+from penstock.feeding.ranges import PREFETCH_BYTES
+from penstock.feeding.stats_aggregator import StatsAggregator
+from penstock.iteration import NOT_GIVEN, Iteration
+from penstock.ledger.recorder import Ledger, Recorder
+from penstock.lint import (
     Advice,
     is_trained_on,
     warn_as_advised,
@@ -25,25 +35,13 @@ from penstock.advice import (
     warn_of_replay,
     warn_of_same_batch,
 )
-from penstock.agreement import Agreement
-from penstock.brief import told_briefly
-from penstock.company import Company
-from penstock.errors import PenstockError, SpecError
-from penstock.feeding.device import Destination, check_device, find_destination
-from penstock.feeding.feed import Feed
-from penstock.feeding.runs import PREFETCH_BYTES
-from penstock.feeding.tally import Tally
-from penstock.iteration import NOT_GIVEN, Iteration
-from penstock.ledger.book import Book, Ledger
 from penstock.logs import name_rank
 from penstock.mix import spell_mix
-from penstock.place.progress import Progress, Round
-from penstock.place.resuming import stretch_behind
-from penstock.place.state import write_state
+from penstock.numbers import check_amount, check_whole, plain
 from penstock.rank import Worker, check_not_sharded_again, check_rank, find_rank, find_worker
 from penstock.source import Source
 from penstock.spec import (
-    LARGEST_COUNT,
+    MAX_COUNT,
     LossOn,
     Overflow,
     Packing,
@@ -53,9 +51,11 @@ from penstock.spec import (
     StoppingStrategy,
     Task,
 )
+from penstock.state.progress import Pass, Progress
+from penstock.state.resuming import stretch_behind
+from penstock.state.state import write_state
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
-from penstock.whole import check_amount, check_whole, plain
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -111,7 +111,7 @@ class RemoteDataset(IterableDataset[Batch]):
     Raises PenstockError, the root of these: what answers is no penstock server, or its certificate is not trusted.
     """
 
-    @told_briefly
+    @hide_internal_traceback
     def __init__(
         self,
         servers: str | Sequence[str],
@@ -181,7 +181,7 @@ class RemoteDataset(IterableDataset[Batch]):
             snapshot=snapshot,
         )
         # Before the server is asked, which may be away, or have rows to count: either may take minutes.
-        self._book = None if ledger is None else Book(ledger, dataset, self.rank)
+        self._book = None if ledger is None else Recorder(ledger, dataset, self.rank)
         resolved = self._source.resolve(asked)
         self._agreement = None if snapshot else Agreement(f"{dataset}/{asked.digest}")
         if self._agreement and (first := self._agreement.first(str(resolved.spec.snapshot))) != resolved.spec.snapshot:
@@ -192,7 +192,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
         self._has_asked = False  # the server how long rows are: once is enough
-        self._tally = Tally()
+        self._tally = StatsAggregator()
 
     @property
     def dataset(self) -> str:
@@ -256,7 +256,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
         Raises PenstockError: the rank has changed.
         """
-        epoch = check_whole("epoch", epoch, 0, LARGEST_COUNT)
+        epoch = check_whole("epoch", epoch, 0, MAX_COUNT)
         self._check_rank()
         self._progress.confirm_epoch(epoch)
         if epoch != self.epoch:
@@ -273,7 +273,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
         To an audit that is a start without a state.
         """
-        self._progress.set_epoch(check_whole("epoch", epoch, 0, LARGEST_COUNT))
+        self._progress.set_epoch(check_whole("epoch", epoch, 0, MAX_COUNT))
 
     def __len__(self) -> int:
         """Batches of the next iteration: a whole epoch's, or what load_state_dict left of it."""
@@ -292,7 +292,7 @@ class RemoteDataset(IterableDataset[Batch]):
         # torchdata asks a worker for its state before the first batch, when that must no longer be the pass before.
         return Iteration(self._batches(worker, self._progress.begin(worker) if worker else None))
 
-    def _batches(self, worker: Worker | None, begun: Round | None) -> Generator[Batch, object, None]:
+    def _batches(self, worker: Worker | None, begun: Pass | None) -> Generator[Batch, object, None]:
         name_rank(self._rank, self._world_size)  # in a loader worker, too
         round_ = begun or self._progress.begin(worker)
         number = 0
@@ -346,16 +346,16 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._agreement and not find_worker():
             self._agreement.check(self.snapshot)
 
-    def _recording(self, spec: Spec, round_: Round) -> AbstractContextManager[Ledger | None]:
+    def _recording(self, spec: Spec, round_: Pass) -> AbstractContextManager[Ledger | None]:
         """The ledger of an iteration, if there is to be one."""
         if not self._book:
             return nullcontext()
         return self._book.recording(spec, self._resolved.num_samples, round_, self._progress)
 
-    def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> AbstractContextManager[Feed]:
+    def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> AbstractContextManager[BatchIterator]:
         """A feed of these steps, whose figures count among this dataset's."""
         return self._tally.counting(
-            lambda: Feed(
+            lambda: BatchIterator(
                 self._source,
                 spec,
                 epoch,

@@ -17,10 +17,10 @@ from itertools import zip_longest
 from math import gcd, inf, isclose, lcm, nan
 
 from penstock.errors import SpecError
-from penstock.wording import cut
+from penstock.text import cut
 
-LARGEST_PERIOD = 100_000
-LARGEST_PERIODS = 1_000_000  # of all phases together
+MAX_PERIOD = 100_000
+MAX_PERIODS = 1_000_000  # of all phases together
 _WEIGHT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?")
 _START = re.compile(r"[0-9]{1,15}")
@@ -66,8 +66,8 @@ def parse_mix(text: str) -> Mix:
         weights.append((int(start) if at else 0, _weights(text, body)))
     names = tuple(sorted({name for _, phase in weights for name in phase}))
     phases = tuple(_phase(text, start, [phase.get(name, Fraction(0)) for name in names]) for start, phase in weights)
-    if sum(sum(shares) for shares in {phase.shares for phase in phases}) > LARGEST_PERIODS:
-        raise _wrong(text, f"its phases together repeat only after more than {LARGEST_PERIODS:,} samples; round the weights")
+    if sum(sum(shares) for shares in {phase.shares for phase in phases}) > MAX_PERIODS:
+        raise _wrong(text, f"its phases together repeat only after more than {MAX_PERIODS:,} samples; round the weights")
     return Mix(names, phases)
 
 
@@ -139,10 +139,10 @@ def _phase(text: str, start: int, weights: list[Fraction]) -> Phase:
     shares = [int(weight * scale) for weight in weights]
     common = gcd(*shares)
     shares = [share // common for share in shares]
-    if sum(shares) > LARGEST_PERIOD:
+    if sum(shares) > MAX_PERIOD:
         raise _wrong(
             text,
-            f"its weights repeat only after {sum(shares):,} samples, and the limit is {LARGEST_PERIOD:,}; round them, to "
+            f"its weights repeat only after {sum(shares):,} samples, and the limit is {MAX_PERIOD:,}; round them, to "
             "thousandths for example",
         )
     return Phase(start, tuple(shares))

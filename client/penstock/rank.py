@@ -11,9 +11,9 @@ import torch.distributed
 from torch.utils.data import Dataset, get_worker_info
 
 from penstock.errors import PenstockError, SpecError
-from penstock.whole import is_whole, plain
+from penstock.numbers import is_whole, plain
 
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 _WAY_OUT = "Make the dataset after torch.distributed is initialized, or pass rank and world_size"
 
 
@@ -133,9 +133,9 @@ class Worker:
 def find_worker() -> Worker | None:
     """The worker that this process is; None in the process of the training loop. Raises PenstockError: there are too many."""
     info = get_worker_info()
-    if info and info.num_workers > MOST_WORKERS:
+    if info and info.num_workers > MAX_WORKERS:
         raise PenstockError(
-            f"a DataLoader of {info.num_workers:,} workers has more than the {MOST_WORKERS:,} that are kept track of: take "
+            f"a DataLoader of {info.num_workers:,} workers has more than the {MAX_WORKERS:,} that are kept track of: take "
             f"num_workers=0, a thread fetches ahead anyway."
         )
     return Worker(info.id, info.num_workers, info.seed - info.id) if info else None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.spec import Spec
-from penstock.wording import counted
+from penstock.text import counted
 
 _CUT_SHARE = 0.1  # of the tokens; who cuts fewer means to. In seq2seq of the lines, too: a model learns how they end
 _PADDING_SHARE = 0.9  # of what is trained on
@@ -95,16 +95,16 @@ def _of_padding(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
 
 def _of_cuts(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
     if spec.task == "seq2seq":
-        way_out = f"Whatever ends them is cut off, too. To keep all, raise {lines.limit}."
+        remedy = f"Whatever ends them is cut off, too. To keep all, raise {lines.limit}."
     elif are_pairs(tensors):
-        way_out = "Preference pairs can be neither split nor packed: raise seq_len."
+        remedy = "Preference pairs can be neither split nor packed: raise seq_len."
     else:
-        way_out = "To keep them, use overflow='split' (several samples of a long row), packing='best_fit' or 'concat'."
+        remedy = "To keep them, use overflow='split' (several samples of a long row), packing='best_fit' or 'concat'."
     share = lines.num_cut / sum(lines.lengths)
     return (
         f"{lines.num_long:,} of {lines.sample} {'is' if lines.num_long == 1 else 'are'} longer than "
         f"{lines.limit}={lines.longest:,}, and {share:.{0 if share >= 0.01 else 1}%} of the tokens of all are in no batch of "
-        f"any epoch. {way_out}"
+        f"any epoch. {remedy}"
     )
 
 

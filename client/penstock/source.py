@@ -15,17 +15,17 @@ import httpx
 
 from penstock import wire
 from penstock.errors import SpecError, VersionMismatch, WireError
-from penstock.network.aside import ask_aside
-from penstock.network.servers import Servers
-from penstock.network.transport import Transport
 from penstock.row_lengths import RowLength
 from penstock.spec import Spec
+from penstock.text import without_login
+from penstock.transport.probe import ask_aside
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
 from penstock.urls import batches_path, dataset_path
-from penstock.wording import without_login
 
 _AT_ONCE_SECONDS = 1.0
 _FEW = 64  # rows
-_LONGEST_QUERY = 60_000  # bytes; a request may have 64 KiB in all
+_MAX_QUERY = 60_000  # bytes; a request may have 64 KiB in all
 _SCHEMES = ("http", "https")
 _CACHE = "Does a cache on the way to the server leave the query out of what it knows an answer by?"
 
@@ -147,9 +147,9 @@ def _query(spec: Spec, steps: range) -> str:
 def _query_of(spec: Spec) -> str:
     """Raises SpecError: it is longer than servers take."""
     query = urlencode(spec.to_query())
-    if len(query) > _LONGEST_QUERY:
+    if len(query) > _MAX_QUERY:
         raise SpecError(
-            f"skip and mix make URLs of {len(query):,} bytes, and servers take {_LONGEST_QUERY:,}: skip longer ranges, or "
+            f"skip and mix make URLs of {len(query):,} bytes, and servers take {_MAX_QUERY:,}: skip longer ranges, or "
             f"change weights less often.",
             ("skip", "mix"),
         )

@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 
 from penstock.errors import SpecError
 from penstock.mix import Mix, parse_mix
+from penstock.numbers import is_whole, plain
 from penstock.skip import Ranges, parse_skip
-from penstock.whole import is_whole, plain
-from penstock.wording import cut, did_you_mean
+from penstock.text import cut, did_you_mean
 
 Shuffle = Literal["none", "window", "global"]
 Split = Literal["all", "train", "validation", "test"]
@@ -26,9 +26,9 @@ Task = Literal["causal", "seq2seq"]
 LossOn = Literal["response", "all"]
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "never"]
 
-LARGEST_SEED = 2**63 - 1
-LARGEST_SEQ_LEN = 2**20
-LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
+MAX_SEED = 2**63 - 1
+MAX_SEQ_LEN = 2**20
+MAX_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
 
 
 def _count(default: int | None, low: int, high: int, doc: str) -> Any:
@@ -51,13 +51,11 @@ class Spec:
     """
 
     batch_size: int = _count(8, 1, 65_536, "samples in a batch of one rank")
-    seq_len: int = _count(
-        1024, 1, LARGEST_SEQ_LEN, "tokens in a sample; packing and overflow decide what happens to longer rows"
-    )
+    seq_len: int = _count(1024, 1, MAX_SEQ_LEN, "tokens in a sample; packing and overflow decide what happens to longer rows")
     world_size: int = _count(1, 1, 2**20, "ranks that share an epoch")
-    seed: int = _count(0, 0, LARGEST_SEED, "chooses the order of every epoch")
+    seed: int = _count(0, 0, MAX_SEED, "chooses the order of every epoch")
     shuffle: Shuffle = _choice("window", Shuffle, "none: as stored; window: uniform within windows; global: uniform overall")
-    window: int = _count(262_144, 1, LARGEST_COUNT, "smallest number of samples that are shuffled together (shuffle=window)")
+    window: int = _count(262_144, 1, MAX_COUNT, "smallest number of samples that are shuffled together (shuffle=window)")
     split: Split | None = _choice(
         None,
         Split,
@@ -84,14 +82,14 @@ class Spec:
     )
     mark_documents: bool = _flag(False, "mark where documents begin in a sample (packing=concat; best_fit always does)")
     task: Task = _choice("causal", Task, "causal: one stream of tokens; seq2seq: prompt in, response out")
-    target_seq_len: int | None = _count(None, 1, LARGEST_SEQ_LEN, "tokens in a response (task=seq2seq); default: seq_len")
+    target_seq_len: int | None = _count(None, 1, MAX_SEQ_LEN, "tokens in a response (task=seq2seq); default: seq_len")
     loss_on: LossOn = _choice(
         "response",
         LossOn,
         "which tokens have a label, where a prompt or a mask leaves some out: the response's, or all",
     )
     drop_last: bool = _flag(True, "drop the last, incomplete step; false: fill it with samples from the epoch's start")
-    offset: int = _count(0, 0, LARGEST_COUNT, "samples to leave out at the epoch's start, over all ranks")
+    offset: int = _count(0, 0, MAX_COUNT, "samples to leave out at the epoch's start, over all ranks")
     skip: str | None = field(
         default=None,
         metadata={

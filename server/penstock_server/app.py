@@ -16,9 +16,9 @@ from starlette.staticfiles import StaticFiles
 
 from penstock import __version__
 from penstock.errors import SpecError
-from penstock.wording import cut
-from penstock_server.datasets.catalog import Catalog
-from penstock_server.inflight import InFlight
+from penstock.text import cut
+from penstock_server.admission import InFlight
+from penstock_server.catalog.catalog import Catalog
 from penstock_server.logs import Seldom
 from penstock_server.openapi import for_page
 from penstock_server.problems import MORE_THREADS, BadParameter, BlocksNotReady, NotReady, OutOfMemory, Problem, lacks_threads

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from penstock.commands.arguments import whole_number
 from penstock.display.stdout import complain, readers_may_leave, report
 from penstock.printable import printable
-from penstock.spec import LARGEST_SEQ_LEN
+from penstock.spec import MAX_SEQ_LEN
 from penstock_server.files import check_is_here
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetInvalid, Problem, UnknownDataset
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
 
 if TYPE_CHECKING:
-    from penstock_server.datasets.catalog import Catalog
-    from penstock_server.datasets.held import Served
+    from penstock_server.catalog.catalog import Catalog
+    from penstock_server.catalog.held import Served
 
 # The service itself is imported by the command that runs it: `penstock --help` and the client's commands must not take the
 # two seconds that it needs.
@@ -125,7 +125,7 @@ def _set_libraries_up() -> None:
 def _inspect(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
     from penstock.display.terminal import Terminal
-    from penstock_server.datasets.inspection import inspect
+    from penstock_server.catalog.inspection import inspect
     from penstock_server.opening import open_data, warn
 
     try:
@@ -154,13 +154,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
-    from penstock_server.datasets.prepare import NotKept, prepare
+    from penstock_server.catalog.prepare import NotKept, prepare
     from penstock_server.opening import open_data, warn
 
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        if wrong := [length for length in arguments.pack_seq_len if not 1 <= length <= LARGEST_SEQ_LEN]:
-            raise SettingsError(f"--pack-seq-len must be a seq_len from 1 to {LARGEST_SEQ_LEN:,}, not {wrong[0]}")
+        if wrong := [length for length in arguments.pack_seq_len if not 1 <= length <= MAX_SEQ_LEN]:
+            raise SettingsError(f"--pack-seq-len must be a seq_len from 1 to {MAX_SEQ_LEN:,}, not {wrong[0]}")
         store, catalog = open_data(settings)
         datasets, failed = _chosen(catalog, arguments.dataset)
     except (SettingsError, DatasetInvalid, UnknownDataset, BadParameter) as error:

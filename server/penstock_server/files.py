@@ -9,7 +9,7 @@ from errno import EINVAL
 from pathlib import Path
 from stat import S_ISREG
 
-_MOST_BYTES = 1 << 30  # of a tokenizer, a template or a recipe; the largest are some 20 MB
+_MAX_BYTES = 1 << 30  # of a tokenizer, a template or a recipe; the largest are some 20 MB
 
 
 def read_file(path: Path) -> bytes:
@@ -17,7 +17,7 @@ def read_file(path: Path) -> bytes:
     with open(path, "rb", opener=_without_waiting) as file:
         stat = os.fstat(file.fileno())
         check_is_file(stat, path)
-        if stat.st_size > _MOST_BYTES:
+        if stat.st_size > _MAX_BYTES:
             raise OSError(EINVAL, f"it has {stat.st_size:,} bytes, too many for such a file", str(path))
         return file.read()
 

@@ -7,12 +7,12 @@ import os
 from collections.abc import Collection
 
 from penstock.display.stdout import complain
-from penstock_server.datasets.advice import advice_on_data, advice_on_folder
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.held import Served
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.catalog.held import Served
+from penstock_server.catalog.warnings import advice_on_data, advice_on_folder
 from penstock_server.settings import Settings, SettingsError
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 
 def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, Catalog]:
@@ -23,9 +23,9 @@ def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, C
     try:
         cache = CacheFolder(settings.cache_dir, settings.cache_bytes)
     except OSError as error:
-        way_out = "Give it to that user, or name" if error.errno in (errno.EACCES, errno.EPERM) else "Name"
+        remedy = "Give it to that user, or name" if error.errno in (errno.EACCES, errno.EPERM) else "Name"
         raise SettingsError(
-            f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. {way_out} another "
+            f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. {remedy} another "
             f"with --cache-dir."
         ) from error
     store = BlockStore(cache, settings.num_decoders, settings.max_decoded_bytes)

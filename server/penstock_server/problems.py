@@ -24,7 +24,7 @@ What is wrong with stored data is a 5xx, never a 404: a client that took it for 
 
 from typing import ClassVar
 
-from penstock.wording import as_utf8
+from penstock.text import as_utf8
 
 
 class Problem(Exception):

@@ -17,15 +17,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from penstock import wire
+from penstock_server.admission import InFlight
 from penstock_server.batches.batch import frames, frames_nbytes
 from penstock_server.batches.gather import chunks, steps_per_chunk
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.readable import as_json
-from penstock_server.inflight import InFlight
+from penstock_server.batches.text_view import as_json
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.on_demand import PickedRows, RowsFuture
+from penstock_server.blocks.store import Asked
 from penstock_server.problems import BlocksNotReady
-from penstock_server.storage.block import Block
-from penstock_server.storage.on_demand import PickedRows, RowsFuture
-from penstock_server.storage.store import Asked
 from penstock_server.threads import InThread, has_left, in_batch_threads, in_json_threads, in_waiting_threads
 from penstock_server.waiting import Unanswered, preferred_wait, wait_for_all, when_all_are_there
 
@@ -71,11 +71,11 @@ async def respond(
     find: Callable[[], Run],
     in_thread: InThread,
     *,
-    at_once: bool,
+    inline: bool,
 ) -> Response:
     """The response to a request for what `find` gives; that is called `in_thread`.
 
-    Batches are made in the same turn if `at_once`: not where that is in one of many threads, for each would hold what a chunk
+    Batches are made in the same turn if `inline`: not where that is in one of many threads, for each would hold what a chunk
     takes on the way.
 
     Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets. Raises ClientDisconnect.
@@ -83,7 +83,7 @@ async def respond(
     """
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
     # connection breaks off; the client asks for less then, and gets the reason.
-    headers, making = await in_thread(partial(_begin, request, in_flight, find, at_once=at_once))
+    headers, making = await in_thread(partial(_begin, request, in_flight, find, inline=inline))
     if making is None:
         return Response(status_code=304, headers=headers)
     try:
@@ -103,7 +103,7 @@ async def respond(
     return _HeldResponse(_bodies(making, in_thread), making, headers)
 
 
-class _Making:
+class BatchStream:
     """A run that is made chunk by chunk, in threads. It holds its bytes until `hold` is released.
 
     `nbytes` is the length of the response; None where it depends on the rows, and until its only chunk is made.
@@ -111,9 +111,9 @@ class _Making:
     Raises Busy: there is no room for it now.
     """
 
-    def __init__(self, run: Run, in_flight: InFlight, *, at_once: bool) -> None:
+    def __init__(self, run: Run, in_flight: InFlight, *, inline: bool) -> None:
         self.run = run
-        self._at_once = at_once
+        self._inline = inline
         self.nbytes = None if run.is_one_chunk else run.nbytes()
         chunk_bytes = min(len(run.steps), steps_per_chunk(run.plan)) * run.plan.step_nbytes
         self.hold = in_flight.hold(_held_chunks(run, self.nbytes), chunk_bytes)
@@ -142,10 +142,10 @@ class _Making:
         All in one turn of a thread: to wait for another takes longer than most of what there is to do.
         """
         self.chunk = next(self._parts)
-        if self.run.format == "json" or not self._at_once:
+        if self.run.format == "json" or not self._inline:
             return
         blocks = self.chunk.mapped()
-        if blocks is not None and not _may_wait(blocks):
+        if blocks is not None and not _may_block(blocks):
             self.chunk.read_ahead()
             self.make(blocks)
 
@@ -187,7 +187,7 @@ class _Making:
 class _HeldResponse(StreamingResponse):
     """A response that holds its bytes until the reader has them, leaves or fails."""
 
-    def __init__(self, bodies: AsyncGenerator[memoryview, None], making: _Making, headers: dict[str, str]) -> None:
+    def __init__(self, bodies: AsyncGenerator[memoryview, None], making: BatchStream, headers: dict[str, str]) -> None:
         super().__init__(bodies, media_type=_media_type(making.run), headers=headers)
         self._bodies, self._making = bodies, making
 
@@ -209,13 +209,13 @@ class _HeldResponse(StreamingResponse):
 
 
 def _begin(
-    request: Request, in_flight: InFlight, find: Callable[[], Run], *, at_once: bool
-) -> tuple[dict[str, str], _Making | None]:
+    request: Request, in_flight: InFlight, find: Callable[[], Run], *, inline: bool
+) -> tuple[dict[str, str], BatchStream | None]:
     """The headers, and what is made of the run; nothing where the client's copy is current."""
     run = find()
     run.plan.check(run.epoch, run.steps[0], run.rank)  # an address that does not exist has no ETag either
     headers = {"ETag": run.etag, "Cache-Control": run.cache_control}
-    return headers, None if _matches(request, headers["ETag"]) else _Making(run, in_flight, at_once=at_once)
+    return headers, None if _matches(request, headers["ETag"]) else BatchStream(run, in_flight, inline=inline)
 
 
 def _held_chunks(run: Run, nbytes: int | None) -> int:
@@ -225,7 +225,7 @@ def _held_chunks(run: Run, nbytes: int | None) -> int:
     return 2 if nbytes is not None else 3  # one on its way and the next; without a length uvicorn copies the first
 
 
-async def _bodies(making: _Making, in_thread: InThread) -> AsyncGenerator[memoryview, None]:
+async def _bodies(making: BatchStream, in_thread: InThread) -> AsyncGenerator[memoryview, None]:
     """The bodies of the chunks, of which the first is made."""
     yield making.take_body()
     while not making.is_last:
@@ -235,7 +235,7 @@ async def _bodies(making: _Making, in_thread: InThread) -> AsyncGenerator[memory
         yield making.take_body()
 
 
-async def _load_first(making: _Making, in_thread: InThread, request: Request, unanswered: Unanswered) -> None:
+async def _load_first(making: BatchStream, in_thread: InThread, request: Request, unanswered: Unanswered) -> None:
     """Makes the first chunk once its blocks are there.
 
     Raises BlocksNotReady: that takes longer than the client wants to wait without a word.  Raises ClientDisconnect.
@@ -261,7 +261,7 @@ async def _load_first(making: _Making, in_thread: InThread, request: Request, un
     forget()
 
 
-async def _load(making: _Making, in_thread: InThread) -> None:
+async def _load(making: BatchStream, in_thread: InThread) -> None:
     """Makes a chunk once its blocks are there. No thread waits for blocks: threads are few, and warm requests need them.
 
     Raises ClientDisconnect.
@@ -275,7 +275,7 @@ async def _load(making: _Making, in_thread: InThread) -> None:
         making.chunk.forget(futures)
 
 
-async def _make(making: _Making, in_thread: InThread, asked: Sequence[Asked | RowsFuture]) -> None:
+async def _make(making: BatchStream, in_thread: InThread, asked: Sequence[Asked | RowsFuture]) -> None:
     """Makes a chunk of blocks that are there, unless one of them failed, or the client has left."""
     making.check_client()
     for future in _futures(asked):  # what a load raised is told while others are still being loaded
@@ -285,7 +285,7 @@ async def _make(making: _Making, in_thread: InThread, asked: Sequence[Asked | Ro
     if making.run.format == "json":
         await in_json_threads(partial(making.make, blocks))
     else:
-        await (in_waiting_threads if _may_wait(blocks) else in_batch_threads)(partial(making.make, blocks))
+        await (in_waiting_threads if _may_block(blocks) else in_batch_threads)(partial(making.make, blocks))
     await in_thread(making.chunk.read_ahead)  # not before: a client that has left by now needs no more blocks
 
 
@@ -293,13 +293,13 @@ def _futures(asked: Sequence[Asked | RowsFuture]) -> list[Future[Any]]:
     return [found for found in asked if isinstance(found, Future)]
 
 
-async def _watch(making: _Making, receive: Receive, is_over: asyncio.Event) -> None:
+async def _watch(making: BatchStream, receive: Receive, is_over: asyncio.Event) -> None:
     """Once the client leaves, nobody need wait for blocks any more."""
     await making.watch(receive)
     is_over.set()
 
 
-def _may_wait(blocks: Sequence[Block | PickedRows]) -> bool:
+def _may_block(blocks: Sequence[Block | PickedRows]) -> bool:
     """Whether to make a chunk of these may take the blocks of rows that stand in for bad ones."""
     return any(isinstance(block, Block) and block.bad for block in blocks)
 

@@ -18,7 +18,7 @@ _MARK = ".penstock-sample"  # in folders that a sample wrote, and may replace
 
 _SHARDS = 4
 _ROWS_PER_GROUP = 1_000
-_LARGEST_VOCAB = 2_048
+_MAX_VOCAB = 2_048
 _RECIPE = f'tokenizer = "../tokenizer.json"\neos = "{EOS}"\npad = "{PAD}"\n'
 
 _NAMES = "Ada Bruno Chen Dora Emil Fatima Goran Hana Ivo Jun Kofi Lena Milo Nadia Omar Priya Rosa Sam Tara Yusuf".split()
@@ -67,7 +67,7 @@ def _train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_LARGEST_VOCAB,
+        vocab_size=_MAX_VOCAB,
         special_tokens=[EOS, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

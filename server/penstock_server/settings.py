@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock_server.machine import memory_bytes, num_cores
 
-_MOST_PROCESSES = 256
+_MAX_PROCESSES = 256
 _DECODED_SHARE = 8
 _INFLIGHT_SHARE = 4  # the rest is for what is decoded, for counts, and for the kernel to keep files in
 _DECODING_SHARE, _DECODER_BYTES = 2, 128 << 20  # a thread that tokenizes blocks of 7 MB takes some 140 MB
@@ -139,6 +139,6 @@ _NUMBERS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
     "cache_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "inflight_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "decoded_bytes": (byte_count, "a number such as 500000000 or 200GB"),
-    "processes": (partial(_whole_number, least=1, most=_MOST_PROCESSES), f"a whole number from 1 to {_MOST_PROCESSES}"),
+    "processes": (partial(_whole_number, least=1, most=_MAX_PROCESSES), f"a whole number from 1 to {_MAX_PROCESSES}"),
     "poll_seconds": (_seconds, "a number such as 30, or 0 for never"),
 }

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
+from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.problems import BlocksNotReady
-from penstock_server.storage.on_demand import RowsFuture
 
 _WAIT = re.compile(r"(?:^|,)\s*wait\s*=\s*\"?([0-9]{1,5})\b")
 _KEPT_SECONDS = 5.0  # for a client to come back; it does at once

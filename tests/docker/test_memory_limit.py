@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.skipif(REASON is not None, reason=
 
 GIGABYTES = int(os.environ.get("PENSTOCK_TEST_GIGABYTES", "1"))
 NUM_STEPS = 8 if GIGABYTES == 1 else 20  # of each spec that are asked for, all over the epoch
-LIMIT, MOST_ANONYMOUS = "512m", 300 << 20
+LIMIT, MAX_ANONYMOUS = "512m", 300 << 20
 SHARD_TOKENS, ROW_TOKENS = 1 << 25, 1024
 
 
@@ -115,4 +115,4 @@ def test_a_large_dataset_is_counted_packed_and_served_within_the_limit(server: L
             [frame] = wire.decode(server.get(f"/epochs/0/ranks/0/batches/{step}", batch_size=32, **spec).content)
             assert frame.step == step
     print(f"peak of anonymous memory: {server.peak / 2**20:.0f} MiB of a limit of {LIMIT}")
-    assert server.peak < MOST_ANONYMOUS
+    assert server.peak < MAX_ANONYMOUS

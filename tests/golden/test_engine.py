@@ -10,12 +10,12 @@ import pytest
 
 from corpora import write_numbered
 from penstock.mix import parse_mix
-from penstock_server.geometry.arrays import IntArray
-from penstock_server.geometry.best_fit import PackedPools, pack
-from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.mixture import Mixture
-from penstock_server.geometry.order import EpochOrder
-from penstock_server.geometry.permutation import key
+from penstock_server.order.arrays import IntArray
+from penstock_server.order.best_fit import PackedPools, pack
+from penstock_server.order.length_buckets import LengthOrder
+from penstock_server.order.mixture import Mixture
+from penstock_server.order.permutation import key
+from penstock_server.order.shuffle import EpochOrder
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.split_hashes import Place, split_hashes

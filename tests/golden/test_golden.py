@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from penstock import Spec, wire
-from penstock.place.state import Position, read_state
+from penstock.state.state import Position, read_state
 from penstock.wire import Address, Layout
-from penstock_server.geometry.order import EpochOrder
-from penstock_server.geometry.permutation import key, permute, unpermute
+from penstock_server.order.permutation import key, permute, unpermute
+from penstock_server.order.shuffle import EpochOrder
 
 HERE = Path(__file__).parent
 ORDER = json.loads((HERE / "order.json").read_text())

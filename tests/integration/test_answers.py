@@ -11,8 +11,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from penstock_server.answers import batches, datasets, rows, service, shuffling
-from penstock_server.datasets.dataset import Change
+from penstock_server.catalog.dataset import Change
+from penstock_server.schemas import batches, datasets, rows, service, shuffling
 from serving import Server
 
 BATCH = "/v1/datasets/pairs/epochs/0/ranks/0/batches/1"

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from corpora import write_numbered, write_shards, write_tokenizer
 from leftovers import held, nothing_left
 from penstock import RemoteDataset
-from penstock.feeding.feed import Feed
+from penstock.feeding.batch_iterator import BatchIterator
 from penstock.source import Source
 from serving import Server
 
@@ -75,7 +75,7 @@ def test_a_loop_that_is_left_leaves_no_thread_and_no_socket(server: Server, chan
                 train(iter(data), iter(dataset(server)))
             break
     gc.collect()
-    assert not any(type(alive) is Feed for alive in gc.get_objects())
+    assert not any(type(alive) is BatchIterator for alive in gc.get_objects())
 
 
 def test_loader_workers_that_are_left_leave_nothing_and_nobody(server: Server) -> None:

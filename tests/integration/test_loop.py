@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import penstock.feeding.feed
+import penstock.feeding.batch_iterator
 from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SpecError
-from penstock.feeding.runs import OBJECT_BYTES
+from penstock.feeding.ranges import OBJECT_BYTES
 from penstock.source import Source
 from penstock.stats import Stats
 from penstock.tensors import Batch, expand
@@ -426,7 +426,7 @@ def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytes
         are_traced.append(torch.compiler.is_compiling())
         return expand(frame, **settings)
 
-    monkeypatch.setattr(penstock.feeding.feed, "expand", expanded)
+    monkeypatch.setattr(penstock.feeding.batch_iterator, "expand", expanded)
 
     @torch.compile(backend="eager")
     def step(batches: Any) -> torch.Tensor:

@@ -25,10 +25,10 @@ from corpora import write_numbered, write_pairs, write_text, write_tokenizer
 from penstock import RemoteDataset, Spec
 from penstock.commands.remote import get_json
 from penstock.display.batch_view import SequenceView, view
-from penstock.network.servers import Servers
-from penstock.network.transport import Transport
+from penstock.text import counted
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
 from penstock.urls import batches_path
-from penstock.wording import counted
 from serving import Server
 
 NUM_ROWS = 40

@@ -474,7 +474,7 @@ def test_an_iteration_that_could_not_begin_consumes_nothing(server: Server, monk
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(dataset_module, "Feed", fail)
+        patch.setattr(dataset_module, "BatchIterator", fail)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             next(iter(data))
     assert data.state_dict()["step"] == 7

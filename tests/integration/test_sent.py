@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import penstock.dataset
+import penstock.feeding.batch_iterator
 import penstock.feeding.device
-import penstock.feeding.feed
 from chaos_proxy import ChaosProxy
 from corpora import write_numbered, write_pairs, write_tokenizer
 from penstock import RemoteDataset
@@ -53,8 +53,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(penstock.dataset, "check_device", lambda device: device)
     monkeypatch.setattr(penstock.dataset, "find_destination", lambda device, _: destinations[device])
-    monkeypatch.setattr(penstock.feeding.feed, "allocate_pinned", allocate)
-    monkeypatch.setattr(penstock.feeding.feed, "OnDevice", lambda frames, _, columns: OnDevice(frames, CPU, columns))
+    monkeypatch.setattr(penstock.feeding.batch_iterator, "allocate_pinned", allocate)
+    monkeypatch.setattr(penstock.feeding.batch_iterator, "OnDevice", lambda frames, _, columns: OnDevice(frames, CPU, columns))
 
 
 @pytest.fixture

@@ -79,8 +79,8 @@ def test_the_length_is_announced_where_shapes_are_fixed_or_all_is_made_in_one_go
     for path in (BATCHES, f"{BATCHES}/70"):
         response = server.get(path, batch_size=4, seq_len=8)
         assert int(response.headers["Content-Length"]) == len(response.content)
-    at_once = server.get(BATCHES, batch_size=4, pad="longest")
-    assert int(at_once.headers["Content-Length"]) == len(at_once.content)
+    inline = server.get(BATCHES, batch_size=4, pad="longest")
+    assert int(inline.headers["Content-Length"]) == len(inline.content)
     assert "Content-Length" not in server.get(BATCHES, batch_size=4, pad="longest", seq_len=1 << 20, stop=3).headers
 
 
@@ -323,7 +323,7 @@ def test_any_address_of_a_batch_is_a_frame_with_that_address(server: Server) -> 
 def test_the_client_needs_neither_torch_nor_the_server_until_it_is_asked_to() -> None:
     """A trainer installs the client alone; a process that only decodes frames has no torch."""
     script = (
-        "import sys, penstock, penstock.wire, penstock.network.transport\n"
+        "import sys, penstock, penstock.wire, penstock.transport.transport\n"
         "heavy = ('torch', 'penstock_server', 'fastapi', 'pyarrow', 'tokenizers', 'uvicorn')\n"
         "assert not [name for name in heavy if name in sys.modules]\n"
         "penstock.RemoteDataset\n"

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from penstock_server.serving import accepting
-from penstock_server.serving.accepting import Seat, accept_in_turn
+from penstock_server.serving.accepting import WorkerSlot, accept_in_turn
 
 
 class Clock:
@@ -46,7 +46,7 @@ class Open(asyncio.Protocol):
 
 
 @contextmanager
-def accepts(listener: socket.socket, seat: Seat) -> Iterator[set[Open]]:
+def accepts(listener: socket.socket, seat: WorkerSlot) -> Iterator[set[Open]]:
     """The connections that are open at this seat, which takes more meanwhile."""
     connections = set[Open]()
     task = asyncio.create_task(accept_in_turn(listener, seat, connections, lambda: Open(connections)))
@@ -71,7 +71,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def test_a_process_takes_no_more_than_another_that_is_alive(clock: Clock) -> None:
-    one, other = Seat.of(2)
+    one, other = WorkerSlot.of(2)
     assert one.tell(0)
     assert one.tell(5)  # the other has never told anything
     assert other.tell(0)
@@ -89,7 +89,7 @@ def test_a_process_takes_no_more_than_another_that_is_alive(clock: Clock) -> Non
 
 
 def test_of_many_connections_one_process_may_have_a_few_more() -> None:
-    one, other = Seat.of(2)
+    one, other = WorkerSlot.of(2)
     other.tell(500)
     assert one.tell(520)
     assert not one.tell(540)
@@ -97,7 +97,7 @@ def test_of_many_connections_one_process_may_have_a_few_more() -> None:
 
 def test_connections_are_spread_evenly(listener: socket.socket) -> None:
     async def main() -> None:
-        seats = Seat.of(3)
+        seats = WorkerSlot.of(3)
         for seat in seats:
             seat.tell(0)
         with ExitStack() as stack:
@@ -113,7 +113,7 @@ def test_connections_are_spread_evenly(listener: socket.socket) -> None:
 @pytest.mark.usefixtures("clock")
 def test_a_process_that_is_alive_but_takes_nothing_holds_up_nobody(listener: socket.socket) -> None:
     async def main() -> None:
-        one, slow = Seat.of(2)
+        one, slow = WorkerSlot.of(2)
         slow.tell(0)  # and no time passes in which it could be taken for hung
         with ExitStack() as stack, accepts(listener, one) as taken:
             for _ in range(5):
@@ -127,10 +127,10 @@ def test_a_process_that_is_alive_but_takes_nothing_holds_up_nobody(listener: soc
 def test_connections_that_one_process_cannot_hold_go_to_another(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(accepting, "_MOST_LOOKS", math.inf)  # so that they go there at once or never
+    monkeypatch.setattr(accepting, "_MAX_LOOKS", math.inf)  # so that they go there at once or never
 
     async def main() -> None:
-        full, other = Seat.of(2)
+        full, other = WorkerSlot.of(2)
         refuses = Mock(wraps=listener)
         refuses.fileno = listener.fileno
         refuses.accept.side_effect = OSError(errno.EMFILE, "Too many open files")
@@ -165,7 +165,7 @@ def test_who_goes_while_it_is_taken_holds_up_nobody(listener: socket.socket, cap
             return await open_(protocol, accepted)
 
         loop.connect_accepted_socket = opening  # type: ignore[method-assign, assignment]
-        [seat] = Seat.of(1)
+        [seat] = WorkerSlot.of(1)
         with ExitStack() as stack, accepts(accepts_some, seat) as taken:
             stack.enter_context(socket.create_connection(listener.getsockname()))
             async with asyncio.timeout(60):

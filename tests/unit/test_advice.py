@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock import Spec
-from penstock.advice import Advice, warn_of_repetition
 from penstock.batch import IGNORED
+from penstock.lint import Advice, warn_of_repetition
 from penstock.row_lengths import RowLength
 from penstock.source import Source
 from penstock.tensors import Batch

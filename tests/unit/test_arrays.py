@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.geometry.arrays import by_value, distinct, in_order, places_in
+from penstock_server.order.arrays import by_value, distinct, in_order, places_in
 
 some = st.lists(st.integers(0, 40), min_size=1, max_size=80)
 

@@ -13,7 +13,7 @@ from penstock.audit.positions import positions_of
 from penstock.audit.reading import IntArray
 from penstock.skip import parse_skip
 from penstock.slicing import Slicing
-from penstock_server.geometry.schedule import Schedule
+from penstock_server.order.schedule import Schedule
 
 pairs = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
 

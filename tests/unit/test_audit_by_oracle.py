@@ -19,8 +19,8 @@ from penstock import Spec
 from penstock.audit import Report, audit
 from penstock.ledger.begin import Begin, check_of
 from penstock.ledger.names import find_ledgers, ledger_path
-from penstock.place.state import Position, read_state, write_state
-from penstock_server.geometry.schedule import Schedule
+from penstock.state.state import Position, read_state, write_state
+from penstock_server.order.schedule import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:this state is past")  # of ranges that are added
 

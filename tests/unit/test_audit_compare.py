@@ -92,12 +92,12 @@ def test_rows_of_the_first_missing_batches_are_told_each_by_its_own_address(
         for rank in (1, 2)
     }
     assert dict(compare.rows_of_missing(report_on(ledger), [])) == expected
-    monkeypatch.setattr(compare, "_MOST_BATCHES_SHOWN", 3)
+    monkeypatch.setattr(compare, "_MAX_BATCHES_SHOWN", 3)
     assert list(compare.rows_of_missing(report_on(ledger), [])) == list(expected.items())[:3]
 
     for rank, steps in ((0, range(20)), (1, [0])):
         append(ledger, replace(begin_of(rank, start=7, world_size=2), dataset="b"), steps)
-    monkeypatch.setattr(compare, "_MOST_BATCHES_SHOWN", 100)
+    monkeypatch.setattr(compare, "_MAX_BATCHES_SHOWN", 100)
     named = [name for name, _ in compare.rows_of_missing(report_on(ledger), [])]
     assert len(set(named)) == len(named) > len(expected)
     assert "order 2 (b), epoch 0, step 1 of start 1, rank 1" in named

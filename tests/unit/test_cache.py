@@ -17,10 +17,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock_server.sealed import write_sealed, write_with_seal
-from penstock_server.storage import cache as cache_module
-from penstock_server.storage import shared_count
-from penstock_server.storage.cache import CacheFolder
+from penstock_server.blocks import cache as cache_module
+from penstock_server.blocks import shared_count
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.checksummed import write_sealed, write_with_seal
 
 KIB = 1 << 10
 OVERHEAD = 8  # the digest behind each file
@@ -337,7 +337,7 @@ def test_threads_that_write_at_once_never_exceed_the_budget(tmp_path: Path) -> N
 FULL_DISK = """
 import logging, sys
 from pathlib import Path
-from penstock_server.storage.cache import CacheFolder
+from penstock_server.blocks.cache import CacheFolder
 logging.basicConfig(format="%(message)s")
 folder = Path(sys.argv[1])
 cache = CacheFolder(folder, 1 << 30)
@@ -441,7 +441,7 @@ def test_the_budget_rises_again_once_the_disk_has_room(
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         assert not cache.write("a", content(0))
-    assert (cache.budget_bytes, cache.way_out) == (0, "Free disk space")
+    assert (cache.budget_bytes, cache.remedy) == (0, "Free disk space")
     assert not cache.write("a", content(0))  # it still has none
     free[0] = 10 * KIB
     assert cache.write("a", content(0))
@@ -452,7 +452,7 @@ def test_the_budget_rises_again_once_the_disk_has_room(
     free[0] = 1000 * KIB
     assert cache.write("b", content(0))
     assert cache.budget_bytes == cache.configured_bytes == 100 * KIB
-    assert cache.way_out == "Raise --cache-bytes"
+    assert cache.remedy == "Raise --cache-bytes"
     said = [record.getMessage().partition("; ")[2] for record in caplog.records]
     assert said[1:] == [f"the budget of the block cache is {n:,} bytes" for n in (5 * KIB, 11 * KIB + OVERHEAD, 100 * KIB)]
 

@@ -14,12 +14,12 @@ from corpora import write_tokenizer
 from penstock.commands.data_checks import check_cache
 from penstock.spec import Spec
 from penstock_server.batches.room import advice_on_room, check_room
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.describe import describe_dataset
-from penstock_server.datasets.prepare import prepare
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.catalog.describe import describe_dataset
+from penstock_server.catalog.prepare import prepare
 from penstock_server.problems import BadParameter
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 NUM_ROWS = 800
 CHAT_TEMPLATE = """{% for message in messages %}<{{ message.role }}>

@@ -14,8 +14,8 @@ from random import Random
 
 import pytest
 
-from penstock.network import channel
-from penstock.network.channel import Channel, HttpError
+from penstock.transport import channel
+from penstock.transport.channel import Channel, HttpError
 
 BODY = bytes(range(256)) * 400
 

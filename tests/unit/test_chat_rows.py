@@ -17,12 +17,12 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from corpora import EOS, write_tokenizer
 from penstock import Spec
-from penstock_server.datasets.advice import advice_on_data, advice_on_run
-from penstock_server.datasets.catalog import open_catalog
-from penstock_server.datasets.held import Served
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
+from penstock_server.catalog.held import Served
+from penstock_server.catalog.warnings import advice_on_data, advice_on_run
 from penstock_server.problems import DatasetInvalid
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 AS_JSON = "{% for m in messages %}{{ m | tojson }}{% generation %}.{% endgeneration %}{% endfor %}{{ tools | tojson }}"
 LLAMA_2 = (

@@ -19,9 +19,9 @@ from penstock.commands.check import Check
 from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
 from penstock.commands.doctor import checks
 from penstock.commands.machine_checks import check_machine
-from penstock.network.servers import Servers
-from penstock.network.transport import Transport
-from penstock.wording import size
+from penstock.text import size
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
 
 
 def greeter(

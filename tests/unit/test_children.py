@@ -10,13 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock_server.serving.accepting import Seat
+from penstock_server.serving.accepting import WorkerSlot
 from penstock_server.serving.processes import _Child, _how_it_ended
 
 
 def child(seat: Any, *, is_alive: bool, lived_seconds: float, served: bool = True, delay_seconds: float = 0.5) -> _Child:
     process, now = Mock(pid=7, exitcode=-9, is_alive=lambda: is_alive), time.monotonic()
-    if not isinstance(seat, Seat):
+    if not isinstance(seat, WorkerSlot):
         seat = Mock(number=seat, told_at=now if served else 0.0)
     return _Child(process, seat, now - lived_seconds, delay_seconds)
 
@@ -95,7 +95,7 @@ def test_the_log_tells_once_that_a_process_hangs_and_that_it_is_back(
         monkeypatch.setattr(time, "monotonic", lambda: began + seconds)
 
     began = time.monotonic()
-    [seat] = Seat.of(1)
+    [seat] = WorkerSlot.of(1)
     at(-100)
     seat.tell(5)  # the process whose place it took
     at(0)

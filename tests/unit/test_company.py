@@ -10,8 +10,8 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 
 from penstock import company
 from penstock.company import Company
-from penstock.place.state import Position
 from penstock.spec import Spec
+from penstock.state.state import Position
 
 HERE = Position(epoch=1)
 SPEC: dict[str, Any] = {"batch_size": 8, "seed": 7, "snapshot": "a"}

@@ -26,11 +26,11 @@ from answering import pages, response
 from penstock import PenstockError, ServerUnavailable, SpecError
 from penstock.commands.remote import greet
 from penstock.commands.server_checks import check_way
-from penstock.network.answers import Fault, Stranger
-from penstock.network.aside import client_aside
-from penstock.network.connection import Connection
-from penstock.network.servers import Servers
-from penstock.network.transport import Transport
+from penstock.transport.connection import Connection
+from penstock.transport.probe import client_aside
+from penstock.transport.responses import TransientError, UnexpectedServer
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
 
 BODY = bytes(range(256)) * 100
 
@@ -75,7 +75,7 @@ def test_memory_is_not_given_away_while_a_thread_fetches() -> None:
         return 200, BODY
 
     def wait_for_it() -> None:
-        with suppress(Fault):
+        with suppress(TransientError):
             fetch(left, server)
 
     with pages(answer) as server:
@@ -139,7 +139,7 @@ def test_each_request_has_a_patience_of_its_own() -> None:
 
     with pages(answer) as server, closing(Connection()) as connection:
         assert fetch(connection, server) == BODY
-        with pytest.raises(Fault, match="timed out"):
+        with pytest.raises(TransientError, match="timed out"):
             connection.fetch(server, "/path?step=1", silence_seconds=0.2)
         over.set()
 
@@ -207,7 +207,7 @@ def test_what_comes_through_a_proxy_is_heard_of_and_kept(monkeypatch: pytest.Mon
         thread.start()
         with closing(Connection()) as connection:
             began = connection.heard_at
-            with pytest.raises(Fault) as cut:
+            with pytest.raises(TransientError) as cut:
                 connection.fetch("http://elsewhere.invalid", "/", silence_seconds=20.0)
             assert connection.heard_at > began
         assert bytes(cut.value.received) == b"abc"
@@ -220,13 +220,13 @@ def test_a_failure_names_the_proxy_that_it_may_be_of(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
     through = r"refused \(through ALL_PROXY; NO_PROXY=localhost goes past it\)$"
-    with closing(Connection()) as connection, pytest.raises(Fault, match=through):
+    with closing(Connection()) as connection, pytest.raises(TransientError, match=through):
         fetch(connection, "http://localhost:10")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with closing(Connection()) as connection, pytest.raises(Fault, match=through.replace("ALL", "HTTP")):
+    with closing(Connection()) as connection, pytest.raises(TransientError, match=through.replace("ALL", "HTTP")):
         fetch(connection, "http://localhost:10")
     monkeypatch.setenv("no_proxy", "localhost")
-    with closing(Connection()) as connection, pytest.raises(Fault, match="refused$"):
+    with closing(Connection()) as connection, pytest.raises(TransientError, match="refused$"):
         fetch(connection, "http://localhost:10")
 
 
@@ -351,12 +351,12 @@ def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, a
 def test_who_is_no_server_is_told_from_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = response(b"x", "200 OK", "Content-Encoding: gzip")
     for answer, is_silence in ((packed, False), (b"SSH-2.0-x\r\n\r\n", False), (b"", True)):
-        with answering.server(answer) as url, closing(Connection()) as connection, pytest.raises(Fault) as told:
+        with answering.server(answer) as url, closing(Connection()) as connection, pytest.raises(TransientError) as told:
             fetch(connection, url)
         assert told.value.is_silence == is_silence
     with answering.server(response(b"", "407 Proxy Authentication Required")) as proxy, closing(Connection()) as connection:
         monkeypatch.setenv("https_proxy", proxy)
-        with pytest.raises(Stranger, match="^407 .*The proxy asks for a name and a password: give them in"):
+        with pytest.raises(UnexpectedServer, match="^407 .*The proxy asks for a name and a password: give them in"):
             fetch(connection, "https://elsewhere.invalid")
 
 
@@ -413,7 +413,7 @@ def test_answer_of_a_proxy_names_the_proxy_and_how_to_bypass_it(monkeypatch: pyt
     told = r"\(through HTTP_PROXY; NO_PROXY=elsewhere\.invalid goes past it\)"
     with pages(lambda _: (status, b"<html>no</html>")) as proxy, closing(Connection()) as connection:
         monkeypatch.setenv("http_proxy", proxy)
-        with pytest.raises(Fault, match=rf"{status}.* {told}"):
+        with pytest.raises(TransientError, match=rf"{status}.* {told}"):
             fetch(connection, "http://elsewhere.invalid")
         with pytest.raises(PenstockError, match=rf"{status} {told}"):
             greet("http://elsewhere.invalid")
@@ -423,7 +423,7 @@ def test_answer_of_a_proxy_names_the_proxy_and_how_to_bypass_it(monkeypatch: pyt
 def test_answer_of_a_server_behind_a_proxy_does_not_name_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     with answering.server(answering.problem("busy", 503)) as proxy, closing(Connection()) as connection:
         monkeypatch.setenv("http_proxy", proxy)
-        with pytest.raises(Fault, match="^this is busy$"):
+        with pytest.raises(TransientError, match="^this is busy$"):
             fetch(connection, "http://elsewhere.invalid")
 
 
@@ -451,10 +451,10 @@ def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
     with closing(Connection()) as connection, monkeypatch.context() as patched:
         patched.setattr(socket, "getaddrinfo", look_up)
-        with pytest.raises(Fault, match=r"no address of server\.invalid within 0\.2 seconds"):
+        with pytest.raises(TransientError, match=r"no address of server\.invalid within 0\.2 seconds"):
             connection.fetch("http://server.invalid", "/", silence_seconds=0.2)
         over.set()
-        with pytest.raises(Fault, match="Temporary failure in name resolution"):
+        with pytest.raises(TransientError, match="Temporary failure in name resolution"):
             fetch(connection, "http://server.invalid")
 
 
@@ -478,6 +478,6 @@ def test_an_address_without_a_port_has_that_of_its_scheme(
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(socket, "create_connection", connect)
-    with closing(Connection()) as connection, pytest.raises(Fault):
+    with closing(Connection()) as connection, pytest.raises(TransientError):
         fetch(connection, server)
     assert asked == [place]

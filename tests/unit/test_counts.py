@@ -26,25 +26,25 @@ from starlette.testclient import TestClient
 
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from damage import damaged
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
-from penstock_server.counts import bins as bins_module
-from penstock_server.counts import counting as counting_module
-from penstock_server.counts import index as index_module
-from penstock_server.counts import lengths as lengths_module
-from penstock_server.counts import turn as turn_module
-from penstock_server.counts.counting import Counting
-from penstock_server.counts.index import drop_old_counts
-from penstock_server.counts.lengths import QUANTILES, RowLengths, _ShardLengths
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.inflight import InFlight
+from penstock_server.blocks import maps as maps_module
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.index import bins as bins_module
+from penstock_server.index import build_lock as turn_module
+from penstock_server.index import counting as counting_module
+from penstock_server.index import index as index_module
+from penstock_server.index import row_lengths as lengths_module
+from penstock_server.index.counting import Counting
+from penstock_server.index.index import drop_old_counts
+from penstock_server.index.row_lengths import QUANTILES, RowLengths, _ShardLengths
 from penstock_server.problems import BadRow, IndexFailed, IndexNotReady, OutOfMemory
 from penstock_server.recipes import encode
 from penstock_server.recipes.split_hashes import select_rows
-from penstock_server.storage import maps as maps_module
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from planned import open_snapshot, plan_of
 
 WAYS = [{"packing": "best_fit", "split": "train"}, {"packing": "concat"}, {"overflow": "split"}, {"split": "validation"}]

@@ -30,15 +30,15 @@ from penstock_server.batches.gather import chunks, gather, load
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.planned import PlannedEpochs
-from penstock_server.batches.readable import as_json
-from penstock_server.datasets import lookup as lookup_module
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.inspection import inspect
-from penstock_server.datasets.lookup import find_row, show_row
+from penstock_server.batches.text_view import as_json
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog import lookup as lookup_module
+from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.catalog.inspection import inspect
+from penstock_server.catalog.lookup import find_row, show_row
 from penstock_server.problems import BadParameter, BadRow, DatasetInvalid
-from penstock_server.storage.block import Block
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from planned import plan_of
 
 Sequence = tuple[int, ...]
@@ -361,7 +361,7 @@ def test_planned_epochs_are_dropped_with_their_snapshot(tmp_path: Path, spec: di
 def test_of_a_very_long_row_the_first_tokens_are_shown_and_how_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookup_module, "_MOST_TOKENS", 10)
+    monkeypatch.setattr(lookup_module, "_MAX_TOKENS", 10)
     (tmp_path / "data" / "a").mkdir(parents=True)
     columns = {"tokens": [list(range(8)), list(range(30))], "loss_mask": [[0] * 4 + [1] * 4, [1] * 5 + [0] * 20 + [1] * 5]}
     pq.write_table(pa.table(columns), tmp_path / "data" / "a" / "part-0.parquet")

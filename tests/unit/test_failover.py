@@ -10,14 +10,14 @@ from contextlib import closing
 
 import pytest
 
-import penstock.network.servers
-import penstock.network.transport
+import penstock.transport.servers
+import penstock.transport.transport
 from answering import pages, problem, response, server
 from logged import without_process
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone
-from penstock.network.connection import Connection
-from penstock.network.servers import Servers
-from penstock.network.transport import Transport
+from penstock.transport.connection import Connection
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
 
 AWAY = "http://127.0.0.1:9"
 
@@ -26,18 +26,18 @@ Answer = Callable[[str], tuple[int, bytes]]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.transport, "_FIRST_DELAY_SECONDS", 0.01)
-    monkeypatch.setattr(penstock.network.transport, "_LONGEST_DELAY_SECONDS", 0.05)
+    monkeypatch.setattr(penstock.transport.transport, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(penstock.transport.transport, "_MAX_DELAY_SECONDS", 0.05)
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on nothing may wait."""
 
     def wait(*_: float) -> float:
         raise AssertionError("it waited")
 
-    monkeypatch.setattr(penstock.network.transport, "uniform", wait)
+    monkeypatch.setattr(penstock.transport.transport, "uniform", wait)
 
 
 def named(name: bytes) -> Answer:
@@ -54,7 +54,7 @@ def test_ranks_begin_at_servers_of_their_own() -> None:
         assert [get(a, b, c, rank=rank) for rank in range(5)] == [(b"a", 0), (b"b", 0), (b"c", 0), (b"a", 0), (b"b", 0)]
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize(
     "fault",
     [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort", b"garbage\r\n\r\n", response(b"no", "500 Oops"),
@@ -76,7 +76,7 @@ def test_it_waits_only_when_all_have_failed(monkeypatch: pytest.MonkeyPatch) -> 
         waits.append(high)
         return 0.001
 
-    monkeypatch.setattr(penstock.network.transport, "uniform", wait)
+    monkeypatch.setattr(penstock.transport.transport, "uniform", wait)
     with server(*[b""] * 5, response(b"here")) as flaky:
         assert get(AWAY, flaky) == (b"here", 11)
     assert waits == [0.01, 0.02, 0.04, 0.05, 0.05]
@@ -113,7 +113,7 @@ def tried(transport: Transport) -> bool | None:
 def test_it_comes_home_once_home_gives_what_another_gives(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.0)
     answers = {"/healthz": (200, b""), "/": (500, b"")}
     with (
         pages(lambda path: answers[path]) as home,
@@ -134,7 +134,7 @@ def test_it_comes_home_once_home_gives_what_another_gives(
 
 def test_who_asks_once_and_closes_comes_home_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a loop over an evaluation set of one batch; each has a transport of its own, on the same servers."""
-    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.0)
     answers = [(500, b"")]
     with pages(lambda _: answers[-1]) as home, pages(named(b"away")) as away:
         servers = Servers([home, away])
@@ -149,7 +149,7 @@ def test_who_asks_once_and_closes_comes_home_too(monkeypatch: pytest.MonkeyPatch
 
 def test_a_trial_that_is_cut_off_is_made_again_some_time_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now, over, asked = 0.0, threading.Event(), Counter[str]()
-    monkeypatch.setattr(penstock.network.servers, "uniform", lambda *_: 1.0)
+    monkeypatch.setattr(penstock.transport.servers, "uniform", lambda *_: 1.0)
 
     def home(path: str) -> tuple[int, bytes]:
         asked[path] += 1
@@ -170,8 +170,8 @@ def test_a_trial_that_is_cut_off_is_made_again_some_time_later(monkeypatch: pyte
 
 
 def test_nobody_waits_for_a_home_that_lives_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
-    monkeypatch.setattr(penstock.network.transport, "_HURRY_SECONDS", 0.5)
+    monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.transport.transport, "_HURRY_SECONDS", 0.5)
     asked = Counter[str]()
     over = threading.Event()
 
@@ -196,7 +196,7 @@ def test_nobody_waits_for_a_home_that_lives_and_never_answers(monkeypatch: pytes
 def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.0)
     answers = {"home": (500, b""), "away": (200, b"away")}
     with (
         pages(lambda _: answers["home"]) as home,
@@ -219,7 +219,7 @@ def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(
 def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_it_should(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(penstock.network.servers, "uniform", lambda *_: 1.0)
+    monkeypatch.setattr(penstock.transport.servers, "uniform", lambda *_: 1.0)
     now = 0.0
     asked = Counter[str]()
     lives = threading.Event()
@@ -285,7 +285,7 @@ def test_one_server_that_refuses_is_believed_at_once() -> None:
         get(url)
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("inline")
 def test_what_is_counted_on_one_server_may_be_ready_on_another() -> None:
     with (
         server(problem("index-not-ready", 503)) as cold,
@@ -327,7 +327,7 @@ def test_a_line_that_damages_every_other_answer_does_not_fill_the_log(caplog: py
 
 def test_an_interrupt_wakes_a_read_on_whichever_connection_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Home's connection is kept while another server is asked, and used again afterwards."""
-    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.0)
     asked = Counter[str]()
     reading, over = threading.Event(), threading.Event()
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-import penstock.feeding.feed
+import penstock.feeding.batch_iterator
 from penstock import Spec, wire
+from penstock.feeding.batch_iterator import BatchIterator
 from penstock.feeding.device import Destination
-from penstock.feeding.feed import Feed
 from penstock.feeding.item import Item
-from penstock.network.transport import Transport
 from penstock.source import Source
 from penstock.tensors import CPU, Batch, expand
+from penstock.transport.transport import Transport
 
 ADDRESS = wire.Address("d", "s", "p", 0, 0, 0)
 PINNED = Destination(device=CPU, pin_memory=True)
@@ -63,11 +63,11 @@ def fail_at(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("CUDA error: out of memory")
         return expand(frame, pin_memory=pin_memory, tensors=tensors)
 
-    monkeypatch.setattr(penstock.feeding.feed, "expand", expanded)
+    monkeypatch.setattr(penstock.feeding.batch_iterator, "expand", expanded)
 
 
-def feed(num_steps: int, replay: int | None = None, asked: Asked | None = None) -> Feed:
-    return Feed(
+def feed(num_steps: int, replay: int | None = None, asked: Asked | None = None) -> BatchIterator:
+    return BatchIterator(
         cast(Source, asked or Asked()), Spec(), 0, range(num_steps), prefetch_bytes=1 << 20, destination=PINNED, replay=replay,
         tensors=("input_ids",),
     )  # fmt: skip

@@ -255,14 +255,14 @@ def test_times_are_compared_with_times_of_their_kind_alone() -> None:
 
 @pytest.mark.parametrize("zone", ["UTC", "+02:00"])
 @pytest.mark.parametrize(
-    ("said", "way_out"), [("2024-01-01", "2024-01-01T00:00:00Z"), ("2024-01-01 10:00:00.5", "2024-01-01 10:00:00.5Z")]
+    ("said", "remedy"), [("2024-01-01", "2024-01-01T00:00:00Z"), ("2024-01-01 10:00:00.5", "2024-01-01 10:00:00.5Z")]
 )
-def test_a_time_without_the_zone_that_its_column_has_is_refused_with_one_that_works(zone: str, said: str, way_out: str) -> None:
+def test_a_time_without_the_zone_that_its_column_has_is_refused_with_one_that_works(zone: str, said: str, remedy: str) -> None:
     schema = pa.schema({"there": pa.timestamp("us", zone)})
-    told = f"{pa.timestamp('us', zone)}, which it is not: its zone is missing. A time in UTC is written as '{way_out}'."
+    told = f"{pa.timestamp('us', zone)}, which it is not: its zone is missing. A time in UTC is written as '{remedy}'."
     with pytest.raises(FilterError, match=re.escape(told)):
         parse_filter(f"there >= '{said}'", schema)
-    parse_filter(f"there >= '{way_out}'", schema)
+    parse_filter(f"there >= '{remedy}'", schema)
     with pytest.raises(FilterError, match=r"which it is not\.$"):
         parse_filter("there >= 'soon'", schema)
 

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import write_numbered
+from penstock_server.blocks.cache import CacheFolder
 from penstock_server.problems import DatasetInvalid
 from penstock_server.snapshots import footers as footers_module
 from penstock_server.snapshots import shard as shard_module
@@ -25,9 +26,8 @@ from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.footers import Footers
 from penstock_server.snapshots.notes import drop_old_notes, open_notes, read_note, write_note
 from penstock_server.snapshots.reading import read_folder
-from penstock_server.snapshots.shard import Date
+from penstock_server.snapshots.shard import FileStat
 from penstock_server.snapshots.snapshot import Snapshot
-from penstock_server.storage.cache import CacheFolder
 
 HOUR_AGO_NS = time.time_ns() - 3600 * 10**9
 
@@ -138,7 +138,7 @@ def test_shards_that_are_gone_are_forgotten(data: Path, note: Path) -> None:
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written has the size, the date and the inode of what was there: the clock stands still between the two."""
-    monkeypatch.setattr(Date, "of", lambda stat: Date(stat.st_size, stat.st_mtime_ns, stat.st_ino, 0))
+    monkeypatch.setattr(FileStat, "of", lambda stat: FileStat(stat.st_size, stat.st_mtime_ns, stat.st_ino, 0))
 
 
 @pytest.mark.parametrize("settled", [False, True])

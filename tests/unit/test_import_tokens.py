@@ -34,7 +34,7 @@ def rows_of(folder: Path, *files: Path, **options: Any) -> list[list[int]]:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_formats, "_STEP", 3)
-    monkeypatch.setattr(token_formats, "_MOST_DOCUMENTS", 2)
+    monkeypatch.setattr(token_formats, "_MAX_DOCUMENTS", 2)
 
 
 @pytest.mark.usefixtures("small_steps")

@@ -8,15 +8,15 @@ from starlette.testclient import TestClient
 
 from corpora import write_numbered
 from penstock_server import respond
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.batch import frames
-from penstock_server.datasets.catalog import open_catalog
-from penstock_server.inflight import InFlight
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
 from penstock_server.machine import memory_bytes
 from penstock_server.problems import BadRow, Busy
 from penstock_server.settings import Settings
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 
 def test_what_is_beyond_the_budget_is_refused_until_something_is_given_back() -> None:

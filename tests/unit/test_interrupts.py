@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import pytest
 
 import penstock.feeding.prefetch
-import penstock.ledger.book
 import penstock.ledger.file
+import penstock.ledger.recorder
 from ledger_files import open_files
 from ledgers import begin_of
 from penstock.feeding.prefetch import Prefetch
@@ -163,11 +163,11 @@ def test_a_ledger_whose_start_was_broken_off_is_not_opened_again(tmp_path: Path,
         give_up()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(penstock.ledger.book, "start", broken)
+    monkeypatch.setattr(penstock.ledger.recorder, "start", broken)
     with monkeypatch.context() as patch:
         patch.setattr(penstock.ledger.file, "open_ledger", full)
         with pytest.raises(KeyboardInterrupt):
-            penstock.ledger.book.Ledger(tmp_path / "run.ledger", begin_of(), is_first=False)
+            penstock.ledger.recorder.Ledger(tmp_path / "run.ledger", begin_of(), is_first=False)
     threads[0].start()  # it may have been about to run, and its disk be written again by now
     threads[0].join(20)
     assert open_files(tmp_path) == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.shuffling.luck import num_distinct, range_of_count, range_of_mean
+from penstock_server.shuffle_report.confidence import num_distinct, range_of_count, range_of_mean
 
 
 def tail(num: int, chance: float, low: float, high: float) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock import SpecError
 from penstock.mix import Mix, Phase, first_other, parse_mix, spell_mix
-from penstock_server.geometry.mixture import Mixture
+from penstock_server.order.mixture import Mixture
 
 shares = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.network import names
-from penstock.network.names import connect
+from penstock.transport import names
+from penstock.transport.names import connect
 
 LookUp = Callable[..., list[Any]]
 # Hosts have the addresses 127.0.0.11 and so on here: no other test takes a port of these.
@@ -99,7 +99,7 @@ def test_beside_a_look_up_that_hangs_another_is_begun(monkeypatch: pytest.Monkey
         with pytest.raises(TimeoutError):
             connect("data-0", port, 0.01)
         are_hanging.append(False)
-        monkeypatch.setattr(names, "_LONGEST_SECONDS", 0.0)
+        monkeypatch.setattr(names, "_MAX_SECONDS", 0.0)
         assert place_of("data-0", port) == "127.0.0.11"
     may_end.set()
     assert asked == ["data-0"] * 2

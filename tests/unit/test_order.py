@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.geometry.arrays import IntArray
-from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.mixture import ENDLESS
-from penstock_server.geometry.order import EpochOrder
-from penstock_server.geometry.permutation import key, permute, permute_together, unpermute
-from penstock_server.geometry.schedule import Schedule
+from penstock_server.order.arrays import IntArray
+from penstock_server.order.length_buckets import LengthOrder
+from penstock_server.order.mixture import ENDLESS
+from penstock_server.order.permutation import key, permute, permute_together, unpermute
+from penstock_server.order.schedule import Schedule
+from penstock_server.order.shuffle import EpochOrder
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
 keys = st.integers(0, 2**64 - 1)

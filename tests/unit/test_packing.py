@@ -8,10 +8,10 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.counts.bins import keep_bins
-from penstock_server.geometry.arrays import starts_of
-from penstock_server.geometry.best_fit import POOL_ROWS, BestFit, PackedPools, pack, pools_of
-from penstock_server.geometry.packing import STREAM, Concat, Packing, Rows, SplitRows
+from penstock_server.index.bins import keep_bins
+from penstock_server.order.arrays import starts_of
+from penstock_server.order.best_fit import POOL_ROWS, BestFit, PackedPools, pack, pools_of
+from penstock_server.order.packing import STREAM, Concat, Packing, Rows, SplitRows
 
 block_tokens = st.lists(st.integers(0, 30), min_size=1, max_size=12).map(np.array)
 

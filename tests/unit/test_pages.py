@@ -15,11 +15,11 @@ from penstock import wire
 from penstock.spec import Packing, Spec
 from penstock_server.batches import batch
 from penstock_server.batches.gather import chunks, load
-from penstock_server.datasets.catalog import open_catalog
-from penstock_server.storage import pages
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.pages import Waits
-from penstock_server.storage.store import BlockStore
+from penstock_server.blocks import mmap_hints as pages
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.mmap_hints import Waits
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
 
 PAGE = mmap.PAGESIZE
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from penstock_server.batches import pieces as pieces_module
 from penstock_server.batches.pieces import Pieces
-from penstock_server.storage import joined as joined_module
-from penstock_server.storage.lists import ListColumn, ListColumns
+from penstock_server.blocks import joined as joined_module
+from penstock_server.blocks.lists import ListColumn, ListColumns
 
 UINT8, UINT16, UINT32 = (np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 

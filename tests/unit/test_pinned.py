@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.feeding.pinned import allocate_pinned, tensor_over
-from penstock.network.buffers import LARGEST_BUFFER
+from penstock.transport.buffers import MAX_BUFFER
 from penstock.wire.layout import DTYPES, TensorLayout, strided
 
 
@@ -57,5 +57,5 @@ def test_what_is_no_whole_piece_of_a_tensors_memory_is_left_to_numpy(array: np.n
 
 
 def test_what_is_larger_than_most_bodies_is_not_pinned_for_good() -> None:
-    memory = allocate_pinned(torch.device("cuda", 0), LARGEST_BUFFER + 1)
+    memory = allocate_pinned(torch.device("cuda", 0), MAX_BUFFER + 1)
     assert tensor_over(np.frombuffer(memory, np.uint8)) is None

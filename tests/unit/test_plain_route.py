@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from corpora import write_numbered
 from in_thread import serving
 from penstock import RemoteDataset
-from penstock_server.inflight import InFlight
+from penstock_server.admission import InFlight
 from penstock_server.routes.plain import PlainRoute
 
 

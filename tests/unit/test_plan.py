@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from corpora import write_numbered
 from penstock import Spec
-from penstock.spec import LARGEST_COUNT
+from penstock.spec import MAX_COUNT
 from penstock_server.batches import plan as plan_module
 from penstock_server.batches.plan import make_plan
 from penstock_server.batches.room import check_room
-from penstock_server.datasets.advice import advice_on_run
-from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.catalog.warnings import advice_on_run
 from penstock_server.problems import BadParameter
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from synthetic import synthetic_plan
 
 
@@ -67,7 +67,7 @@ def test_no_batch_is_larger_than_the_limit(catalog: Catalog, monkeypatch: pytest
 
 def test_a_mixture_has_as_many_epochs_as_samples_can_be_counted(catalog: Catalog) -> None:
     plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:1"))
-    last = LARGEST_COUNT // plan.schedule.num_positions - 1
+    last = MAX_COUNT // plan.schedule.num_positions - 1
     plan.check_epoch(last)
     with pytest.raises(BadParameter, match=f"epoch {last + 1:,} does not exist: .* are counted up to epoch {last:,}"):
         plan.check_epoch(last + 1)

@@ -15,10 +15,10 @@ import pytest
 
 from penstock_server.batches import planned
 from penstock_server.batches.planned import PlannedEpoch, PlannedEpochs
-from penstock_server.geometry.arrays import IntArray
-from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.order import EpochOrder
-from penstock_server.geometry.packing import Rows
+from penstock_server.order.arrays import IntArray
+from penstock_server.order.length_buckets import LengthOrder
+from penstock_server.order.packing import Rows
+from penstock_server.order.shuffle import EpochOrder
 
 POOLS = 1000
 
@@ -59,7 +59,7 @@ def test_the_epochs_that_were_asked_for_longest_ago_make_room(monkeypatch: pytes
     packing, order = epoch(0)
     each = packing.samples_per_pool.nbytes + order.nbytes
     assert each >= 3 * 8 * POOLS
-    monkeypatch.setattr(planned, "_BUDGET_BYTES", 5 * (each + planned._LEAST_BYTES))
+    monkeypatch.setattr(planned, "_BUDGET_BYTES", 5 * (each + planned._MIN_BYTES))
     for number in (0, 1, 2, 3, 4, 0, 5, 0, 2, 5, 1):
         get(number)
     assert made == [0, 1, 2, 3, 4, 5, 1]

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 from corpora import write_tokenizer
 from penstock_server.batches.gather import chunks, load
-from penstock_server.batches.readable import as_json, provenance
-from penstock_server.datasets.advice import advice_on_run
-from penstock_server.datasets.catalog import open_catalog
+from penstock_server.batches.text_view import as_json, provenance
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
+from penstock_server.catalog.warnings import advice_on_run
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.encode import Selected, encode
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.mask_columns import way_without
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.split_hashes import Place
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from planned import open_snapshot, plan_of
 
 Row = list[tuple[int, bool, bool]]  # of each id: itself, whether it has loss, and whether it is no padding

@@ -13,18 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import penstock_server.batches.readable
+import penstock_server.batches.text_view
 from corpora import write_tokenizer
 from penstock import wire
 from penstock.batch import count_tokens
 from penstock.tensors import expand
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
-from penstock_server.batches.readable import as_json, provenance, shown_columns
-from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.batches.text_view import as_json, provenance, shown_columns
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import BadParameter
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from planned import plan_of
 
 WORDS = "the quick brown fox jumps over the lazy dog".split()
@@ -106,15 +106,15 @@ def test_values_that_json_cannot_say_are_shown_in_words() -> None:
 def test_what_is_too_large_to_be_read_is_not_shown(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(catalog, "text", packing="concat", batch_size=4, seq_len=10)
     [chunk] = chunks(plan, 0, 0, range(2))
-    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_TOKENS", 40)
+    monkeypatch.setattr(penstock_server.batches.text_view, "_MAX_TOKENS", 40)
     assert len(as_json(chunk, load(chunk))) == 2
-    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_TOKENS", 39)
+    monkeypatch.setattr(penstock_server.batches.text_view, "_MAX_TOKENS", 39)
     with pytest.raises(BadParameter, match="a batch of 40 tokens is too large to be shown: .* lower batch_size"):
         as_json(chunk, load(chunk))
     num_parts = sum(len(sample["sources"]) for sample in provenance(plan, 0, 0, 0)["samples"])
-    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_PARTS", num_parts)
+    monkeypatch.setattr(penstock_server.batches.text_view, "_MAX_PARTS", num_parts)
     provenance(plan, 0, 0, 0)
-    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_PARTS", num_parts - 1)
+    monkeypatch.setattr(penstock_server.batches.text_view, "_MAX_PARTS", num_parts - 1)
     with pytest.raises(BadParameter, match=f"a batch of {num_parts} rows, or parts of them, is too large for its provenance"):
         provenance(plan, 0, 0, 0)
 
@@ -137,8 +137,8 @@ def test_what_is_raised_before_a_sample_ends_a_page(catalog: Catalog) -> None:
 def test_samples_that_are_too_many_to_be_read_are_not_shown(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(catalog, "text", batch_size=4, seq_len=10)
     [chunk] = chunks(plan, 0, 0, range(2))
-    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_SAMPLES", 8)
+    monkeypatch.setattr(penstock_server.batches.text_view, "_MAX_SAMPLES", 8)
     assert len(as_json(chunk, load(chunk))) == 2
-    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_SAMPLES", 7)
+    monkeypatch.setattr(penstock_server.batches.text_view, "_MAX_SAMPLES", 7)
     with pytest.raises(BadParameter, match="8 samples in 2 batches are too many .* lower batch_size, ask for fewer"):
         as_json(chunk, load(chunk))

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from penstock.network import receive
-from penstock.network.buffers import Buffers
-from penstock.network.channel import HttpError
-from penstock.network.receive import Body, Origin, Receiver, Request
+from penstock.transport import receive
+from penstock.transport.buffers import Buffers
+from penstock.transport.channel import HttpError
+from penstock.transport.receive import Body, Origin, Receiver, Request
 
 CONTENT = bytes(range(256)) * 5000
 
@@ -298,13 +298,13 @@ def test_what_came_of_a_body_that_was_cut_is_kept(server: Listener, kind: str) -
 
 @pytest.mark.parametrize("kind", ["sized", "chunked"])
 def test_no_body_is_larger_than_any_batch(server: Listener, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(receive, "_LARGEST_BODY", len(CONTENT) - 1)
+    monkeypatch.setattr(receive, "_MAX_BODY", len(CONTENT) - 1)
     with receiver() as client, pytest.raises(HttpError, match="1,280,000 bytes or more, larger than any batch"):
         get(client, server, kind, kind)
 
 
 def test_no_refusal_is_as_large_as_a_batch(server: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive, "_LARGEST_REFUSAL", len(CONTENT) - 1)
+    monkeypatch.setattr(receive, "_MAX_REFUSAL", len(CONTENT) - 1)
     with receiver() as client:
         with pytest.raises(HttpError, match="1,280,000 bytes or more, larger than any refusal"):
             get(client, server, "missing", "missing")

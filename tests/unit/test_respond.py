@@ -10,13 +10,13 @@ import pytest
 
 from corpora import write_numbered
 from penstock_server import respond, waiting
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.batch import frames
-from penstock_server.datasets.catalog import open_catalog
-from penstock_server.inflight import InFlight
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
 from penstock_server.recipes import encode
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 
 @pytest.mark.parametrize("format_", ["msgpack", "json"])

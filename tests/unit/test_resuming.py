@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Spec
-from penstock.place.state import Position, read_state, write_state
-from penstock_server.geometry.schedule import Schedule
+from penstock.state.state import Position, read_state, write_state
+from penstock_server.order.schedule import Schedule
 
 specs = st.builds(
     Spec,

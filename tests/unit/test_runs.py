@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
-import penstock.feeding.runs
-from penstock.feeding.runs import OBJECT_BYTES, fetch_ahead, fetch_runs
-from penstock.network.transport import Transport
+import penstock.feeding.ranges
+from penstock.feeding.ranges import OBJECT_BYTES, fetch_ahead, fetch_runs
 from penstock.source import Source
 from penstock.spec import Spec
+from penstock.transport.transport import Transport
 from penstock.wire import Frame
 
 KIB = 1 << 10
@@ -57,7 +57,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(penstock.feeding.runs, "time", clock)
+    monkeypatch.setattr(penstock.feeding.ranges, "time", clock)
     return clock
 
 

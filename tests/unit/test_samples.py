@@ -19,11 +19,11 @@ from penstock_server.batches.batch import _add_ones, _add_tokens, _write
 from penstock_server.batches.body import Place, Places, of_one_width
 from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.samples import LoadedBlock, Samples
-from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.packing import STREAM, Spans
-from penstock_server.storage.block import Block
-from penstock_server.storage.features import Feature, Features, RowSpans
-from penstock_server.storage.lists import ListColumn
+from penstock_server.batches.tensors import Tensor
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.features import Feature, Features, RowSpans
+from penstock_server.blocks.lists import ListColumn
+from penstock_server.order.packing import STREAM, Spans
 
 Row = list[list[int]]  # turns: prompt, response, prompt, ...
 PAD = 999

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from damage import damaged
-from penstock_server import sealed
+from penstock_server import checksummed as sealed
+from penstock_server.checksummed import Damaged, Sound, map_sealed, read_sealed, write_sealed
 from penstock_server.logs import Seldom
-from penstock_server.sealed import Damaged, Sound, map_sealed, read_sealed, write_sealed
 
 OTHERWISE = "it is made again after a restart"
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-import penstock.network.servers
-from penstock.network.servers import Servers
+import penstock.transport.servers
+from penstock.transport.servers import Servers
 
 NAMES = ["a", "b", "c"]
 
@@ -22,7 +22,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(penstock.network.servers, "uniform", lambda low, high: (low + high) / 2)
+    monkeypatch.setattr(penstock.transport.servers, "uniform", lambda low, high: (low + high) / 2)
     return Clock()
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from corpora import write_shards
 from penstock_server.batches.plan import Plan
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.packing import Packing
-from penstock_server.shuffling.report import report
-from penstock_server.shuffling.sample import Sample, draw
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.order.length_buckets import LengthOrder
+from penstock_server.order.packing import Packing
+from penstock_server.shuffle_report.report import report
+from penstock_server.shuffle_report.sample import Sample, draw
 from planned import plan_of
 from synthetic import Geometry, synthetic_plan
 
@@ -211,7 +211,7 @@ def test_grouping_by_length_is_named_as_what_it_is(catalog: Catalog) -> None:
 
 
 def test_where_windows_have_to_be_sorted_only_the_first_ones_are(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock_server.shuffling.extent._MOST_EFFORT", 5000)
+    monkeypatch.setattr("penstock_server.shuffle_report.extent._MAX_EFFORT", 5000)
     plan = plan_of(catalog, "a", batch_size=4, length_bucket_size=4, window=30)
     arranged: set[int] = set()
     arrange = LengthOrder._arrange

@@ -16,8 +16,8 @@ import matplotlib
 import numpy as np
 import pytest
 
-from penstock_server.shuffling.picture import DOTS_PER_INCH, INCHES, draw_png
-from penstock_server.shuffling.report import report
+from penstock_server.shuffle_report.picture import DOTS_PER_INCH, INCHES, draw_png
+from penstock_server.shuffle_report.report import report
 from synthetic import Geometry, synthetic_plan
 
 SIZE = tuple(round(inches * DOTS_PER_INCH) for inches in INCHES)
@@ -72,7 +72,7 @@ def test_the_picture_is_the_same_whatever_the_user_has_set(tmp_path: Path) -> No
 
 
 def test_a_server_that_a_notebook_started_draws_without_its_backend(tmp_path: Path) -> None:
-    program = "from penstock_server.shuffling.picture import draw_png; draw_png(None)"
+    program = "from penstock_server.shuffle_report.picture import draw_png; draw_png(None)"
     environment = os.environ | {"MPLBACKEND": "module://there_is_none"}
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, env=environment)
     assert "there_is_none" not in done.stderr

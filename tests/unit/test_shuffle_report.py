@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock_server.batches.member import Member
-from penstock_server.geometry.arrays import IntArray
-from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.order import EpochOrder
-from penstock_server.geometry.packing import Packing
+from penstock_server.order.arrays import IntArray
+from penstock_server.order.length_buckets import LengthOrder
+from penstock_server.order.packing import Packing
+from penstock_server.order.shuffle import EpochOrder
 from penstock_server.problems import BadParameter
-from penstock_server.shuffling.report import Report, report
-from penstock_server.shuffling.verdict import number, percent
+from penstock_server.shuffle_report.report import Report, report
+from penstock_server.shuffle_report.verdict import number, percent
 from synthetic import Geometry, synthetic_plan
 
 MIX = "a:3,b:2,c:1"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock import SpecError
 from penstock.skip import Ranges, first_new, kept_runs, parse_skip, position_after, spell_skip
-from penstock_server.geometry.schedule import Schedule
+from penstock_server.order.schedule import Schedule
 
 ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 30)), min_size=1, max_size=4).map(
     lambda pairs: parse_skip("samples:" + ",".join(f"{first}-{first + more}" for first, more in pairs), 1)

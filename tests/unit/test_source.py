@@ -14,17 +14,17 @@ from urllib.parse import parse_qsl
 import httpx
 import pytest
 
-import penstock.network.transport
 import penstock.source
+import penstock.transport.transport
 import penstock.wire.frame
 from answering import pages, problem, response, server
 from ledgers import behind, round_at
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, Spec, SpecError, VersionMismatch, wire
 from penstock.audit.compare import compare
-from penstock.ledger.book import Book
-from penstock.network.transport import Transport
+from penstock.ledger.recorder import Recorder
 from penstock.row_lengths import RowLength
 from penstock.source import Source
+from penstock.transport.transport import Transport
 
 SPEC = Spec(snapshot="5eed")
 STEPS = range(4, 12, 2)
@@ -32,7 +32,7 @@ STEPS = range(4, 12, 2)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.transport, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(penstock.transport.transport, "_FIRST_DELAY_SECONDS", 0.01)
 
 
 def frame(step: int, **other: int | str) -> bytes:
@@ -207,7 +207,7 @@ def test_what_one_step_of_a_run_is_refused_for_is_told_to_who_asks_for_that_step
 
 def test_a_step_that_is_refused_says_nothing_of_those_behind_it_when_a_ledger_is_compared(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
-    ledger = Book(path, "docs", 0).open(SPEC, 100, round_at(epoch=1), behind(0))
+    ledger = Recorder(path, "docs", 0).open(SPEC, 100, round_at(epoch=1), behind(0))
     for given in wire.decode(run(range(4, 8))):
         ledger.record(given.step, given.digest)
     ledger.close()

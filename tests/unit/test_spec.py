@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from penstock import RemoteDataset, Spec, SpecError
+from penstock.numbers import check_amount, check_whole
 from penstock.source import Source
 from penstock.spec import describe
-from penstock.whole import check_amount, check_whole
 
 DEFAULTS = {parameter["name"]: parameter["default"] for parameter in describe()}
 

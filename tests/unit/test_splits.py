@@ -17,18 +17,18 @@ from corpora import write_numbered
 from penstock import wire
 from penstock.display.terminal import Terminal
 from penstock.spec import Spec
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
-from penstock_server.datasets.advice import advice_on_data, advice_on_run
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.inspection import inspect
-from penstock_server.datasets.prepare import prepare
-from penstock_server.inflight import InFlight
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.catalog.inspection import inspect
+from penstock_server.catalog.prepare import prepare
+from penstock_server.catalog.warnings import advice_on_data, advice_on_run
 from penstock_server.problems import BadParameter
 from penstock_server.recipes.split_hashes import splits_of_shards
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from planned import plan_of
 
 ROWS = 400  # of each shard: by hash, some are held out

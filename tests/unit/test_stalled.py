@@ -15,9 +15,9 @@ import pytest
 
 import in_thread
 from corpora import write_numbered
-from penstock_server.inflight import InFlight
+from penstock_server.admission import InFlight
+from penstock_server.blocks.reader import RowGroupReader
 from penstock_server.serving import stalled as stalled_module
-from penstock_server.storage.reader import RowGroupReader
 from slow import slow_readers
 
 RUN = "/v1/datasets/numbers/epochs/0/ranks/0/batches"

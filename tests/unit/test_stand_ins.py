@@ -7,13 +7,13 @@ import pytest
 
 from corpora import write_shards
 from penstock.spec import Spec, Split
-from penstock_server.batches import stand_ins
+from penstock_server.batches import replacement as stand_ins
 from penstock_server.batches.member import Member
-from penstock_server.batches.stand_ins import stands_for, usable_rows
-from penstock_server.datasets.catalog import open_catalog
+from penstock_server.batches.replacement import stands_for, usable_rows
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
 from penstock_server.problems import BadParameter, BadRow
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 Opener = Callable[..., Member]
 REPLACE = 'on_bad_row = "replace"\nmax_bad_share = 0.99\n'
@@ -113,7 +113,7 @@ def test_a_split_without_a_row_is_told_with_its_share_and_a_filter_only_where_th
 def test_data_without_a_good_row_near_is_refused_not_searched_to_its_end(
     open_holes: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stand_ins, "_MOST_BLOCKS", 2)
+    monkeypatch.setattr(stand_ins, "_MAX_BLOCKS", 2)
     member = open_holes([[]] * 18 + [[1]] * 3)
     with pytest.raises(BadRow, match=r"no row of row group 0 in part-001.parquet can be used, nor .*quarantine"):
         served(member, 3)

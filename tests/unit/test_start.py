@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from penstock import rank
 from penstock.errors import PenstockError
-from penstock.place.launch import Launch
-from penstock.place.progress import Progress
-from penstock.place.start import SharedStart, Stretch
-from penstock.place.state import Position
 from penstock.rank import Worker, find_worker
+from penstock.state.launch import Launch
+from penstock.state.progress import Progress
+from penstock.state.start import SharedStart, StepRange
+from penstock.state.state import Position
 
-RESUMED = Stretch(position=Position(epoch=2, offset=100, step=7), num_steps=50)
+RESUMED = StepRange(position=Position(epoch=2, offset=100, step=7), num_steps=50)
 # The second pickles what a process is given, as spawn does, and does not import torch anew for each.
 CONTEXTS = [get_context("fork"), get_context("forkserver")]
 
@@ -238,7 +238,7 @@ def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContex
     """As one that evaluates does, on the dataset that another process trains on."""
     start = SharedStart(RESUMED)
     other = context.Process(
-        target=start.set, args=(Stretch(position=Position(epoch=9), num_steps=1),), kwargs={"by_state": True}
+        target=start.set, args=(StepRange(position=Position(epoch=9), num_steps=1),), kwargs={"by_state": True}
     )
     other.start()
     other.join()
@@ -290,7 +290,7 @@ def test_a_copy_begins_at_the_same_place_and_is_a_launch_of_its_own() -> None:
 
 def _loops(dataset: IterableDataset[tuple[bool, str]], start: SharedStart, launch: Launch, told: Connection) -> None:
     """What a process that did not make the start sees of two rounds of its own workers."""
-    get_context("forkserver").set_forkserver_preload(["penstock.place.start"])  # the server of this process, not of the tests
+    get_context("forkserver").set_forkserver_preload(["penstock.state.start"])  # the server of this process, not of the tests
     rounds = [list(DataLoader(dataset, batch_size=None, num_workers=2)) for _ in range(2)]
     launches = {name for given in rounds for _, name in given}
     told.send(([[is_ours for is_ours, _ in given] for given in rounds], start.is_with_workers, launches == {launch.name},

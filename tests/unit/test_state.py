@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Spec, StateMismatch
-from penstock.place.state import Position, read_state, write_state
 from penstock.spec import Packing, Shuffle, describe
+from penstock.state.state import Position, read_state, write_state
 
 HERE = Position(epoch=2, step=5)
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.feeding.tally import Tally
+from penstock.feeding.stats_aggregator import StatsAggregator
 from penstock.stats import Stats
 
 
@@ -17,7 +17,7 @@ class Counted:
 
     is_left = False
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: StatsAggregator) -> None:
         self._tally = tally
         self._is_closed = False
         self.seen: list[int] = []
@@ -33,7 +33,7 @@ class Counted:
 
 
 def test_whoever_looks_while_a_feed_ends_counts_it_once() -> None:
-    tally = Tally()
+    tally = StatsAggregator()
     feed: Any = Counted(tally)
     with tally.counting(lambda: feed):
         assert tally.total() == Stats(num_batches=3, buffered_bytes=5)
@@ -42,7 +42,7 @@ def test_whoever_looks_while_a_feed_ends_counts_it_once() -> None:
 
 
 def test_a_feed_whose_closing_is_interrupted_is_closed_by_another_thread_and_counted() -> None:
-    tally = Tally()
+    tally = StatsAggregator()
     feed: Any = Mock(is_left=False)
     feed.stats.return_value = Stats(num_batches=3, buffered_bytes=5)
     feed.close.side_effect = KeyboardInterrupt
@@ -53,7 +53,7 @@ def test_a_feed_whose_closing_is_interrupted_is_closed_by_another_thread_and_cou
 
 
 def test_no_figures_are_lost_however_many_threads_begin_and_end_feeds() -> None:
-    tally, interval = Tally(), sys.getswitchinterval()
+    tally, interval = StatsAggregator(), sys.getswitchinterval()
 
     def count() -> None:
         for _ in range(200):
@@ -74,7 +74,7 @@ def test_no_figures_are_lost_however_many_threads_begin_and_end_feeds() -> None:
 
 
 def test_a_feed_that_fails_counts_too_and_a_copy_has_the_figures_alone() -> None:
-    tally = Tally()
+    tally = StatsAggregator()
     first, second = Counted(tally), Counted(tally)
     with tally.counting(lambda: first), pytest.raises(OSError, match="broken"), tally.counting(lambda: second):  # type: ignore[arg-type, return-value]
         raise OSError("broken")

@@ -17,7 +17,7 @@ from weakref import ref
 
 import pytest
 
-import penstock.network.transport
+import penstock.transport.transport
 from answering import problem, response, server
 from penstock import (
     DataError,
@@ -30,10 +30,10 @@ from penstock import (
     VersionMismatch,
     WireError,
 )
-from penstock.network.answers import Fault, NotYet, Stranger, failure_of
-from penstock.network.retry_log import RetryLog
-from penstock.network.servers import Servers
-from penstock.network.transport import Transport
+from penstock.transport.responses import NotReady, TransientError, UnexpectedServer, failure_of
+from penstock.transport.retry_log import RetryLog
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
 
 
 def get(*servers: str, retry_seconds: float = 20.0) -> tuple[bytes, int]:
@@ -43,7 +43,7 @@ def get(*servers: str, retry_seconds: float = 20.0) -> tuple[bytes, int]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.transport, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(penstock.transport.transport, "_FIRST_DELAY_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_retry_after_is_honoured() -> None:
 
 
 def test_ranks_that_a_server_sent_away_at_once_do_not_come_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.transport, "uniform", lambda *_: 0.2)
+    monkeypatch.setattr(penstock.transport.transport, "uniform", lambda *_: 0.2)
     with server(response(b"", "503 Busy", "Retry-After: 1"), response(b"here")) as url:
         began = time.monotonic()
         assert get(url) == (b"here", 1)
@@ -202,7 +202,7 @@ def test_a_server_that_asks_to_be_left_alone_gives_way_to_the_next_at_once(heade
 @pytest.mark.parametrize("asked", ["9" * 400, "Fri, 31 Dec 9999 23:59:59 GMT"])
 def test_no_server_is_left_alone_for_longer_than_an_hour(asked: str) -> None:
     failure = failure_of("http://host", 503, {"retry-after": asked}, b"")
-    assert isinstance(failure, Fault)
+    assert isinstance(failure, TransientError)
     assert failure.after_seconds == 3600
 
 
@@ -214,7 +214,7 @@ def test_a_date_is_by_the_clock_of_whoever_names_it(other_clock: timedelta) -> N
         "date": format_datetime(now, usegmt=True),
     }
     failure = failure_of("http://host", 503, headers, b"")
-    assert isinstance(failure, Fault)
+    assert isinstance(failure, TransientError)
     assert failure.after_seconds == 90
 
 
@@ -222,7 +222,7 @@ def test_a_date_is_by_the_clock_of_whoever_names_it(other_clock: timedelta) -> N
 def test_a_date_is_by_the_clock_here_where_there_is_no_other(date: str) -> None:
     asked = format_datetime(datetime.now(UTC) + timedelta(minutes=30), usegmt=True)
     failure = failure_of("http://host", 503, {"retry-after": asked, "date": date}, b"")
-    assert isinstance(failure, Fault)
+    assert isinstance(failure, TransientError)
     assert 0 < failure.after_seconds <= 1800
 
 
@@ -231,7 +231,7 @@ def test_a_date_is_by_the_clock_here_where_there_is_no_other(date: str) -> None:
 )
 def test_what_asks_for_no_time_to_come_is_no_wait(asked: str) -> None:
     failure = failure_of("http://host", 503, {"retry-after": asked}, b"")
-    assert isinstance(failure, Fault)
+    assert isinstance(failure, TransientError)
     assert failure.after_seconds == 0
 
 
@@ -243,15 +243,15 @@ def test_what_asks_for_no_time_to_come_is_no_wait(asked: str) -> None:
 def test_how_far_a_server_is_lies_between_nothing_and_all(told: dict[str, object], share: float) -> None:
     body = json.dumps({"type": "urn:penstock:problem:index-not-ready"} | told).encode()
     failure = failure_of("http://host", 503, {"retry-after": "2"}, body)
-    assert isinstance(failure, NotYet)
+    assert isinstance(failure, NotReady)
     assert (failure.share, failure.after_seconds) == (share, 2)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"7", b'"busy"', b"[" * 100_000, b"\xff", b'{"detail": ""}'])
 def test_a_status_tells_who_may_be_asked_again_whatever_the_body_is(body: bytes) -> None:
     kinds = {status: type(failure_of("http://host", status, {}, body)) for status in (302, 400, 404, 408, 425, 429, 500, 503)}
-    assert [status for status, kind in kinds.items() if kind is Stranger] == [302, 400, 404]
-    assert {kinds[status] for status in (408, 425, 429, 500, 503)} == {Fault}
+    assert [status for status, kind in kinds.items() if kind is UnexpectedServer] == [302, 400, 404]
+    assert {kinds[status] for status in (408, 425, 429, 500, 503)} == {TransientError}
     assert str(failure_of("http://host", 503, {}, body)) == "HTTP status 503"
 
 
@@ -269,7 +269,7 @@ def test_a_run_waits_for_a_busy_server_though_another_refuses() -> None:
 
 @pytest.mark.parametrize("slug", ["busy", "index-not-ready"])
 def test_a_server_that_lives_in_the_last_round_is_asked_again(monkeypatch: pytest.MonkeyPatch, slug: str) -> None:
-    monkeypatch.setattr(penstock.network.transport, "uniform", lambda _, high: 60 * high)
+    monkeypatch.setattr(penstock.transport.transport, "uniform", lambda _, high: 60 * high)
     with server(b"", problem(slug, 503), response(b"here")) as url:
         assert get(url, retry_seconds=0.2)[0] == b"here"
 
@@ -331,7 +331,7 @@ def test_the_bar_of_work_that_was_waited_for_goes_with_the_answer(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     retry_log = RetryLog(600.0)
-    retry_log.progress(NotYet("counting", after_seconds=1.0, share=0.5))
+    retry_log.progress(NotReady("counting", after_seconds=1.0, share=0.5))
     assert "##########.........." in capsys.readouterr().err
     retry_log.answered("http://a")
     assert capsys.readouterr().err == "\r\x1b[K"
@@ -344,14 +344,18 @@ def test_the_bar_shows_the_time_left_on_a_narrow_terminal(
     detail = "about 40 s left until the tokens of stories are counted: 10 of 20 blocks are done (50%). This happens once."
     body = json.dumps({"type": "urn:penstock:problem:index-not-ready", "detail": detail, "done": 10, "total": 20}).encode()
     failure = failure_of("http://host", 503, {}, body)
-    assert isinstance(failure, NotYet)
+    assert isinstance(failure, NotReady)
     RetryLog(600.0).progress(failure)
     assert "50% about 40 s left" in capsys.readouterr().err[:80]
 
 
 def test_where_nobody_has_ever_answered_the_first_line_doubts_the_address(caplog: pytest.LogCaptureFixture) -> None:
     doubt = "Is it started (penstock serve DATA_DIR), and is this its address?"
-    for first_contact, failure in ((True, Fault("refused", is_silence=True)), (True, Fault("busy")), (False, Fault("refused"))):
+    for first_contact, failure in (
+        (True, TransientError("refused", is_silence=True)),
+        (True, TransientError("busy")),
+        (False, TransientError("refused")),
+    ):
         RetryLog(600.0, first_contact=first_contact).failed("http://a", failure, "http://a")
     assert [doubt in line for line in caplog.messages] == [True, False, False]
 
@@ -377,6 +381,6 @@ def test_a_server_that_tokenizes_what_is_asked_for_is_asked_again_itself_and_its
 
 
 def test_a_server_that_comes_no_further_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.transport, "_HURRY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.transport.transport, "_HURRY_SECONDS", 0.0)
     with server(preparing(1), preparing(1)) as url, server(response(b"here")) as other:
         assert get(url, other) == (b"here", 1)

@@ -10,13 +10,13 @@ from selectors import EVENT_READ, DefaultSelector
 
 import pytest
 
-from penstock_server.counts import turn as turn_module
-from penstock_server.counts.turn import turn
+from penstock_server.index import build_lock as turn_module
+from penstock_server.index.build_lock import turn
 
 _OTHER = """
 import sys
 from pathlib import Path
-from penstock_server.counts import turn as module
+from penstock_server.index import build_lock as module
 module._MARK_SECONDS = 0.0
 print("asks", flush=True)
 with module.turn(*map(Path, sys.argv[1:])) as get_further:

@@ -10,33 +10,33 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-import penstock.network.transport
-import penstock.network.watch
+import penstock.transport.transport
+import penstock.transport.watch
 from answering import pages, response, server
 from logged import without_process
 from penstock import ServerUnavailable
-from penstock.network.connection import Connection
-from penstock.network.servers import Servers
-from penstock.network.transport import Transport
+from penstock.transport.connection import Connection
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
 
 SLOW_SECONDS = 2.0
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.transport, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(penstock.transport.transport, "_PATIENCE_SECONDS", 0.3)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch, impatient: None) -> None:
     """For tests in which a server that answers at once must not be taken for one that hangs, however busy the machine is."""
-    monkeypatch.setattr(penstock.network.transport, "_PATIENCE_SECONDS", 4.0)
+    monkeypatch.setattr(penstock.transport.transport, "_PATIENCE_SECONDS", 4.0)
 
 
 @pytest.fixture
 def curt(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests in which no server lives that is asked whether it does."""
-    monkeypatch.setattr(penstock.network.watch, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(penstock.transport.watch, "_ANSWER_SECONDS", 0.3)
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def test_one_that_stops_in_the_middle_of_an_answer_gives_way_too_and_what_came_i
 
 @pytest.mark.usefixtures("curt")
 def test_one_whose_answer_comes_in_drops_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.transport, "_PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(penstock.transport.transport, "_PATIENCE_SECONDS", 2.0)
     drops = [b"drop"] * 20
 
     def drip() -> None:
@@ -192,7 +192,7 @@ def test_an_answer_that_has_begun_may_take_its_time_though_a_new_one_would_begin
 
 
 def test_one_that_lives_but_never_answers_gives_way_while_another_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.transport, "_HURRY_SECONDS", 0.5)
+    monkeypatch.setattr(penstock.transport.transport, "_HURRY_SECONDS", 0.5)
     over = threading.Event()
     with alive(lambda: bytes(over.wait(60))) as stuck, pages(lambda _: (200, b"here")) as good:
         assert get(stuck, good) == (b"here", 1)
@@ -200,8 +200,8 @@ def test_one_that_lives_but_never_answers_gives_way_while_another_is_untried(mon
 
 
 def test_when_all_are_slow_the_second_round_is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.network.transport, "_HURRY_SECONDS", 0.5)
-    monkeypatch.setattr(penstock.network.transport, "_SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(penstock.transport.transport, "_HURRY_SECONDS", 0.5)
+    monkeypatch.setattr(penstock.transport.transport, "_SILENCE_SECONDS", 3.0)
     monkeypatch.setattr(Connection, "would_answer", lambda *_: False)  # what is asked aside is not to count
     asked: list[float] = []
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import penstock.wire.frame
 from penstock import VersionMismatch, WireError, wire
 from penstock.wire import Address, Frame, Layout
-from penstock.wire.layout import DTYPES, MOST_SAMPLES, layout_of, pack_texts
+from penstock.wire.layout import DTYPES, MAX_SAMPLES, layout_of, pack_texts
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -72,7 +72,7 @@ def test_the_length_of_a_header_does_not_depend_on_the_digest_nor_on_how_much_is
     layout = Layout.of([("input_ids", "uint16", (1, 1))])
     for length in range(64):  # it is rounded up, so what differs shows with some names only
         heads = wire.Heads(Address("d" * length, snapshot="s", spec_digest="p", epoch=0, rank=0, step=0), layout)
-        others = [heads.head(70_000, "f" * 16, replaced) for replaced in (0, 1, 200, 1000, MOST_SAMPLES)]
+        others = [heads.head(70_000, "f" * 16, replaced) for replaced in (0, 1, 200, 1000, MAX_SAMPLES)]
         [nbytes] = {len(head) for head in (heads.head(70_000), *others)}
         assert nbytes % 64 == 0
 
@@ -277,9 +277,9 @@ def test_many_long_texts_fit_where_their_bytes_do() -> None:
 def test_two_tensors_of_one_name_and_more_texts_than_samples_are_refused() -> None:
     with pytest.raises(WireError, match="does not fit"):
         list(wire.decode(sealed([["a", "uint8", [4], 0], ["a", "uint8", [4], 64]])))
-    for count in (MOST_SAMPLES, MOST_SAMPLES + 1):
+    for count in (MAX_SAMPLES, MAX_SAMPLES + 1):
         body = sealed([["a", "utf8", [count, 0], 0]], bytes(8 * (count + 1)))
-        if count > MOST_SAMPLES:
+        if count > MAX_SAMPLES:
             with pytest.raises(WireError, match="does not fit"):
                 list(wire.decode(body))
         else:

@@ -16,7 +16,7 @@ from penstock.audit.intervals import size
 from penstock.audit.record import Iteration, RankRecord, StartKey
 
 _UNKNOWN = 1 << 62  # more than all steps of a run: a start is left without one of the leader's only where there is none for it
-_MOST_UNKNOWN = 16  # starts that one way of pairing leaves out and another does not; of thousands not all ways are tried
+_MAX_UNKNOWN = 16  # starts that one way of pairing leaves out and another does not; of thousands not all ways are tried
 _Pairs = tuple[tuple[int, int], "_Pairs"] | tuple[()]
 
 
@@ -79,7 +79,7 @@ def _match(own: Sequence[tuple[StartKey, int]], theirs: Sequence[tuple[StartKey,
 def _not_outdone(ways: Sequence[tuple[int, int, _Pairs]]) -> list[tuple[int, int, _Pairs]]:
     """Those beside which no other has as few behind and costs as little."""
     found: list[tuple[int, int, _Pairs]] = []
-    most = min(cost for _, cost, _ in ways) + _MOST_UNKNOWN * _UNKNOWN
+    most = min(cost for _, cost, _ in ways) + _MAX_UNKNOWN * _UNKNOWN
     for way in sorted(ways, key=lambda way: way[:2]):
         if way[1] < most and (not found or way[1] < found[-1][1]):
             found.append(way)

@@ -18,7 +18,7 @@ from penstock.source import Source
 
 _RETRY_SECONDS = 30.0
 _STEPS_AT_ONCE = 16
-_MOST_BATCHES_SHOWN = 20
+_MAX_BATCHES_SHOWN = 20
 _REFUSALS = (OutOfRange, DataError, SnapshotGone, UnknownDataset)
 
 
@@ -72,7 +72,7 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
     """
     gaps = [(number, gap) for number, order in enumerate(report.orders, 1) for epoch in order.epochs for gap in epoch.gaps]
     batches = ((number, gap, rank, step) for number, gap in gaps for step in range(*gap.steps) for rank in gap.ranks)
-    for (number, gap, rank, step), _ in zip(batches, range(_MOST_BATCHES_SHOWN), strict=False):
+    for (number, gap, rank, step), _ in zip(batches, range(_MAX_BATCHES_SHOWN), strict=False):
         begin = gap.leg.begin
         source = _source(begin, servers, rank)
         with closing(source.connect(is_awaited=False)) as transport:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.audit.reading import told_of
 
-_LONGEST_LINE = 1 << 16  # bytes
+_MAX_LINE = 1 << 16  # bytes
 _PIECE_BYTES = 1 << 20
 
 
@@ -32,7 +32,7 @@ def _size(path: Path) -> int:
 
 def _first_line(path: Path) -> bytes:
     with told_of(path), path.open("rb") as file:
-        return file.readline(_LONGEST_LINE)
+        return file.readline(_MAX_LINE)
 
 
 def _begins_with(path: Path, other: Path) -> bool:

@@ -13,7 +13,7 @@ from penstock.audit.intervals import size
 from penstock.audit.reading import IntArray
 from penstock.audit.report import Order, Report
 
-_MOST_LISTED = 1000  # intervals of positions; how many there are is told besides
+_MAX_LISTED = 1000  # intervals of positions; how many there are is told besides
 
 
 def facts_of(report: Report) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
 
 
 def _samples(positions: IntArray) -> dict[str, Any]:
-    return {"samples": size(positions), "ranges": len(positions), "positions": positions[:_MOST_LISTED].tolist()}
+    return {"samples": size(positions), "ranges": len(positions), "positions": positions[:_MAX_LISTED].tolist()}
 
 
 def _gap(gap: Gap) -> Mapping[str, Any]:

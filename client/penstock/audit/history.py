@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.audit.course import Course, Kept
 from penstock.audit.intervals import covered, without
+from penstock.audit.lineage import Course, Kept
 from penstock.audit.reading import IntArray
 from penstock.audit.record import RankRecord, Start
 from penstock.ledger.begin import Begin

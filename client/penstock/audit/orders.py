@@ -11,8 +11,8 @@ from typing import Any
 from penstock.audit.record import Place
 from penstock.ledger.begin import Begin
 from penstock.mix import first_other, parse_mix
-from penstock.place.state import goes_on, order_of
 from penstock.slicing import Slicing
+from penstock.state.state import goes_on, order_of
 
 _OF_MIXTURES = ("mix", "snapshot", "num_samples")  # what may become another in one run
 

@@ -28,10 +28,10 @@ def positions_of(slicing: Slicing, runs: Mapping[int, IntArray]) -> IntArray:
 def _groups(world_size: int, runs: Mapping[int, IntArray]) -> Iterator[tuple[IntArray, IntArray, IntArray, IntArray]]:
     """Neighbouring ranks that have steps in common: arrays of step, stop, rank, last rank + 1; half-open."""
     borders, _ = np.unique(join([*runs.values()]), return_inverse=True)  # else numpy hashes: a hundred times slower here
-    at_once = max(1, min(_RUNS_AT_ONCE, _CELLS_AT_ONCE // (world_size + 2)))
-    for at in range(0, len(borders) - 1, at_once):
+    inline = max(1, min(_RUNS_AT_ONCE, _CELLS_AT_ONCE // (world_size + 2)))
+    for at in range(0, len(borders) - 1, inline):
         # At the last border, one more than there are stops, no rank has a step.
-        starts, stops = borders[at : at + at_once], borders[at + 1 : at + 1 + at_once]
+        starts, stops = borders[at : at + inline], borders[at + 1 : at + 1 + inline]
         has = np.zeros((len(starts), world_size + 2), np.int8)  # one column for no rank on each side
         for rank, run in runs.items():
             if len(run):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.errors import LedgerError
 from penstock.ledger.begin import MAGIC, STEP_COLUMNS, Begin, check_of
-from penstock.spec import LARGEST_COUNT
+from penstock.spec import MAX_COUNT
 
 IntArray = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -49,7 +49,7 @@ class Part:
     steps: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     digests: Digests = field(default_factory=lambda: np.empty(0, np.uint64))
     has_end: bool = False
-    stop: int = LARGEST_COUNT
+    stop: int = MAX_COUNT
 
 
 @dataclass(frozen=True, slots=True)

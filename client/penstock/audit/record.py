@@ -82,7 +82,7 @@ class Iteration:
         place, last = resumed.place, max([resumed.begin.step - 1, *resumed.steps_of_others()])
         came_by = self.place <= place and (place[0], resumed.slicing.position(last + 1)) <= self.reach
         between = self.slicing.position(self.slicing.num_steps_before(place[1]))
-        # Under another slicing a state is counted in samples; see penstock.place.state.
+        # Under another slicing a state is counted in samples; see penstock.state.state.
         counts = not any(resumed.first_steps.values()) or self.slicing.counts_like(resumed.slicing)
         return came_by and between == place[1] and counts
 

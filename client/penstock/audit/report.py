@@ -9,8 +9,8 @@ from pathlib import Path
 
 from penstock.audit.account import Epoch, account_for
 from penstock.audit.alignment import align
-from penstock.audit.course import Course, Reach, course_of, cuts_of, follow, reach_of, reaches
 from penstock.audit.history import RankHistory, history_of
+from penstock.audit.lineage import Course, Reach, course_of, cuts_of, follow, reach_of, reaches
 from penstock.audit.orders import OrderKey, Orders
 from penstock.audit.reading import Damage, Part, read_begins, read_ledger, told_of
 from penstock.audit.record import Changed, Iteration, Place, RankRecord, Start, record_of

@@ -17,11 +17,11 @@ from penstock.audit.record import Changed, Start
 from penstock.audit.report import Apart, Order, Report
 from penstock.slicing import Slicing
 from penstock.spec import Spec
-from penstock.wording import counted
+from penstock.text import counted
 
 _ALWAYS_NAMED = ("snapshot", "seed", "shuffle", "packing")
-_MOST_RANGES = 8
-_MOST_LINES = 20
+_MAX_RANGES = 8
+_MAX_LINES = 20
 
 
 def lines_of(report: Report) -> Iterator[str]:
@@ -156,7 +156,7 @@ def _left_out(epochs: list[Epoch]) -> Iterator[str]:
 def _unrecorded(epochs: list[tuple[int, int]]) -> str:
     """Those that lie between these ranges, half-open, by name."""
     between = [(stop, first) for (_, stop), (first, _) in pairwise(sorted(epochs)) if stop < first]
-    shown = [f"{first}" if stop - first == 1 else f"{first}-{stop - 1}" for first, stop in between[:_MOST_RANGES]]
+    shown = [f"{first}" if stop - first == 1 else f"{first}-{stop - 1}" for first, stop in between[:_MAX_RANGES]]
     is_one = sum(stop - first for first, stop in between) == 1
     return f"epoch{'' if is_one else 's'} {', '.join([*shown, *['...'][: len(between) - len(shown)]])}" if shown else ""
 
@@ -252,16 +252,16 @@ def _steps(legs: Iterable[Leg], found: IntArray) -> Iterator[str]:
 
 
 def _positions(found: IntArray) -> str:
-    ranges = found[:_MOST_RANGES].tolist()
+    ranges = found[:_MAX_RANGES].tolist()
     shown = ", ".join(f"{start:,}-{stop - 1:,}" if stop - start > 1 else f"{start:,}" for start, stop in ranges)
-    more = f" and {len(found) - _MOST_RANGES:,} more ranges" if len(found) > _MOST_RANGES else ""
+    more = f" and {len(found) - _MAX_RANGES:,} more ranges" if len(found) > _MAX_RANGES else ""
     return f"{counted(size(found), 'sample')} at positions {shown}{more}"
 
 
 def _ranks(ranks: list[int]) -> str:
     runs = runs_of(np.array(ranks, np.int64)).tolist()
-    shown = ", ".join(str(first) if stop - first == 1 else f"{first}-{stop - 1}" for first, stop in runs[:_MOST_RANGES])
-    more = ", ..." if len(runs) > _MOST_RANGES else ""
+    shown = ", ".join(str(first) if stop - first == 1 else f"{first}-{stop - 1}" for first, stop in runs[:_MAX_RANGES])
+    more = ", ..." if len(runs) > _MAX_RANGES else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
@@ -272,9 +272,9 @@ def _range(what: str, first: int, stop: int) -> str:
 def _some(lines: Iterable[str]) -> Iterator[str]:
     """The first and the last of many lines."""
     found = list(lines)
-    if len(found) <= _MOST_LINES:
+    if len(found) <= _MAX_LINES:
         yield from found
         return
-    yield from found[: _MOST_LINES // 2]
-    yield f"  ... {len(found) - _MOST_LINES:,} more lines, see --json"
-    yield from found[-_MOST_LINES // 2 :]
+    yield from found[: _MAX_LINES // 2]
+    yield f"  ... {len(found) - _MAX_LINES:,} more lines, see --json"
+    yield from found[-_MAX_LINES // 2 :]

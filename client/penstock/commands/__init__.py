@@ -10,7 +10,7 @@ from importlib import import_module
 from penstock.commands.arguments import add_spec_options, whole_number
 from penstock.display.stdout import complain, readers_may_leave
 from penstock.errors import PenstockError
-from penstock.wording import without_passwords
+from penstock.text import without_passwords
 
 _ADDRESS = "http://HOST:PORT/DATASET, or the URL of a batch"
 

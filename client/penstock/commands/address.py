@@ -8,8 +8,8 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from penstock.errors import SpecError
 from penstock.source import is_address
+from penstock.text import without_login
 from penstock.urls import DATASETS
-from penstock.wording import without_login
 
 _BATCHES = re.compile(r"epochs/(\d{1,16})/ranks/(\d{1,16})/batches(?:/(\d{1,16})(?:/provenance)?)?")
 _WITHOUT_BATCH = ("", "spec", "shuffle-report", "quarantine")

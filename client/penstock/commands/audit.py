@@ -21,10 +21,10 @@ from penstock.display.stdout import tell
 from penstock.errors import LedgerError, PenstockError, ServerUnavailable, SpecError
 from penstock.ledger.names import find_ledgers
 from penstock.printable import printable
-from penstock.wording import counted
+from penstock.text import counted
 
 _SPOT_CHECK = 100
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,7 +77,7 @@ def _sample(arguments: argparse.Namespace) -> int | None:
     text = str(_SPOT_CHECK) if arguments.spot_check is None else arguments.spot_check
     if text != "all" and not (text.isascii() and text.isdigit()):
         raise SpecError(f"--spot-check must be a whole number or 'all', not {text!r}")
-    return None if text == "all" or len(text) > _MOST_DIGITS else int(text)  # more batches than any run has
+    return None if text == "all" or len(text) > _MAX_DIGITS else int(text)  # more batches than any run has
 
 
 def _paths(names: Sequence[str]) -> list[Path]:

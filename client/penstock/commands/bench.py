@@ -18,9 +18,9 @@ from penstock.commands.remote import connected, dataset_of, describe_dataset
 from penstock.commands.supply import Supply, frames, tensors
 from penstock.display.status_line import StatusLine
 from penstock.display.terminal import BOLD, DIM, YELLOW, Terminal
-from penstock.network.transport import Transport
 from penstock.printable import printable
-from penstock.wording import size, without_passwords
+from penstock.text import size, without_passwords
+from penstock.transport.transport import Transport
 
 _FEW_EPOCHS = 3
 

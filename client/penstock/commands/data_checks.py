@@ -9,16 +9,16 @@ from typing import Any
 from penstock.commands.check import Check
 from penstock.commands.remote import RETRY_SECONDS, describe_dataset
 from penstock.errors import PenstockError
-from penstock.feeding.runs import RUN_BYTES
-from penstock.network.transport import Transport
+from penstock.feeding.ranges import RUN_BYTES
 from penstock.source import Source
 from penstock.spec import Spec
+from penstock.text import counted, rows_kept, size
+from penstock.transport.transport import Transport
 from penstock.urls import dataset_path
 from penstock.wire import Frame
-from penstock.wording import counted, rows_kept, size
 
 _FULL = 0.97
-_MOST_WELL = 20
+_MAX_WELL = 20
 _PULLED_BYTES, _PULLED_SECONDS = 4 * RUN_BYTES, 3.0
 _SEQ_LEN = 65_536
 _SLOW_BYTES_PER_SECOND = 10e6
@@ -33,10 +33,10 @@ def check_datasets(transport: Transport, known: Mapping[str, Any], dataset: str 
     num_well = 0
     for check in _check_each(transport, known, dataset):
         num_well += check.level == "ok"
-        if check.level != "ok" or num_well <= _MOST_WELL:
+        if check.level != "ok" or num_well <= _MAX_WELL:
             yield check
-    if num_well > _MOST_WELL:
-        yield Check("ok", "dataset", f"{num_well - _MOST_WELL:,} more are well, too")
+    if num_well > _MAX_WELL:
+        yield Check("ok", "dataset", f"{num_well - _MAX_WELL:,} more are well, too")
 
 
 def _check_each(transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:

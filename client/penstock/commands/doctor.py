@@ -16,11 +16,11 @@ from penstock.commands.server_checks import check_proxies, check_versions, check
 from penstock.display.stdout import tell
 from penstock.display.terminal import BOLD, GREEN, RED, YELLOW, Terminal
 from penstock.errors import PenstockError
-from penstock.network.servers import Servers
-from penstock.network.transport import Transport
 from penstock.printable import printable
+from penstock.text import without_passwords
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
 from penstock.urls import DATASETS
-from penstock.wording import without_passwords
 
 _STYLES = {"ok": GREEN, "warn": YELLOW, "fail": RED}
 _NAME_WIDTH = 10

@@ -15,8 +15,8 @@ from penstock.display.table import table
 from penstock.display.terminal import BOLD, DIM, RED, YELLOW, Terminal
 from penstock.printable import printable
 from penstock.spec import Spec
+from penstock.text import counted, without_passwords
 from penstock.urls import batches_path, dataset_path
-from penstock.wording import counted, without_passwords
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,13 +11,13 @@ import httpx
 
 from penstock.commands.address import Address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError
-from penstock.network.answers import doubt
-from penstock.network.aside import ask_aside, by_proxy, tls_refusal
-from penstock.network.servers import Servers
-from penstock.network.transport import Transport
 from penstock.source import decode_object
+from penstock.text import listed
+from penstock.transport.probe import ask_aside, by_proxy, tls_refusal
+from penstock.transport.responses import doubt
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
 from penstock.urls import DATASETS, dataset_path
-from penstock.wording import listed
 
 RETRY_SECONDS = 2.0  # a person waits: long enough for a hiccup, not for a restart
 _GREETING_SECONDS = 5.0

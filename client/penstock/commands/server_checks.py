@@ -12,9 +12,9 @@ import httpx
 
 from penstock import __version__, wire
 from penstock.commands.check import Check
-from penstock.feeding.runs import RUN_BYTES
-from penstock.network.aside import client_aside, proxy_of
-from penstock.wording import size
+from penstock.feeding.ranges import RUN_BYTES
+from penstock.text import size
+from penstock.transport.probe import client_aside, proxy_of
 
 _PROBES = 15
 _SLOW_SECONDS = 0.05

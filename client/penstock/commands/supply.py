@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.batch import IGNORED, SIDES, count_tokens
 from penstock.errors import PenstockError, SpecError
-from penstock.feeding.runs import PREFETCH_BYTES, fetch_ahead
-from penstock.network.transport import Transport
+from penstock.feeding.ranges import PREFETCH_BYTES, fetch_ahead
 from penstock.source import Resolved, Source
 from penstock.spec import Spec
+from penstock.transport.transport import Transport
 from penstock.wire import Frame
 
 _RETRY_SECONDS = 10.0

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from penstock.display.batch_view import MUCH_PADDING, Passage, Piece, SequenceView
 from penstock.display.terminal import BOLD, CYAN, DIM, PLAIN, RED, YELLOW, Terminal, Unit, abridge, units, wrap
-from penstock.wording import counted
+from penstock.text import counted
 
 _WIDTHS = (4, 7, 5, 7)  # of the columns below
 _TITLES = ("#", "tokens", "pad", "in loss")
-_FEWEST_PIECE_COLUMNS = 32
+_MIN_PIECE_COLUMNS = 32
 
 
 def table(samples: Sequence[SequenceView], terminal: Terminal, num_lines: int) -> Iterator[str]:
@@ -65,17 +65,17 @@ def piece_lines(pieces: Sequence[Piece], terminal: Terminal, width: int, num_lin
 
 def _pieces(pieces: Sequence[Piece], terminal: Terminal, columns: int) -> Iterator[Unit]:
     """Of each piece its beginning and its end: a long prompt must not hide the response."""
-    most = max(2, columns // _FEWEST_PIECE_COLUMNS) if columns else len(pieces)
+    most = max(2, columns // _MIN_PIECE_COLUMNS) if columns else len(pieces)
     if len(pieces) <= most:
         for piece, share in zip(pieces, _shares([len(piece.text) for piece in pieces], columns), strict=True):
             yield from _piece(piece, terminal, share)
         return
     first, last = pieces[: -(-most // 2)], pieces[len(pieces) - most // 2 :]
     for piece in first:
-        yield from _piece(piece, terminal, _FEWEST_PIECE_COLUMNS)
+        yield from _piece(piece, terminal, _MIN_PIECE_COLUMNS)
     yield from _note(counted(len(pieces) - most, "more turn"))
     for piece in last:
-        yield from _piece(piece, terminal, _FEWEST_PIECE_COLUMNS)
+        yield from _piece(piece, terminal, _MIN_PIECE_COLUMNS)
 
 
 def _shares(lengths: Sequence[int], columns: int) -> list[int]:

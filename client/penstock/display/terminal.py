@@ -20,9 +20,9 @@ from penstock.printable import JOINERS, printable, spelled_out
 PLAIN, BOLD, DIM, RED, GREEN, YELLOW, CYAN = "", "1", "2", "31", "32", "33", "36"
 
 _PIPE_COLUMNS = 100
-_FEWEST_COLUMNS = 40
-_LONGEST_ID = 10  # digits
-_FEWEST_LEFT_OUT = 24  # to say that fewer are left out would take more room than they do
+_MIN_COLUMNS = 40
+_MAX_ID = 10  # digits
+_MIN_LEFT_OUT = 24  # to say that fewer are left out would take more room than they do
 _EMOJI_VARIANT = "\ufe0f"  # makes some characters before it one column wider
 
 
@@ -43,7 +43,7 @@ class Terminal:
         unwanted = ("NO_COLOR", "JPY_PARENT_PID")  # the latter is there in what a kernel of Jupyter runs
         wanted = not any(map(environment.get, unwanted)) and environment.get("TERM") != "dumb"
         columns = shutil.get_terminal_size((80 if is_terminal else _PIPE_COLUMNS, 24)).columns
-        return cls(max(columns, _FEWEST_COLUMNS), is_terminal and wanted)
+        return cls(max(columns, _MIN_COLUMNS), is_terminal and wanted)
 
     def paint(self, text: str, style: str) -> str:
         """The text in a style, if there are colours."""
@@ -129,13 +129,13 @@ def abridge(text: str, columns: int) -> tuple[str, int, str]:
     head -= _cut_digits(text[:head][::-1], text[head : head + 1])
     tail -= _cut_digits(text[len(text) - tail :], text[len(text) - tail - 1 : len(text) - tail])
     left_out = len(text) - head - tail
-    return (text, 0, "") if left_out < _FEWEST_LEFT_OUT else (text[:head], left_out, text[len(text) - tail :])
+    return (text, 0, "") if left_out < _MIN_LEFT_OUT else (text[:head], left_out, text[len(text) - tail :])
 
 
 def _cut_digits(kept: str, beyond: str) -> int:
     """How many digits `kept` begins with of a token id that the cut between it and `beyond` goes through."""
     digits = len(kept) - len(kept.lstrip("0123456789")) if beyond.isdecimal() else 0
-    return digits if digits <= _LONGEST_ID else 0
+    return digits if digits <= _MAX_ID else 0
 
 
 def _fitting(text: Iterable[str], columns: int) -> int:

@@ -14,11 +14,11 @@ from penstock.errors import PenstockError, SpecError
 from penstock.feeding.item import Item
 from penstock.feeding.pinned import tensor_over
 from penstock.feeding.prefetch import Prefetch
+from penstock.numbers import plain
 from penstock.rank import Worker
 from penstock.tensors import ALL, CPU, Batch, Lines, as_tensor, kind_of, travelled
-from penstock.whole import plain
+from penstock.text import counted
 from penstock.wire import Frame
-from penstock.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.network.buffers import LARGEST_BUFFER
+from penstock.transport.buffers import MAX_BUFFER
 
 
 def allocate_pinned(gpu: torch.device, nbytes: int) -> memoryview:
@@ -17,7 +17,7 @@ def allocate_pinned(gpu: torch.device, nbytes: int) -> memoryview:
     It takes the next power of two of bytes, and torch keeps it: so what is larger than most bodies are is not pinned. Raises
     what torch raises where there is no more.
     """
-    if nbytes > LARGEST_BUFFER:
+    if nbytes > MAX_BUFFER:
         return memoryview(bytearray(nbytes))
     # A thread begins on GPU 0, and would take some of its memory for every rank that has nothing on its own GPU yet.
     with torch.cuda.device(gpu):

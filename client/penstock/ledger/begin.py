@@ -10,12 +10,12 @@ from typing import Any
 
 from penstock import __version__
 from penstock.errors import LedgerError
-from penstock.spec import LARGEST_COUNT, Spec
+from penstock.spec import MAX_COUNT, Spec
 
 MAGIC = b'begin {"ledger": '
 VERSION = 3
 STEP_COLUMNS = 16
-_MOST_WORKERS = 1 << 16  # of a loader; no machine has so many
+_MAX_WORKERS = 1 << 16  # of a loader; no machine has so many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +76,9 @@ class Begin:
             value: Any = getattr(self, name)
             if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
                 raise ValueError(f"{name} is {value!r}")
-        if self.rank >= self.spec.world_size or not self.worker < max(1, self.num_workers) <= _MOST_WORKERS:
+        if self.rank >= self.spec.world_size or not self.worker < max(1, self.num_workers) <= _MAX_WORKERS:
             raise ValueError(f"no such rank or worker: {self.rank} of {self.spec.world_size}, {self.worker}")
-        if not (self.state_epoch is None or (type(self.state_epoch) is int and 0 <= self.state_epoch <= LARGEST_COUNT)):
+        if not (self.state_epoch is None or (type(self.state_epoch) is int and 0 <= self.state_epoch <= MAX_COUNT)):
             raise ValueError(f"state_epoch is {self.state_epoch!r}")
         if self.time.tzinfo is None or not 2000 < self.time.year < 9000:
             raise ValueError(f"time is {self.time}")

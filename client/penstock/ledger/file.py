@@ -17,7 +17,7 @@ from penstock.ledger.lines import NOWHERE, Lines
 from penstock.ledger.opening import cannot_be_written, close_last_line, has_locked, is_deleted, open_ledger, telling
 from penstock.logs import log
 
-_MOST_WAITING_BYTES = 16 << 20
+_MAX_WAITING_BYTES = 16 << 20
 _WRITE_BYTES = 1 << 16
 
 
@@ -52,7 +52,7 @@ class LedgerFile:
         Never raises for a disk that cannot be written: then it waits, as long as there is room.
         """
         with self._writing:
-            if self._num_bytes < _MOST_WAITING_BYTES:
+            if self._num_bytes < _MAX_WAITING_BYTES:
                 self._put(begin, line)
             else:
                 self._num_lost += 1

@@ -49,8 +49,8 @@ def telling(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         is_elsewhere = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
-        way_out = "; name a file in a folder that is there, and that this user may write to" if is_elsewhere else ""
-        raise LedgerError(cannot_be_written(path, error) + way_out) from error
+        remedy = "; name a file in a folder that is there, and that this user may write to" if is_elsewhere else ""
+        raise LedgerError(cannot_be_written(path, error) + remedy) from error
 
 
 def cannot_be_written(path: Path, error: OSError) -> str:

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 Texts = list[str] | list[bytes]
 
 _UNSEALED = {"header_digest", "filler"}
-_LARGEST_HEADER = 1 << 20
+_MAX_HEADER = 1 << 20
 
 
 class Alike:
@@ -192,9 +192,9 @@ def read_header(view: memoryview, start: int) -> tuple[Header, int]:
 
 def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
     # The unpacker copies what it is fed: feed it the header, not the megabytes after it.
-    unpacker = msgpack.Unpacker(max_buffer_size=_LARGEST_HEADER, use_list=False)
+    unpacker = msgpack.Unpacker(max_buffer_size=_MAX_HEADER, use_list=False)
     fed = start
-    while fed < len(view) and fed - start < _LARGEST_HEADER:
+    while fed < len(view) and fed - start < _MAX_HEADER:
         unpacker.feed(view[fed : fed + 1024])
         fed += 1024
         try:

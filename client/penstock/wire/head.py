@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.wire.digests import digest
-from penstock.wire.layout import ALIGNMENT, MOST_SAMPLES, Layout, round_up
+from penstock.wire.layout import ALIGNMENT, MAX_SAMPLES, Layout, round_up
 
 VERSION = 3
 BIN32 = struct.Struct(">BI")  # msgpack's bin 32: 0xc6, then the length
@@ -30,7 +30,7 @@ _FILLER: bytes = msgpack.packb("filler")
 _ZERO: bytes = msgpack.packb(0)
 _BIN8_BYTES = len(msgpack.packb(b""))
 _FILLERS: list[bytes] = [msgpack.packb(bytes(count)) for count in range(ALIGNMENT + 8)]
-_MOST_BYTES = len(msgpack.packb(MOST_SAMPLES))
+_MAX_BYTES = len(msgpack.packb(MAX_SAMPLES))
 
 
 class Address(NamedTuple):
@@ -87,7 +87,7 @@ class Heads:
             digests = len(_DIGEST) + len(_SEAL) + 2 * _DIGEST_BYTES
             sealed = len(self._before) + step_nbytes + digests + len(self._behind) + len(number) + len(_FILLER)
             bare = sealed + _BIN8_BYTES + BIN32.size
-            longest = bare - len(number) + _MOST_BYTES
+            longest = bare - len(number) + _MAX_BYTES
             found = self._behind + number, b"".join((_FILLER, _FILLERS[round_up(longest) - bare], self._mark))
             self._behind_step[step_nbytes, replaced] = found
         return found

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import VersionMismatch, WireError
-from penstock.wording import cut
+from penstock.text import cut
 
 ALIGNMENT = 64
 TEXTS = ("utf8", "binary")
-MOST_SAMPLES = 1 << 17  # more than a batch has, and more bytes in a header than any fewer
+MAX_SAMPLES = 1 << 17  # more than a batch has, and more bytes in a header than any fewer
 MISFIT = "the header of a frame does not fit its payload"
-_MOST_DIMENSIONS = 32
+_MAX_DIMENSIONS = 32
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
@@ -134,9 +134,9 @@ def _fits(tensor: TensorLayout, nbytes: int) -> bool:
     if not isinstance(tensor.name, str) or any(type(size) is not int or not 0 <= size < 1 << 32 for size in sizes):
         return False
     if tensor.dtype in TEXTS:  # a count and a number of bytes
-        makes_sense = len(tensor.shape) == 2 and tensor.shape[0] <= MOST_SAMPLES
+        makes_sense = len(tensor.shape) == 2 and tensor.shape[0] <= MAX_SAMPLES
     else:  # numpy refuses some shapes even where another size is 0
-        makes_sense = len(sizes) <= _MOST_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 32
+        makes_sense = len(sizes) <= _MAX_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 32
     return makes_sense and tensor.offset + tensor.nbytes <= nbytes
 
 

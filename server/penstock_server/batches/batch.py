@@ -15,12 +15,12 @@ from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan
 from penstock_server.batches.samples import Samples
-from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.arrays import IntArray
+from penstock_server.batches.tensors import Tensor
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.mmap_hints import Waits
+from penstock_server.blocks.on_demand import PickedRows
+from penstock_server.order.arrays import IntArray
 from penstock_server.problems import BadParameter
-from penstock_server.storage.block import Block
-from penstock_server.storage.on_demand import PickedRows
-from penstock_server.storage.pages import Waits
 
 Array = npt.NDArray[Any]
 Sizes = dict[str, IntArray]  # of each column of text or bytes, how many travel with each sample

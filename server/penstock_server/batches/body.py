@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import wire
-from penstock_server.geometry.arrays import IntArray, find, starts_of
+from penstock_server.order.arrays import IntArray, find, starts_of
 
 Array = npt.NDArray[Any]
 

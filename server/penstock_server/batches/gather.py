@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from penstock_server.batches.plan import MemberSpans, Plan
+from penstock_server.batches.replacement import usable_rows
 from penstock_server.batches.samples import LoadedBlock, Samples
-from penstock_server.batches.stand_ins import usable_rows
-from penstock_server.geometry.arrays import IntArray, by_value, distinct, in_order, places_in
-from penstock_server.geometry.packing import STREAM, Spans
-from penstock_server.storage.block import Block
-from penstock_server.storage.on_demand import PickedRows, RowsFuture
-from penstock_server.storage.store import Asked
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.on_demand import PickedRows, RowsFuture
+from penstock_server.blocks.store import Asked
+from penstock_server.order.arrays import IntArray, by_value, distinct, in_order, places_in
+from penstock_server.order.packing import STREAM, Spans
 
 _CHUNK_BYTES = 8 << 20  # assembled at a time; beyond a few MiB only memory grows
 _CHUNK_STORED = 64 << 20  # bytes of the rows that it is made of, uncut: where they are not cached, all are in memory

@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.spec import LARGEST_COUNT, Spec
+from penstock.spec import MAX_COUNT, Spec
 from penstock_server.batches.planned import PlannedEpoch, PlannedEpochs
-from penstock_server.counts.index import Index
-from penstock_server.geometry.arrays import IntArray, by_value
-from penstock_server.geometry.best_fit import BestFit
-from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.order import EpochOrder
-from penstock_server.geometry.packing import Concat, Packing, Rows, SplitRows
-from penstock_server.geometry.permutation import key
+from penstock_server.blocks.blocks import Blocks
+from penstock_server.index.index import Index
+from penstock_server.order.arrays import IntArray, by_value
+from penstock_server.order.best_fit import BestFit
+from penstock_server.order.length_buckets import LengthOrder
+from penstock_server.order.packing import Concat, Packing, Rows, SplitRows
+from penstock_server.order.permutation import key
+from penstock_server.order.shuffle import EpochOrder
 from penstock_server.snapshots.snapshot import Snapshot
-from penstock_server.storage.blocks import Blocks
 
 # How far read-ahead looks for the blocks that are needed first: to look takes a few milliseconds.
-_POSITIONS_AHEAD, _STEPS_AHEAD, _MOST_POSITIONS_AHEAD = 1 << 13, 4, 1 << 16
+_POSITIONS_AHEAD, _STEPS_AHEAD, _MAX_POSITIONS_AHEAD = 1 << 13, 4, 1 << 16
 
 
 class OrderKey(NamedTuple):
@@ -46,7 +46,7 @@ class OrderKey(NamedTuple):
     def of(cls, spec: Spec) -> OrderKey:
         """The key of a spec."""
         # In seq2seq prompt and response are cut apart, each to a length of its own.
-        seq_len = LARGEST_COUNT if spec.task == "seq2seq" else spec.seq_len
+        seq_len = MAX_COUNT if spec.task == "seq2seq" else spec.seq_len
         split = spec.split or "all"
         return cls(split, spec.packing, seq_len, spec.overflow, spec.length_bucket_size, spec.shuffle, spec.window, spec.seed)
 
@@ -87,7 +87,7 @@ class Member:
     def read_ahead(self, epoch: int, position: int, step: int) -> None:
         """Has the blocks that come after a position made in the background; `step` are the positions of a global batch."""
         packing, order = self.epoch(epoch)
-        count = min(max(_POSITIONS_AHEAD, _STEPS_AHEAD * step), _MOST_POSITIONS_AHEAD)
+        count = min(max(_POSITIONS_AHEAD, _STEPS_AHEAD * step), _MAX_POSITIONS_AHEAD)
 
         def next_ones() -> list[tuple[int, int]]:
             pools, needed_at = order.ahead(position, count)

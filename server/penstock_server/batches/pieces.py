@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from penstock_server.geometry.arrays import IntArray, in_order
-from penstock_server.storage.joined import joined
-from penstock_server.storage.lists import ListColumns
+from penstock_server.blocks.joined import joined
+from penstock_server.blocks.lists import ListColumns
+from penstock_server.order.arrays import IntArray, in_order
 
 _ZEROS = pa.py_buffer(bytes(1 << 16))  # of longer gaps there are several
 

@@ -15,17 +15,17 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from penstock.spec import LARGEST_COUNT, Spec
+from penstock.spec import MAX_COUNT, Spec
+from penstock.text import counted
 from penstock.wire import VERSION, Address, Layout
-from penstock.wording import counted
 from penstock_server.batches.member import Member
-from penstock_server.batches.tensor import Tensor, tensors_of
+from penstock_server.batches.tensors import Tensor, tensors_of
 from penstock_server.files import spelled
-from penstock_server.geometry.arrays import IntArray, by_value, distinct
-from penstock_server.geometry.length_order import LARGEST_WINDOW
-from penstock_server.geometry.mixture import Mixture, mixture_of
-from penstock_server.geometry.packing import Spans
-from penstock_server.geometry.schedule import Schedule
+from penstock_server.order.arrays import IntArray, by_value, distinct
+from penstock_server.order.length_buckets import MAX_WINDOW
+from penstock_server.order.mixture import Mixture, mixture_of
+from penstock_server.order.packing import Spans
+from penstock_server.order.schedule import Schedule
 from penstock_server.problems import BadParameter
 
 MAX_BATCH_BYTES = 1 << 30
@@ -156,8 +156,8 @@ class Plan:
         """Whether there is such an epoch. Raises BadParameter: there is none."""
         if self.spec.stopping_strategy == "never" and epoch:
             raise BadParameter(f"epoch {epoch} does not exist: with stopping_strategy=never epoch 0 does not end.")
-        if self.mixture and (epoch + 1) * self.schedule.num_positions > LARGEST_COUNT:
-            last = LARGEST_COUNT // self.schedule.num_positions - 1
+        if self.mixture and (epoch + 1) * self.schedule.num_positions > MAX_COUNT:
+            last = MAX_COUNT // self.schedule.num_positions - 1
             raise BadParameter(f"epoch {epoch:,} does not exist: samples of this mixture are counted up to epoch {last:,}.")
 
     def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> list[MemberSpans]:
@@ -224,9 +224,9 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     Raises BadParameter: the parameters are sound one by one, but not together or not for this data.
     Raises IndexNotReady, and what else Index raises: the packing needs counts.
     """
-    if spec.length_bucket_size and spec.window > LARGEST_WINDOW:
+    if spec.length_bucket_size and spec.window > MAX_WINDOW:
         raise BadParameter(
-            f"length_bucket_size sorts the samples of a window; window={spec.window:,} is above its limit, {LARGEST_WINDOW:,}."
+            f"length_bucket_size sorts the samples of a window; window={spec.window:,} is above its limit, {MAX_WINDOW:,}."
         )
     _check_tokenizers(members)
     tensors_of([member.snapshot for member in members], spec)  # what makes no batch is refused before anything is counted
@@ -243,7 +243,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
             f"from some sample on. Use stopping_strategy=first_exhausted or stopping_strategy=never, or give that dataset a "
             f"weight."
         )
-    if num_positions > LARGEST_COUNT:
+    if num_positions > MAX_COUNT:
         raise BadParameter(
             f"an epoch of mix={spec.mix} with stopping_strategy={spec.stopping_strategy} would have {num_positions:,} "
             f"samples, and no more "

@@ -6,14 +6,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.order import EpochOrder
-from penstock_server.geometry.packing import Packing
+from penstock_server.order.length_buckets import LengthOrder
+from penstock_server.order.packing import Packing
+from penstock_server.order.shuffle import EpochOrder
 
 PlannedEpoch = tuple[Packing, EpochOrder | LengthOrder]
 
 _BUDGET_BYTES = 256 << 20  # ten epochs of a million blocks; thousands of small ones, of which a mixture may need many at once
-_LEAST_BYTES = 4 << 10  # of the smallest epoch
+_MIN_BYTES = 4 << 10  # of the smallest epoch
 _FEWEST = 4  # whatever they take: two jobs whose ranks go from one epoch to the next
 
 
@@ -55,4 +55,4 @@ class PlannedEpochs:
 def _nbytes(epoch: PlannedEpoch) -> int:
     """About the bytes of memory that it takes, or will."""
     packing, order = epoch
-    return _LEAST_BYTES + packing.samples_per_pool.nbytes + order.nbytes
+    return _MIN_BYTES + packing.samples_per_pool.nbytes + order.nbytes

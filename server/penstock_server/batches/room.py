@@ -42,7 +42,7 @@ def advice_on_room(plan: Plan) -> str | None:
             return None
         return (
             f"a block of {plan.dataset} takes up to about {largest:,} bytes in the server's block cache, which has room for "
-            f"{room:,}: blocks are decoded and tokenized again for nearly every batch. {cache.way_out}."
+            f"{room:,}: blocks are decoded and tokenized again for nearly every batch. {cache.remedy}."
         )
     needed = sum(member.window_bytes for member in plan.members)
     if needed <= room:
@@ -53,5 +53,5 @@ def advice_on_room(plan: Plan) -> str | None:
     or_less = f", or use smaller windows: window={fits}" if is_window else ""
     return (
         f"{plan.dataset} is shuffled in windows that take about {needed:,} bytes each in the server's block cache, "
-        f"which has room for {room:,}: blocks are decoded and tokenized again for nearly every batch. {cache.way_out}{or_less}."
+        f"which has room for {room:,}: blocks are decoded and tokenized again for nearly every batch. {cache.remedy}{or_less}."
     )

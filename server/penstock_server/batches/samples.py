@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.batches.member import Member
-from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.arrays import IntArray, begins_run, by_value, equal_runs, find, numbered
-from penstock_server.geometry.packing import STREAM, Spans
-from penstock_server.storage.block import Block
-from penstock_server.storage.features import Features, RowSpans, TokenRuns, Turn
-from penstock_server.storage.lists import ListColumns
+from penstock_server.batches.tensors import Tensor
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.features import Features, RowSpans, TokenRuns, Turn
+from penstock_server.blocks.lists import ListColumns
+from penstock_server.order.arrays import IntArray, begins_run, by_value, equal_runs, find, numbered
+from penstock_server.order.packing import STREAM, Spans
 
 
 @dataclass(frozen=True, slots=True)

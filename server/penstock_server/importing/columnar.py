@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.wording import one_line
+from penstock.text import one_line
 from penstock_server.arrow import take_rows
 from penstock_server.importing.columns import may_be_wide, normal_schema, wide_columns
 from penstock_server.importing.source import TABLE_BYTES, Advance, ImportRefused, Survey
@@ -19,7 +19,7 @@ from penstock_server.importing.stream import unreadable
 from penstock_server.parquet import open_parquet
 
 _FILE_MAGIC, _OLD_FEATHER_MAGIC = b"ARROW1", b"FEA1"
-_MOST_ROWS = 65_536  # of a table, however small its rows
+_MAX_ROWS = 65_536  # of a table, however small its rows
 _CASTABLE_BYTES = 1 << 30  # offsets of 32 bits reach no further than twice that
 
 
@@ -76,7 +76,7 @@ class ParquetFile:
             groups = _row_groups(file.metadata)
             num_rows = sum(group.num_rows for group in groups)
             nbytes = sum(group.total_byte_size for group in groups)
-            most_rows = max(1, min(_MOST_ROWS, num_rows * TABLE_BYTES // max(nbytes, 1)))
+            most_rows = max(1, min(_MAX_ROWS, num_rows * TABLE_BYTES // max(nbytes, 1)))
             done = 0
             for number, group in enumerate(groups):  # a batch of two of them is more than pyarrow reads of some types
                 before = done
@@ -137,7 +137,7 @@ def _batches(
 
 def portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
     """A record batch, some MiB at a time."""
-    rows = max(1, min(_MOST_ROWS, batch.num_rows * TABLE_BYTES // max(batch.nbytes, 1)))
+    rows = max(1, min(_MAX_ROWS, batch.num_rows * TABLE_BYTES // max(batch.nbytes, 1)))
     for start in range(0, batch.num_rows, rows):
         if batch.nbytes < _CASTABLE_BYTES:
             portion = batch.slice(start, rows)

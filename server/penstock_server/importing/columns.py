@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.wording import cut, did_you_mean, listed
+from penstock.text import cut, did_you_mean, listed
 from penstock_server.arrow import holds_json
 from penstock_server.importing.source import ImportRefused, Survey
 from penstock_server.recipes.column_types import is_tokens, num_leaves
 
-_MOST_LEAVES = 1_000  # columns, those within objects counted too; each takes memory in a writer
+_MAX_LEAVES = 1_000  # columns, those within objects counted too; each takes memory in a writer
 _INT32 = (-(2**31), 2**31 - 1)
 
 
@@ -84,10 +84,10 @@ def merge(known: pa.Schema, new: pa.Schema) -> pa.Schema:
         for mine, other in common:
             _merge_one(mine, other)
         raise
-    if (count := sum(map(num_leaves, merged.types))) > _MOST_LEAVES:
+    if (count := sum(map(num_leaves, merged.types))) > _MAX_LEAVES:
         largest = max(merged, key=lambda field: num_leaves(field.type)).name
         raise ColumnsDiffer(
-            f"there would be {count:,} columns, those within objects counted too, of {_MOST_LEAVES:,} at most; most are in "
+            f"there would be {count:,} columns, those within objects counted too, of {_MAX_LEAVES:,} at most; most are in "
             f"{largest!r}. Keys that are data make no columns: write them as a list of pairs"
         )
     return merged

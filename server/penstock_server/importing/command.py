@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.display.stdout import complain, report
-from penstock.wording import counted, cut
+from penstock.text import counted, cut
 from penstock_server.settings import byte_count
 
 if TYPE_CHECKING:
     from penstock_server.importing.run import Imported
 
-_LEAST_SHARD_BYTES = 10**6
+_MIN_SHARD_BYTES = 10**6
 _ID_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 
@@ -87,7 +87,7 @@ def _import(arguments: argparse.Namespace) -> int:
     from penstock_server.importing.token_formats import Documents
 
     shard_bytes = byte_count(arguments.shard_bytes)
-    if shard_bytes is None or shard_bytes < _LEAST_SHARD_BYTES:
+    if shard_bytes is None or shard_bytes < _MIN_SHARD_BYTES:
         print(f"penstock import: --shard-bytes must be at least 1MB, not {arguments.shard_bytes}", file=sys.stderr)
         return 2
     # Told to stop, it stops as by Ctrl-C does, and leaves nothing half-written behind.

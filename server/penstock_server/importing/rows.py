@@ -13,7 +13,7 @@ from penstock_server.importing.stream import BYTE_ORDER_MARK, Stream
 Kind = Literal["doubled", "backslash", "none"]
 
 _BLOCK_BYTES = 1 << 20
-_LARGEST_ROW_BYTES = 4 << 20  # a longer one is refused: memory must be bounded
+_MAX_ROW_BYTES = 4 << 20  # a longer one is refused: memory must be bounded
 
 
 class Quoting:
@@ -70,7 +70,7 @@ def row_portions(path: Path, stream: Stream, quoting: Quoting) -> Iterator[bytes
             yield rows.string[: rows.end()]
             num_lines += rows[0].count(b"\n")
             rest = rows.string[rows.end() :]
-        if at_end or len(rest) > _LARGEST_ROW_BYTES:
+        if at_end or len(rest) > _MAX_ROW_BYTES:
             _check(path, num_lines, quoting, header + rest, len(header), at_end)
 
 
@@ -111,7 +111,7 @@ def _check(path: Path, line: int, quoting: Quoting, data: bytes, begin: int, at_
         raise _refused(
             path,
             max(line, 1),
-            f"the row is longer than {_LARGEST_ROW_BYTES >> 20} MiB, the most that is read at a time",
+            f"the row is longer than {_MAX_ROW_BYTES >> 20} MiB, the most that is read at a time",
             "Often a quote in it is never closed: close it, or split the row",
         )
 

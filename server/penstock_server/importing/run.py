@@ -16,7 +16,7 @@ from stat import S_ISDIR, S_ISREG
 import pyarrow as pa
 from tqdm import tqdm
 
-from penstock.wording import listed
+from penstock.text import listed
 from penstock_server.importing.columnar import ArrowFile, ParquetFile
 from penstock_server.importing.columns import check_names, completed, conform, one_schema
 from penstock_server.importing.delimited import Delimited

@@ -26,7 +26,7 @@ _WIDE = {
     "UTF-16LE": re.compile(rb"[^\0]\0.*", re.DOTALL),
 }
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # what Windows writes before UTF-8
-_LARGEST_LINE_BYTES = 16 << 20  # a longer one is refused: memory must be bounded
+_MAX_LINE_BYTES = 16 << 20  # a longer one is refused: memory must be bounded
 _FIRST_PORTION_BYTES = 64 << 10
 
 
@@ -102,9 +102,9 @@ def portions(path: Path, stream: Stream) -> Iterator[Portion]:
     while block := stream.bytes.read(size):
         size = min(2 * size, TABLE_BYTES)
         first, cut = block.find(b"\n"), block.rfind(b"\n") + 1
-        if len(rest) + (first if cut else len(block)) > _LARGEST_LINE_BYTES:
+        if len(rest) + (first if cut else len(block)) > _MAX_LINE_BYTES:
             raise ImportRefused(
-                f"{path}, line {line:,}: the line is longer than {_LARGEST_LINE_BYTES >> 20} MiB, the most that is read at a "
+                f"{path}, line {line:,}: the line is longer than {_MAX_LINE_BYTES >> 20} MiB, the most that is read at a "
                 f"time. Nothing was written. Split the row, or leave it out."
             )
         if cut:

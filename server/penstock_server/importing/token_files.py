@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.importing.columnar import portions, refusing, survey_typed
 from penstock_server.importing.source import Advance, Survey
 from penstock_server.importing.token_formats import Documents, Found, find_documents
+from penstock_server.order.arrays import IntArray, starts_of
 
 _ADVICE = "Mend the file, or what is said of it"
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import IntArray, starts_of
+from penstock_server.order.arrays import IntArray, starts_of
 
 _INDEX_MAGIC, _INDEX_HEADER_BYTES = b"MMIDIDX\0\0", 34
 _INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are no whole numbers
@@ -28,7 +28,7 @@ _FORMATS = {20240520, 20240522, 20240801}  # the second is of questions for an e
 _HEADER_BYTES = 1024
 _NUMPY_MAGIC = b"\x93NUMPY"
 _STEP = 1 << 20  # ids that are looked at at a time
-_MOST_DOCUMENTS = 1 << 16  # likewise
+_MAX_DOCUMENTS = 1 << 16  # likewise
 _LONGEST = 1 << 26  # ids of a document; with more between two of them, the id that is looked for is another
 
 STREAM_ROW_IDS = 1 << 16  # ids of a row, where nothing tells documents apart
@@ -183,8 +183,8 @@ def _indexed(path: Path, ids: Array) -> Iterator[IntArray]:
     if (count := int(lengths.sum(dtype=np.int64))) != len(ids):
         raise ValueError(f"{path.name} tells of {count:,} ids, but there are {len(ids):,}")
     done = 0
-    for first in range(0, num_borders - 1, _MOST_DOCUMENTS):
-        own = np.array(borders[first : first + _MOST_DOCUMENTS + 1])
+    for first in range(0, num_borders - 1, _MAX_DOCUMENTS):
+        own = np.array(borders[first : first + _MAX_DOCUMENTS + 1])
         sizes = lengths[own[0] : own[-1]].astype(np.int64)
         if (np.diff(own) < 0).any() or own[-1] > num_samples or (sizes < 0).any():
             raise ValueError(f"{path.name} is damaged: it tells of lengths below 0, or of more samples than it has")
@@ -211,8 +211,8 @@ def _of_datatrove(path: Path, index: Path) -> Found:
 
 def _ended(name: str, ends: Array) -> Iterator[IntArray]:
     done = 0
-    for first in range(0, len(ends), _MOST_DOCUMENTS):
-        some = ends[first : first + _MOST_DOCUMENTS].astype(np.int64)
+    for first in range(0, len(ends), _MAX_DOCUMENTS):
+        some = ends[first : first + _MAX_DOCUMENTS].astype(np.int64)
         lengths: IntArray = some - np.concatenate([[done], some[:-1]])
         if (lengths < 0).any():
             raise ValueError(f"{name} is damaged: a document ends before it begins")

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from penstock.wording import cut, one_line
+from penstock.text import cut, one_line
 from penstock_server.recipes import chat_sandbox
 from penstock_server.recipes.chat_forms import Forms, find_forms
 from penstock_server.recipes.chat_sandbox import BEGIN, END, Refused, Sandbox

@@ -38,8 +38,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.whole import is_whole
-from penstock.wording import perhaps
+from penstock.numbers import is_whole
+from penstock.text import perhaps
 from penstock_server.files import may_be_there, read_text
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.mask_columns import NAMES

@@ -13,15 +13,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock_server.arrow import take_rows
-from penstock_server.geometry.arrays import starts_of
+from penstock_server.order.arrays import starts_of
 from penstock_server.recipes.chat_rows import read_chats, read_tools, tokenized_chats
 from penstock_server.recipes.ids import pretokenized
+from penstock_server.recipes.passthrough import travelling
 from penstock_server.recipes.preferences import preferences
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.split_hashes import Place, split_hashes
 from penstock_server.recipes.texts import tokenized
-from penstock_server.recipes.travelling import travelling
 from penstock_server.recipes.turns import Lists, with_turns
 
 REASON = "bad"  # why a row cannot be used, null where it can

@@ -13,7 +13,7 @@ from string import Formatter
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.wording import listed, perhaps
+from penstock.text import listed, perhaps
 from penstock_server.arrow import without_json_type
 
 _Path = tuple[str, ...]

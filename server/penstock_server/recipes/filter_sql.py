@@ -13,7 +13,7 @@ from sqlglot import parser as sqlglot_parser
 from sqlglot.dialects.dialect import Dialect
 from sqlglot.errors import ParseError, SqlglotError
 
-from penstock.wording import cut, did_you_mean, listed
+from penstock.text import cut, did_you_mean, listed
 from penstock_server.recipes import filter_conditions as conditions
 from penstock_server.recipes import filter_functions as functions
 from penstock_server.recipes import filter_terms as terms

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.acero as acero
 import pyarrow.compute as pc
 
-from penstock.wording import cut
+from penstock.text import cut
 from penstock_server.arrow import without_json_type
 from penstock_server.parquet import parquet_fragment
 from penstock_server.recipes.filter_sql import SHOWN, FilterError, Meaning, parse

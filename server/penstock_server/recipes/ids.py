@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock_server.arrow import list_lengths
-from penstock_server.geometry.arrays import IntArray, starts_of
+from penstock_server.order.arrays import IntArray, starts_of
 from penstock_server.recipes.masks import masked
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.tokenizer import Note

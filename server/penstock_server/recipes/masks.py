@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from penstock.batch import IGNORED
 from penstock_server.arrow import list_lengths
-from penstock_server.geometry.arrays import IntArray, begins_run, starts_of
+from penstock_server.order.arrays import IntArray, begins_run, starts_of
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.tokenizer import Note
 from penstock_server.recipes.turns import Lists, first_marked, turns_where

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.wording import cut
+from penstock.text import cut
 
 Message = Mapping[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from penstock.wording import cut
+from penstock.text import cut
 from penstock_server.files import spelled
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.column_types import are_told_alike, name_of_travelling

@@ -144,10 +144,10 @@ class _Reader:
 
     def _check_split(self, kind: Kind, fields: Fields, tokenizer: TokenizerFile | None) -> None:
         """Whether special tokens are to be split where none are meant. Raises DatasetInvalid: some are."""
-        way_out = "Remove it, and take spellings of special tokens out of what people wrote with a transform."
+        remedy = "Remove it, and take spellings of special tokens out of what people wrote with a transform."
         reason = ""
         if kind == "tokens":
-            reason, way_out = "is for texts, but rows are token ids", "Remove it."
+            reason, remedy = "is for texts, but rows are token ids", "Remove it."
         elif are_chats(kind, fields, self._given, self._schema):
             reason = "would split the special tokens that the chat template writes, too"
         else:
@@ -158,7 +158,7 @@ class _Reader:
                     told.append(f"{', '.join(dict.fromkeys(spelled))} in the template of {role}")
             reason = f"would split {' and '.join(told)}, too" if told else ""
         if reason:
-            raise DatasetInvalid(f"{self._folder / FILE_NAME}: split_special_tokens {reason}. {way_out}")
+            raise DatasetInvalid(f"{self._folder / FILE_NAME}: split_special_tokens {reason}. {remedy}")
 
     def _tokenizer_path(self, kind: Kind) -> Path | None:
         if "tokenizer" in self._given:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.wording import listed
+from penstock.text import listed
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.column_types import is_bytes, is_chats, is_list_of, is_messages, is_of_nothing, is_text, is_tokens
 from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from penstock.wording import as_utf8
+from penstock.text import as_utf8
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
 

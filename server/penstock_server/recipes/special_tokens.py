@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from penstock.whole import is_whole
+from penstock.numbers import is_whole
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat_files import load_special_tokens
 from penstock_server.recipes.declaration import FILE_NAME

@@ -17,7 +17,7 @@ import pyarrow as pa
 import xxhash
 
 from penstock_server.arrow import raw_texts
-from penstock_server.geometry.permutation import permute
+from penstock_server.order.permutation import permute
 from penstock_server.recipes.column_types import is_text
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.values import python_values

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.wording import cut
+from penstock.text import cut
 from penstock_server.arrow import parsed_json, raw_texts
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.rows import Rows

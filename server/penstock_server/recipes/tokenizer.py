@@ -19,10 +19,10 @@ from tokenizers import Encoding, Tokenizer
 from penstock_server.files import read_file, spelled
 from penstock_server.library_errors import LibraryError, library_errors
 from penstock_server.machine import num_cores
+from penstock_server.map_ordered import map_ordered
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat_files import NamedToken, NamedTokens, load_added_tokens
 from penstock_server.recipes.messages import TemplateError
-from penstock_server.side_by_side import side_by_side
 
 _PORTION_CHARACTERS = 1 << 17  # tokenized at a time by a thread: an encoding takes some hundred bytes a token
 
@@ -132,7 +132,7 @@ class TokenizerFile:
             except LibraryError as error:
                 raise ValueError(f"the tokenizer {spelled(self.path.name)} fails: {error}") from error
 
-        return list(side_by_side(_threads(), num_cores(), made, _portions(texts)))
+        return list(map_ordered(_threads(), num_cores(), made, _portions(texts)))
 
     def _encodable(self, text: str, number: int, note: Note) -> str:
         """The text, or "" where the tokenizer fails on it, as where it has no token for a character, nor an unknown one."""
@@ -162,13 +162,13 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
     except TemplateError as error:
         raise DatasetInvalid(str(error)) from error
     except OSError as error:
-        way_out = (
+        remedy = (
             "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model; of "
             "others transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes one."
         )
         if isinstance(error, PermissionError):
-            way_out = "Let the server's user read it."
-        raise DatasetInvalid(f"the tokenizer {path} cannot be read: {error.strerror}. {way_out}") from error
+            remedy = "Let the server's user read it."
+        raise DatasetInvalid(f"the tokenizer {path} cannot be read: {error.strerror}. {remedy}") from error
     for token in (*named.restated, *named.others):
         if token.id not in (None, own := loaded.tokenizer.token_to_id(token.content)):
             raise DatasetInvalid(

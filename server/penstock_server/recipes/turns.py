@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import IntArray, begins_run, concatenated_ranges, find, starts_of
+from penstock_server.order.arrays import IntArray, begins_run, concatenated_ranges, find, starts_of
 
 
 @dataclass(frozen=True, slots=True)

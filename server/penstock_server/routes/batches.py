@@ -11,13 +11,13 @@ from fastapi.responses import JSONResponse
 from penstock import wire
 from penstock.spec import Spec
 from penstock.urls import DATASETS
-from penstock_server.answers.batches import BatchAnswer, ProvenanceAnswer
-from penstock_server.batches import readable
+from penstock_server.batches import text_view as readable
 from penstock_server.problems import BadParameter
 from penstock_server.respond import BatchFormat, Run, respond
 from penstock_server.routes.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
 from penstock_server.routes.plain import PlainRoute
 from penstock_server.routes.service import service_of
+from penstock_server.schemas.batches import BatchAnswer, ProvenanceAnswer
 from penstock_server.threads import InThread, in_waiting_threads, while_asked
 
 # An example is what the documentation page fills in: with the defaults a try would fetch a whole epoch, and the page hang.
@@ -111,10 +111,10 @@ async def _answer(
             service.unanswered,
             lambda: find(spec_of(request, *own)),
             in_waiting_threads,
-            at_once=False,
+            inline=False,
         )
     spec = spec_of(request, *own)
     # Who may have a copy may be told so without anything being planned.
-    may_wait = spec.length_bucket_size or "If-None-Match" in request.headers or service.catalog.may_wait(dataset, spec)
-    in_thread: InThread = in_waiting_threads if may_wait else service.epochs.thread_of((dataset, spec, epoch))
-    return await respond(request, service.in_flight, service.unanswered, lambda: find(spec), in_thread, at_once=not may_wait)
+    may_block = spec.length_bucket_size or "If-None-Match" in request.headers or service.catalog.may_block(dataset, spec)
+    in_thread: InThread = in_waiting_threads if may_block else service.epochs.thread_of((dataset, spec, epoch))
+    return await respond(request, service.in_flight, service.unanswered, lambda: find(spec), in_thread, inline=not may_block)

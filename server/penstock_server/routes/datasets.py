@@ -9,21 +9,21 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from penstock import wire
-from penstock.spec import LARGEST_COUNT
+from penstock.spec import MAX_COUNT
 from penstock.urls import DATASETS
-from penstock_server.answers.datasets import DatasetAnswer, DatasetsAnswer, MixtureAnswer, SpecAnswer
-from penstock_server.answers.rows import QuarantineAnswer, RowAnswer, ScheduleAnswer
-from penstock_server.answers.shuffling import ReportAnswer
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import check_room
-from penstock_server.datasets.dataset import Change
-from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
-from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
+from penstock_server.catalog.dataset import Change
+from penstock_server.catalog.describe import describe_dataset, describe_held, describe_mixture, describe_spec
+from penstock_server.catalog.lookup import find_row, show_quarantine, show_row
 from penstock_server.problems import BadParameter
 from penstock_server.routes.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Name, Row, check_once, spec_of
 from penstock_server.routes.service import service_of
-from penstock_server.shuffling.picture import draw_png
-from penstock_server.shuffling.report import report
+from penstock_server.schemas.datasets import DatasetAnswer, DatasetsAnswer, MixtureAnswer, SpecAnswer
+from penstock_server.schemas.rows import QuarantineAnswer, RowAnswer, ScheduleAnswer
+from penstock_server.schemas.shuffling import ReportAnswer
+from penstock_server.shuffle_report.picture import draw_png
+from penstock_server.shuffle_report.report import report
 from penstock_server.threads import while_asked
 
 
@@ -96,7 +96,7 @@ def show_spec(request: Request, dataset: Name) -> Response:
 async def shuffle_report(
     request: Request,
     dataset: Name,
-    epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
+    epoch: Annotated[int, Query(ge=0, le=MAX_COUNT, description="which epoch")] = 0,
     format: Annotated[Literal["json", "png"], Query(description="json: numbers and sentences; png: a picture")] = "json",
 ) -> Response:
     """How far apart neighbours in the source are served, how evenly shards are spread, and a verdict."""
@@ -121,7 +121,7 @@ def schedule(
     request: Request,
     dataset: Name,
     row: Row,
-    epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
+    epoch: Annotated[int, Query(ge=0, le=MAX_COUNT, description="which epoch")] = 0,
 ) -> ScheduleAnswer:
     """Every (step, rank, index) at which an epoch shows a row or a part of it; if they are many, only the first."""
     return {"occurrences": find_row(_plan_of(request, dataset, "epoch"), dataset, row, epoch)}

@@ -11,17 +11,17 @@ from fastapi import Path, Request
 from pydantic import TypeAdapter
 
 from penstock.errors import SpecError
-from penstock.spec import LARGEST_COUNT, Spec, describe
-from penstock_server.answers.service import ProblemAnswer
+from penstock.spec import MAX_COUNT, Spec, describe
 from penstock_server.routes.plain import query_of
+from penstock_server.schemas.service import ProblemAnswer
 
 _REMEMBERED_QUERIES = 32
 
 Name = Annotated[str, Path(description="a name from the list of datasets")]
-Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own, unless shuffle=none")]
-Rank = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below world_size")]
-Row = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the number of rows")]
-Step = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the spec's num_steps")]
+Epoch = Annotated[int, Path(ge=0, le=MAX_COUNT, description="from 0; each has an order of its own, unless shuffle=none")]
+Rank = Annotated[int, Path(ge=0, le=MAX_COUNT, description="from 0, below world_size")]
+Row = Annotated[int, Path(ge=0, le=MAX_COUNT, description="from 0, below the number of rows")]
+Step = Annotated[int, Path(ge=0, le=MAX_COUNT, description="from 0, below the spec's num_steps")]
 
 SPEC_PARAMETERS = {
     "parameters": [

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from starlette.types import Receive, Scope, Send
 
 _Bounds = dict[str, range | None]
-_MOST_DIGITS = 18  # of a plain number
+_MAX_DIGITS = 18  # of a plain number
 
 
 class PlainRoute(APIRoute):
@@ -77,4 +77,4 @@ def _plain(scope: Scope, in_path: _Bounds, in_query: _Bounds) -> dict[str, int |
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdecimal() and text.isascii() and len(text) <= _MOST_DIGITS else -1
+    return int(text) if text.isdecimal() and text.isascii() and len(text) <= _MAX_DIGITS else -1

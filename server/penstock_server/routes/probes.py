@@ -7,8 +7,8 @@ import time
 from fastapi import APIRouter, Request
 
 from penstock import __version__, wire
-from penstock_server.answers.service import HealthAnswer, ReadyAnswer
 from penstock_server.routes.service import service_of
+from penstock_server.schemas.service import HealthAnswer, ReadyAnswer
 
 router = APIRouter(tags=["probes"])
 

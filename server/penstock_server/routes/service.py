@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from penstock_server.datasets.catalog import Catalog
-from penstock_server.inflight import InFlight
+from penstock_server.admission import InFlight
+from penstock_server.catalog.catalog import Catalog
 from penstock_server.threads import Epochs
 from penstock_server.waiting import Unanswered
 

@@ -21,7 +21,7 @@ log = logging.getLogger("penstock.accepting")
 
 _LEAD = 1 / 16  # by which one may have more than another: one that is busy comes to its turn late
 _LOOK_SECONDS = 0.001  # while one waits that another is to take
-_MOST_LOOKS = 20  # then a connection is taken though another has fewer: it is alive, but slow
+_MAX_LOOKS = 20  # then a connection is taken though another has fewer: it is alive, but slow
 _TELL_SECONDS = 0.25  # while nobody connects
 _HUNG_SECONDS = 1.0  # after which one that tells nothing is not waited for
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -30,7 +30,7 @@ _SAY_AGAIN_SECONDS = 60.0  # that there is no room
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerSlot:
     """The place of one process among those that share a socket, where each sees how many connections the others have."""
 
     number: int
@@ -38,16 +38,16 @@ class Seat:
     _told_at: MutableSequence[float]  # and when it last told them; this memory all processes share
 
     @staticmethod
-    def of(num_processes: int) -> list[Seat]:
+    def of(num_processes: int) -> list[WorkerSlot]:
         """One for each process, to be given to it when it is started."""
         context = multiprocessing.get_context("spawn")
         counts, told_at = context.RawArray("q", num_processes), context.RawArray("d", num_processes)
-        return [Seat(number, counts, told_at) for number in range(num_processes)]
+        return [WorkerSlot(number, counts, told_at) for number in range(num_processes)]
 
     @staticmethod
-    def alone() -> Seat:
+    def alone() -> WorkerSlot:
         """That of the only process."""
-        return Seat(0, [0], [0.0])
+        return WorkerSlot(0, [0], [0.0])
 
     def tell(self, num_connections: int) -> bool:
         """Tells the others how many this process has. Whether it may have one more: of those alive none has clearly fewer."""
@@ -67,7 +67,7 @@ class Seat:
 
 
 async def accept_in_turn(
-    listener: socket.socket, seat: Seat, connections: Collection[object], protocol: Callable[[], asyncio.Protocol]
+    listener: socket.socket, seat: WorkerSlot, connections: Collection[object], protocol: Callable[[], asyncio.Protocol]
 ) -> None:
     """For ever: takes connections from a socket, a protocol each. `connections` are those that are open."""
     loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ async def accept_in_turn(
         opening = list[Coroutine[Any, Any, Any]]()
         pause = _LOOK_SECONDS
         try:
-            while seat.tell(len(connections) + len(opening)) or num_looks >= _MOST_LOOKS:
+            while seat.tell(len(connections) + len(opening)) or num_looks >= _MAX_LOOKS:
                 num_looks = 0
                 accepted, _ = listener.accept()
                 opening.append(loop.connect_accepted_socket(protocol, accepted))
@@ -101,9 +101,9 @@ async def accept_in_turn(
 
 async def _readable(listener: socket.socket, seconds: float) -> None:
     """Returns once a connection waits, or after so long."""
-    at_once = select.poll()
-    at_once.register(listener, select.POLLIN)
-    if at_once.poll(0):
+    inline = select.poll()
+    inline.register(listener, select.POLLIN)
+    if inline.poll(0):
         return
     loop = asyncio.get_running_loop()
     connects = asyncio.Event()

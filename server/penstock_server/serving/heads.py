@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-_MOST_BYTES = 1 << 17  # a URL may have half of that; what comes in one piece with the end of what was before is not counted
+_MAX_BYTES = 1 << 17  # a URL may have half of that; what comes in one piece with the end of what was before is not counted
 
 
 class BoundedHeads(HttpToolsProtocol):
@@ -16,12 +16,12 @@ class BoundedHeads(HttpToolsProtocol):
         """Takes what a client sent."""
         self._num_taken += len(data)
         super().data_received(data)
-        if self._num_taken <= _MOST_BYTES or self.transport.is_closing():
+        if self._num_taken <= _MAX_BYTES or self.transport.is_closing():
             return
         if self.cycle and not self.cycle.response_complete:
             self.transport.abort()  # an answer is under way
         else:
-            self.send_400_response(f"The head of this request has more than {_MOST_BYTES:,} bytes.")
+            self.send_400_response(f"The head of this request has more than {_MAX_BYTES:,} bytes.")
 
     def on_headers_complete(self) -> None:
         """A head is whole."""

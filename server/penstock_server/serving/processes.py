@@ -24,7 +24,7 @@ from multiprocessing.context import SpawnProcess
 from penstock.display.stdout import print_anything
 from penstock_server.logs import begin_log
 from penstock_server.problems import DatasetInvalid
-from penstock_server.serving.accepting import Seat
+from penstock_server.serving.accepting import WorkerSlot
 from penstock_server.settings import Settings, SettingsError
 
 log = logging.getLogger("penstock.processes")
@@ -33,7 +33,7 @@ _GRACE_SECONDS = 6.0  # for what is being sent; a process itself gives up after 
 _PR_SET_PDEATHSIG = 1
 _STEADY_SECONDS = 5.0  # a process that still served so long after its start is replaced at once
 _SILENT_SECONDS = 10.0  # of one that tells the others nothing, until the log says so
-_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 16.0
+_FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS = 0.5, 16.0
 
 # A fork would take over the threads and locks of pyarrow and tokenizers in whatever state they are.
 _context = multiprocessing.get_context("spawn")
@@ -44,7 +44,7 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
     begin_log(tells_news=False)
     with _stop_signals() as stop:
         began, begins = _context.Pipe(duplex=False)
-        seats = Seat.of(settings.processes)
+        seats = WorkerSlot.of(settings.processes)
         first = _Child.start(settings, listener, seats[0], begins)  # alone, so that footers are read once, and faults told once
         begins.close()
         children = [first]
@@ -81,7 +81,7 @@ class _Child:
     """
 
     process: SpawnProcess
-    seat: Seat
+    seat: WorkerSlot
     started_at: float
     delay_seconds: float = _FIRST_DELAY_SECONDS
     follows_at: float | None = None
@@ -89,7 +89,7 @@ class _Child:
 
     @staticmethod
     def start(
-        settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None = None, *, joins: bool = False
+        settings: Settings, listener: socket.socket, seat: WorkerSlot, begins: Connection | None = None, *, joins: bool = False
     ) -> _Child:
         arguments = (settings, listener, seat, begins, joins)
         process = _context.Process(target=_serve, args=arguments, name="penstock-serve", daemon=True)
@@ -126,7 +126,7 @@ class _Child:
             _how_it_ended(self.process.exitcode or 0),
             f" in {delay:g} seconds" if delay else "",
         )
-        longer = min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else _FIRST_DELAY_SECONDS
+        longer = min(2 * self.delay_seconds, _MAX_DELAY_SECONDS) if delay else _FIRST_DELAY_SECONDS
         return replace(self, delay_seconds=longer, follows_at=now + delay, is_silent=False)
 
     def _replaced(self, settings: Settings, listener: socket.socket) -> _Child:
@@ -181,7 +181,7 @@ def _stop_signals() -> Iterator[socket.socket]:
                 signal.signal(number, handler)
 
 
-def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None, joins: bool) -> None:
+def _serve(settings: Settings, listener: socket.socket, seat: WorkerSlot, begins: Connection | None, joins: bool) -> None:
     """What a process does: it serves until it is told to stop, or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who watches over this one tells it to stop
     _die_with_parent()

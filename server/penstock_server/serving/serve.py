@@ -22,16 +22,16 @@ from penstock import __version__
 from penstock.display.stdout import report
 from penstock.ending import ends_at
 from penstock.printable import printable
+from penstock.text import counted
 from penstock.urls import DATASETS, batches_path
-from penstock.wording import counted
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.datasets.catalog import Catalog
-from penstock_server.datasets.describe import summary
-from penstock_server.datasets.watch import watching
-from penstock_server.inflight import InFlight
+from penstock_server.catalog.catalog import Catalog
+from penstock_server.catalog.describe import summary
+from penstock_server.catalog.watch import watching
 from penstock_server.logs import begin_log
 from penstock_server.opening import open_data, warn
-from penstock_server.serving.accepting import Seat, accept_in_turn
+from penstock_server.serving.accepting import WorkerSlot, accept_in_turn
 from penstock_server.serving.heads import BoundedHeads
 from penstock_server.serving.listening import listen
 from penstock_server.serving.stalled import SILENT_SECONDS, STALLED_SECONDS, cut_stalled
@@ -52,7 +52,7 @@ def run(
     greet: bool = True,
     joins: bool = False,
     begin: Callable[[int], None] = lambda _: None,
-    seat: Seat | None = None,
+    seat: WorkerSlot | None = None,
 ) -> None:
     """Serves until a signal says stop, as one of so many processes as the settings say; `seat` is its place among several.
 
@@ -85,7 +85,7 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """Uvicorn over an application. It cuts connections whose reader takes or says nothing, and may share its socket; see Seat.
+    """Uvicorn that cuts connections whose reader is silent, and may share its socket; see WorkerSlot.
 
     Once it is to stop, answers under way have `stop_seconds`, in seconds; then their connections are cut, too.
     """
@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
         stalled_seconds: float = STALLED_SECONDS,
         silent_seconds: float = SILENT_SECONDS,
         stop_seconds: float = _STOP_SECONDS,
-        seat: Seat | None = None,
+        seat: WorkerSlot | None = None,
     ) -> None:
         latest = math.ceil(stop_seconds + _LATEST_SECONDS)
         super().__init__(
@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
             )
         )
         self._stalled_seconds, self._silent_seconds = stalled_seconds, silent_seconds
-        self._stop_seconds, self._seat = stop_seconds, seat or Seat.alone()
+        self._stop_seconds, self._seat = stop_seconds, seat or WorkerSlot.alone()
         self._accepting: list[asyncio.Task[None]] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:

@@ -12,7 +12,7 @@ from penstock_server.recipes.recipe import Recipe
 from penstock_server.snapshots.shard import Shard
 from penstock_server.snapshots.snapshot import fingerprint_of
 
-_MOST_LISTED = 1 << 20  # shards of all that is tried: to name a snapshot takes a microsecond a shard
+_MAX_LISTED = 1 << 20  # shards of all that is tried: to name a snapshot takes a microsecond a shard
 
 
 def earlier_snapshots(shards: Collection[Shard], recipe: Recipe) -> dict[str, tuple[Shard, ...]]:
@@ -20,7 +20,7 @@ def earlier_snapshots(shards: Collection[Shard], recipe: Recipe) -> dict[str, tu
     found: dict[str, tuple[Shard, ...]] = {}
     for ages in ([shard.date.mtime_ns for shard in shards], [shard.date.ctime_ns for shard in shards]):
         newest_first = sorted(set(ages), reverse=True)
-        for border in newest_first[1 : 1 + _MOST_LISTED // max(1, 2 * len(shards))]:
+        for border in newest_first[1 : 1 + _MAX_LISTED // max(1, 2 * len(shards))]:
             older = tuple(shard for shard, age in zip(shards, ages, strict=True) if age <= border)
             found.setdefault(fingerprint_of(older, recipe), older)
     return found

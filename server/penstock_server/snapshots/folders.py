@@ -14,10 +14,10 @@ from penstock_server.files import spelled
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat_files import FILES_BESIDE_TOKENIZER
 from penstock_server.recipes.declaration import FILE_NAME, read_toml
-from penstock_server.snapshots.shard import Date
+from penstock_server.snapshots.shard import FileStat
 
 QUIET_SECONDS = 2.0  # a file this old is whole, and was not written to after a look at it without a change of its date
-_ABSENT = Date(-1, 0, 0, 0)  # of a link to nothing; no file is like it
+_ABSENT = FileStat(-1, 0, 0, 0)  # of a link to nothing; no file is like it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +27,23 @@ class Listing:
     `other` is the name of a file that is neither, "" if there is none.
     """
 
-    shards: Mapping[str, Date]
+    shards: Mapping[str, FileStat]
     folders: tuple[str, ...]
     has_recipe: bool
     other: str
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class FolderState:
     """The dates of all that a dataset is made of: of its shards by name, and of the files of its recipe by path."""
 
-    shards: Mapping[str, Date]
-    recipe: Mapping[str, Date]
+    shards: Mapping[str, FileStat]
+    recipe: Mapping[str, FileStat]
 
-    def is_quiet(self) -> bool:
-        """Whether every file is; see is_quiet below."""
+    def is_settled(self) -> bool:
+        """Whether every file is; see is_settled below."""
         now = time.time()
-        return all(is_quiet(date, now) for dates in (self.shards, self.recipe) for date in dates.values())
+        return all(is_settled(date, now) for dates in (self.shards, self.recipe) for date in dates.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Survey:
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
-    shards: dict[str, Mapping[str, Date]] = field(default_factory=dict)
+    shards: dict[str, Mapping[str, FileStat]] = field(default_factory=dict)
     declared: dict[str, Path] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     unread: dict[Path, str] = field(default_factory=dict)
@@ -144,7 +144,7 @@ def _refuse_shared_names(found: Survey, by_name: Mapping[str, list[Path]]) -> No
             found.refused[name] = f"{listed} would both be the dataset {name!r}. Rename one of the folders."
 
 
-def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | None) -> Sight:
+def look(folder: Path, shards: Mapping[str, FileStat], default_tokenizer: Path | None) -> FolderState:
     """The sight of a folder whose shards have these dates."""
     recipe = folder / FILE_NAME
     try:
@@ -157,10 +157,10 @@ def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | Non
         named.append(default_tokenizer)
     tokenizers = [path for path in named if path.suffix == ".json" or path == default_tokenizer]
     paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in FILES_BESIDE_TOKENIZER)]
-    return Sight(shards, {str(path): date for path in paths if (date := _date_of_file(path))})
+    return FolderState(shards, {str(path): date for path in paths if (date := _date_of_file(path))})
 
 
-def is_quiet(date: Date, seconds: float) -> bool:
+def is_settled(date: FileStat, seconds: float) -> bool:
     """Whether a file was last written to some time before `seconds`, since the epoch.
 
     A date in the future says nothing of when the file was written, so such a file is not quiet.
@@ -179,12 +179,12 @@ def _texts(document: object) -> Iterator[str]:
             pending += value.values() if isinstance(value, dict) else value
 
 
-def _date_of_file(path: Path) -> Date | None:
+def _date_of_file(path: Path) -> FileStat | None:
     try:
         found = path.stat()
     except (OSError, ValueError):  # what is no file's name may be too long for one, or hold a null
         return None
-    return Date.of(found) if stat.S_ISREG(found.st_mode) else None
+    return FileStat.of(found) if stat.S_ISREG(found.st_mode) else None
 
 
 def _is_link(path: Path) -> bool:
@@ -205,8 +205,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return True  # a link to what cannot be reached: to look into it tells why, and of it alone
 
 
-def _date_of(entry: os.DirEntry[str]) -> Date:
+def _date_of(entry: os.DirEntry[str]) -> FileStat:
     try:
-        return Date.of(entry.stat())
+        return FileStat.of(entry.stat())
     except OSError:
         return _ABSENT  # listed, to be refused: left out, it would be a silently shorter epoch

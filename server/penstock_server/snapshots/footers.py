@@ -20,15 +20,15 @@ import pyarrow as pa
 
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.folders import is_quiet
+from penstock_server.snapshots.folders import is_settled
 from penstock_server.snapshots.notes import read_note, write_note
-from penstock_server.snapshots.shard import Date, Shard, being_written, numbers, read_schema, read_shard
+from penstock_server.snapshots.shard import FileStat, Shard, being_written, numbers, read_schema, read_shard
 
 _FORMAT = 2  # of the note: to be raised when a field of Shard comes to mean something else
 _THREADS = 16  # waiting for disks, not for cores
 # All fields travel, in their order, and a note with other fields or other types of them is dropped.
 _FIELDS = tuple(f for f in fields(Shard) if f.name != "path")
-_VERSION = (_FORMAT, Date._fields, tuple((f.name, str(f.type)) for f in _FIELDS))
+_VERSION = (_FORMAT, FileStat._fields, tuple((f.name, str(f.type)) for f in _FIELDS))
 
 
 class Footers:
@@ -41,7 +41,7 @@ class Footers:
         self._folder, self._note = folder, note
         self._known = self._kept = _load(folder, note) if note else _Known()
 
-    def schema(self, dates: Mapping[str, Date]) -> pa.Schema:
+    def schema(self, dates: Mapping[str, FileStat]) -> pa.Schema:
         """The columns of the first readable shard. Raises DatasetInvalid: none is readable, with the reasons."""
         failures, began = [], time.time()
         for name, date in dates.items():
@@ -53,12 +53,14 @@ class Footers:
             except DatasetInvalid as refusal:  # a broken first shard must not hide what is wrong with the others
                 failures.append(str(refusal))
                 continue
-            if is_quiet(date, began):
+            if is_settled(date, began):
                 self._known = replace(self._known, schema=(name, date, schema))
             return schema
         raise DatasetInvalid("\n".join(failures[:10]) or f"{self._folder} holds no shard.")
 
-    def read(self, dates: Mapping[str, Date], recipe: Recipe, *, settled: bool = False) -> dict[str, Shard | DatasetInvalid]:
+    def read(
+        self, dates: Mapping[str, FileStat], recipe: Recipe, *, settled: bool = False
+    ) -> dict[str, Shard | DatasetInvalid]:
         """The shards of these names, or why one is refused, in the same order; forgets all others.
 
         A shard whose date is remembered is not opened, and one of another date than is given is refused: what came since is
@@ -73,7 +75,9 @@ class Footers:
             read = dict(zip(missing, tried, strict=True))
         found = {name: remembered.get(name) or read[name] for name in dates}
         remembered |= {
-            name: shard for name, shard in read.items() if isinstance(shard, Shard) and (settled or is_quiet(shard.date, began))
+            name: shard
+            for name, shard in read.items()
+            if isinstance(shard, Shard) and (settled or is_settled(shard.date, began))
         }
         self._known = replace(self._known, recipe=key, shards=remembered)
         if self._note and self._known != self._kept:
@@ -88,7 +92,7 @@ class _Known:
 
     recipe: str = ""
     shards: Mapping[str, Shard] = field(default_factory=dict)
-    schema: tuple[str, Date, pa.Schema] | None = None
+    schema: tuple[str, FileStat, pa.Schema] | None = None
 
 
 def _load(folder: Path, note: Path) -> _Known:
@@ -99,7 +103,7 @@ def _load(folder: Path, note: Path) -> _Known:
     schema = None
     if kept["schema"]:
         name, date, serialized = kept["schema"]
-        schema = (name, Date(*date), pa.ipc.read_schema(pa.py_buffer(serialized)))
+        schema = (name, FileStat(*date), pa.ipc.read_schema(pa.py_buffer(serialized)))
     return _Known(kept["recipe"], shards, schema)
 
 
@@ -118,7 +122,7 @@ def _store(note: Path, known: _Known) -> None:
     write_note(note, content)
 
 
-def _can_be_noted(date: Date) -> bool:
+def _can_be_noted(date: FileStat) -> bool:
     """Whether msgpack holds the numbers of a date: some file systems have dates outside the years 1678 to 2554."""
     return all(-(2**63) <= number < 2**64 for number in date)
 
@@ -128,8 +132,8 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(field: Field[Any], value: Any) -> Any:
-    if field.type == "Date":
-        return Date(*value)
+    if field.type == "FileStat":
+        return FileStat(*value)
     return numbers(memoryview(value).cast("q")) if isinstance(value, bytes) else value
 
 
@@ -142,7 +146,7 @@ def _key(recipe: Recipe) -> str:
     return blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _try_read(path: Path, date: Date, recipe: Recipe) -> Shard | DatasetInvalid:
+def _try_read(path: Path, date: FileStat, recipe: Recipe) -> Shard | DatasetInvalid:
     try:
         shard = read_shard(path, recipe)
     except DatasetInvalid as refusal:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from penstock_server.sealed import ABANDONED_SECONDS, TEMPORARY, read_sealed, write_sealed
+from penstock_server.checksummed import ABANDONED_SECONDS, TEMPORARY, read_sealed, write_sealed
 
 _FOLDER = "notes"
 _FORGET_SECONDS = 90 * 86_400.0  # of a dataset that no server has opened for so long

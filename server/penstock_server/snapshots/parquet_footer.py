@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.wording import one_line
+from penstock.text import one_line
 from penstock_server.parquet import open_parquet
 from penstock_server.problems import DatasetInvalid
 

@@ -8,12 +8,12 @@ from itertools import islice
 from pathlib import Path
 
 from penstock.batch import IGNORED
-from penstock.wording import counted
+from penstock.text import counted
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.recipe_file import read_recipe
 from penstock_server.snapshots.footers import Footers
-from penstock_server.snapshots.shard import Date, Shard
+from penstock_server.snapshots.shard import FileStat, Shard
 from penstock_server.snapshots.snapshot import Snapshot
 
 
@@ -43,7 +43,7 @@ class Reading:
 
 def read_folder(
     folder: Path,
-    dates: Mapping[str, Date],
+    dates: Mapping[str, FileStat],
     default_tokenizer: Path | None,
     footers: Footers,
     *,

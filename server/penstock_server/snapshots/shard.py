@@ -27,7 +27,7 @@ from penstock_server.snapshots.parquet_footer import Footer, read_footer
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
-class Date(NamedTuple):
+class FileStat(NamedTuple):
     """What differs once a file is written to or replaced.
 
     `ctime_ns` is when the system last changed anything of it: archives bring sizes and mtimes along, and the inode of a file
@@ -40,7 +40,7 @@ class Date(NamedTuple):
     ctime_ns: int
 
     @classmethod
-    def of(cls, stat: os.stat_result) -> Date:
+    def of(cls, stat: os.stat_result) -> FileStat:
         """The date of the file whose state this is."""
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
 
@@ -62,7 +62,7 @@ class Shard:
     """
 
     path: Path
-    date: Date
+    date: FileStat
     digest: str
     rows_per_group: array[int]
     bytes_per_group: array[int]
@@ -76,11 +76,11 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     Raises DatasetInvalid: the file is truncated, damaged or no Parquet, lacks a column, or is being written to.
     """
     with _opened(path) as file:
-        date = Date.of(os.fstat(file.fileno()))
+        date = FileStat.of(os.fstat(file.fileno()))
         footer = read_footer(path, file)
         _check_columns(path, footer.schema, recipe)
         digest = _file_digest(file, date.size_bytes)
-        if Date.of(path.stat()) != date:  # by now it may be half of one file and half of another
+        if FileStat.of(path.stat()) != date:  # by now it may be half of one file and half of another
             raise being_written(path)
     groups = [footer.metadata.row_group(g) for g in range(footer.metadata.num_row_groups)]
     read = _chunks_read(footer, recipe)
@@ -118,14 +118,14 @@ def open_shard(shard: Shard) -> pa.OSFile:
     return pa.OSFile(str(shard.path))
 
 
-def date_of(file: pa.OSFile) -> Date:
+def stat_of(file: pa.OSFile) -> FileStat:
     """The date of an open file as it is now. Raises OSError."""
-    return Date.of(os.fstat(file.fileno()))
+    return FileStat.of(os.fstat(file.fileno()))
 
 
 def is_of(file: pa.OSFile, shard: Shard) -> bool:
     """Whether an open file is the one whose footer was read. A new date on the same content is no change. Raises OSError."""
-    date = date_of(file)
+    date = stat_of(file)
     if date == shard.date:
         return True
     return date.size_bytes == shard.date.size_bytes and _file_digest(file, date.size_bytes) == shard.digest

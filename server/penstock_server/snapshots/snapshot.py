@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from penstock_server.geometry.arrays import IntArray, begins_run, find, find_one, numbered, starts_of
-from penstock_server.geometry.best_fit import Pools, pools_of
+from penstock_server.order.arrays import IntArray, begins_run, find, find_one, numbered, starts_of
+from penstock_server.order.best_fit import Pools, pools_of
 from penstock_server.recipes.recipe import DEFAULT_VALIDATION, Recipe
 from penstock_server.recipes.split_hashes import Place, Selection, SplitRule, select_rows, splits_of_shards
 from penstock_server.snapshots.shard import Shard
 
-_LARGEST_BOUND = 2**32  # of token ids: they are served as uint32 at most
+_MAX_BOUND = 2**32  # of token ids: they are served as uint32 at most
 _BLOCK_BYTES, _BLOCK_ROWS = 8 << 20, 1 << 16
 
 
@@ -78,8 +78,8 @@ class Snapshot:
         self._first_row = starts_of(self.rows_per_block)
         self.num_rows = int(self._first_row[-1])
         self.vocab_size = recipe.vocab_size or _vocab_size(self.shards, recipe)
-        self.token_bound = min(recipe.vocab_size or _LARGEST_BOUND, _LARGEST_BOUND)
-        self.token_dtype = "uint16" if (self.vocab_size or _LARGEST_BOUND) <= 2**16 else "uint32"
+        self.token_bound = min(recipe.vocab_size or _MAX_BOUND, _MAX_BOUND)
+        self.token_dtype = "uint16" if (self.vocab_size or _MAX_BOUND) <= 2**16 else "uint32"
         self.fingerprint = fingerprint_of(self.shards, recipe)
         self.shard_splits = splits_of_shards((shard.path.name for shard in self.shards), recipe.splits)
         self.validation = _held_out_share(recipe, self.shard_splits)

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pytest
 
 from corpora import write_numbered
+from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
 from penstock_server.recipes import encode
-from penstock_server.storage.blocks import Blocks
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
 

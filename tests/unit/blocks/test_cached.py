@@ -15,15 +15,15 @@ import pyarrow as pa
 import pytest
 
 from blocks_of import loading, rows_of
-from penstock_server import sealed
-from penstock_server.datasets.catalog import open_catalog
+from penstock_server import checksummed as sealed
+from penstock_server.blocks import maps as maps_module
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.splits import Splits
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
 from penstock_server.recipes.encode import REASON, SPLIT, TURNS
-from penstock_server.storage import maps as maps_module
-from penstock_server.storage.block import Block
-from penstock_server.storage.blocks import Blocks
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.splits import Splits
-from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
 

@@ -14,25 +14,25 @@ import pytest
 
 from blocks_of import loading, rows_of
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
-from penstock_server.counts.index import Index
-from penstock_server.counts.lengths import count_lengths
-from penstock_server.datasets.held import Served
-from penstock_server.datasets.lookup import show_quarantine, show_row
+from penstock_server.blocks import blocks as blocks_module
+from penstock_server.blocks import decode as decode_module
+from penstock_server.blocks import quarantine as quarantine_module
+from penstock_server.blocks import reader as reader_module
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.names import BlockNames
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.held import Served
+from penstock_server.catalog.lookup import show_quarantine, show_row
+from penstock_server.index.index import Index
+from penstock_server.index.row_lengths import count_lengths
 from penstock_server.problems import ShardUnreadable
 from penstock_server.recipes import encode
 from penstock_server.recipes.split_hashes import split_hashes
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.snapshots.shard import numbers
 from penstock_server.snapshots.snapshot import Snapshot
-from penstock_server.storage import blocks as blocks_module
-from penstock_server.storage import decode as decode_module
-from penstock_server.storage import quarantine as quarantine_module
-from penstock_server.storage import reader as reader_module
-from penstock_server.storage.block import Block
-from penstock_server.storage.blocks import Blocks
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.names import BlockNames
-from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
 

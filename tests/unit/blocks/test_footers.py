@@ -10,12 +10,12 @@ import pytest
 
 from blocks_of import rows_of
 from corpora import write_shards
-from penstock_server.snapshots.shard import date_of, open_shard
-from penstock_server.storage import parsed_footers as parsed_footers_module
-from penstock_server.storage.blocks import Blocks
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.parsed_footers import ParsedFooters
-from penstock_server.storage.store import BlockStore
+from penstock_server.blocks import parsed_footers as parsed_footers_module
+from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.parsed_footers import ParsedFooters
+from penstock_server.blocks.store import BlockStore
+from penstock_server.snapshots.shard import open_shard, stat_of
 from planned import open_snapshot
 
 
@@ -51,12 +51,12 @@ def test_the_footers_of_the_shards_that_were_read_last_are_kept_within_a_budget_
     four, three, one = [0, 1, 2, 3], [0, 1, 2, 3, 1, 0], [0, 1, 0, 2, 3, 1, 0, 1]  # what is read, by how many are kept
     for budget, most, numbers_read in ((4, 4, four), (3, 4, three), (0, 4, one), (4, 3, three), (4, 1, one)):
         monkeypatch.setattr(parsed_footers_module, "_FOOTER_BYTES", budget * pq.read_metadata(shards[0].path).serialized_size)
-        monkeypatch.setattr(parsed_footers_module, "_MOST_FOOTERS", most)
+        monkeypatch.setattr(parsed_footers_module, "_MAX_FOOTERS", most)
         footers, found = ParsedFooters(), list[int]()
         for number in (0, 1, 0, 0, 2, 3, 1, 0, 0, 1):
             read.reset_mock()
             with open_shard(shards[number]) as file:
-                assert footers.of(shards[number].path, file, date_of(file)).num_rows == 1
+                assert footers.of(shards[number].path, file, stat_of(file)).num_rows == 1
             found += [number] * read.call_count
         assert found == numbers_read
 
@@ -78,7 +78,7 @@ def test_a_footer_is_not_kept_of_a_shard_that_was_written_to_just_now_or_while_i
     counted = Mock(side_effect=writing)
     monkeypatch.setattr(pq, "read_metadata", counted)
     with open_shard(shard) as file:
-        date = date_of(file)
+        date = stat_of(file)
         for _ in range(2):
             footers.of(shard.path, file, date)
     assert counted.call_count == 2

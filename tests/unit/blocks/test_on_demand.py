@@ -15,16 +15,16 @@ from corpora import write_tokenizer
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.readable import provenance
-from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.batches.text_view import provenance
+from penstock_server.blocks import on_demand as on_demand_module
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.on_demand import RowsOnDemand
+from penstock_server.blocks.reader import RowGroupReader
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, ShardUnreadable
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
-from penstock_server.storage import on_demand as on_demand_module
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.on_demand import RowsOnDemand
-from penstock_server.storage.reader import RowGroupReader
-from penstock_server.storage.store import BlockStore
 from planned import plan_of
 
 TEXT = "the quick brown fox jumps over the lazy dog and says hello"

@@ -17,17 +17,17 @@ from ledger_files import SPEC, book, digest, entries, fails_with, open_at, open_
 from ledgers import behind, round_at
 from penstock import LedgerError
 from penstock.audit.reading import read_ledger
-from penstock.ledger import book as book_module
 from penstock.ledger import file as file_module
+from penstock.ledger import recorder as book_module
 from penstock.rank import Worker
 
 FREES_THE_DISK = """
 import os, sys
 from penstock import Spec
-from penstock.ledger.book import Book
-from penstock.place.progress import Progress
+from penstock.ledger.recorder import Recorder
+from penstock.state.progress import Progress
 progress = Progress(9)
-ledger = Book(sys.argv[1], "numbers", 0).open(Spec(snapshot="abc"), 9, progress.begin(None), progress)
+ledger = Recorder(sys.argv[1], "numbers", 0).open(Spec(snapshot="abc"), 9, progress.begin(None), progress)
 def fail(*_):
     raise OSError(28, "No space left")
 write, os.write = os.write, fail
@@ -224,7 +224,7 @@ def test_batches_that_find_no_room_to_wait_in_are_counted(
 ) -> None:
     path = tmp_path / "run.ledger"
     ledger = open_at(path)
-    monkeypatch.setattr(file_module, "_MOST_WAITING_BYTES", 100)
+    monkeypatch.setattr(file_module, "_MAX_WAITING_BYTES", 100)
     monkeypatch.setattr(os, "write", fails_with(errno.EIO))
     record(ledger, *range(10))
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from ledger_files import SPEC, book, digest, entries, open_at, record
 from ledgers import begin_of, behind, line, lines_of, round_at
 from penstock import LedgerError
 from penstock.audit.reading import read_ledger
-from penstock.ledger import book as book_module
+from penstock.ledger import recorder as book_module
 from penstock.ledger.begin import Begin
 
 

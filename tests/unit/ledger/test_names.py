@@ -12,8 +12,8 @@ from ledger_files import SPEC, book, open_files
 from ledgers import behind, round_at
 from penstock import LedgerError, RemoteDataset, SpecError
 from penstock.audit.reading import read_ledger
-from penstock.ledger.book import Book
 from penstock.ledger.names import find_ledgers, ledger_path
+from penstock.ledger.recorder import Recorder
 from penstock.rank import Worker
 
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, m
 @pytest.mark.parametrize("given", [True, 3, b"run.ledger", ["run.ledger"], "", "run\0.ledger", "\ud800"])
 def test_what_is_no_path_is_refused(given: Any) -> None:
     with pytest.raises(SpecError, match=r"ledger must be the path of a file, not "):
-        Book(given, "numbers", 0)
+        Recorder(given, "numbers", 0)
 
 
 def test_a_ledger_that_cannot_be_written_is_told_before_any_server_is_asked(tmp_path: Path) -> None:

@@ -19,18 +19,18 @@ from ledger_files import SPEC, book, digest, entries, fails_with, open_at, open_
 from ledgers import append, begin_of, behind, round_at
 from penstock import LedgerError
 from penstock.audit.reading import read_ledger
-from penstock.ledger import book as book_module
 from penstock.ledger import file as file_module
 from penstock.ledger import held
+from penstock.ledger import recorder as book_module
 from penstock.rank import Worker
 
 HOLDS_IT = """
 import sys
 from penstock import Spec
-from penstock.ledger.book import Book
-from penstock.place.progress import Progress
+from penstock.ledger.recorder import Recorder
+from penstock.state.progress import Progress
 progress = Progress(9)
-ledger = Book(sys.argv[1], "numbers", 0).open(Spec(snapshot="abc"), 9, progress.begin(None), progress)
+ledger = Recorder(sys.argv[1], "numbers", 0).open(Spec(snapshot="abc"), 9, progress.begin(None), progress)
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -124,7 +124,7 @@ def test_where_all_that_waits_is_lost_nothing_stops_and_what_comes_is_written(
     path = tmp_path / "run.ledger"
     data = book(path)
     data.open(SPEC, 1000, round_at(), behind(0)).close()
-    monkeypatch.setattr(file_module, "_MOST_WAITING_BYTES", 60)
+    monkeypatch.setattr(file_module, "_MAX_WAITING_BYTES", 60)
     with monkeypatch.context() as full:
         full.setattr(os, "write", fails_with(errno.ENOSPC))
         ledger = data.open(SPEC, 1000, round_at(epoch=1, is_first=False), behind(1))

@@ -19,11 +19,11 @@ import pytest
 from blocks_of import rows_of
 from odd_rows import CHATML, IDS, as_json, index_of, open_blocks, write
 from penstock.spec import Spec
-from penstock_server.batches.tensor import tensors_of
+from penstock_server.batches.tensors import tensors_of
+from penstock_server.blocks.decode import completed
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.recipes.values import python_values
-from penstock_server.storage.decode import completed
 from planned import open_snapshot
 
 # A shard of `repeated int32 tokens`, which pyarrow reads and does not write: [1, 2], [] and [3].

@@ -18,16 +18,16 @@ from starlette.testclient import TestClient
 from corpora import write_numbered, write_text
 from opened import Opener
 from penstock.spec import Spec
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.datasets import dataset as dataset_module
-from penstock_server.datasets.catalog import open_catalog
-from penstock_server.inflight import InFlight
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog import dataset as dataset_module
+from penstock_server.catalog.catalog import open_catalog
 from penstock_server.problems import DatasetInvalid, DatasetUnavailable, UnknownDataset
 from penstock_server.serving.serve import _greeting
 from penstock_server.settings import Settings
 from penstock_server.snapshots.reading import read_folder
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
 TOML = "team/own/penstock.toml"

@@ -256,7 +256,7 @@ IDS = [[1, 2, 3]]
 
 
 @pytest.mark.parametrize(
-    ("first", "later", "column", "way_out"),
+    ("first", "later", "column", "remedy"),
     [
         (PAIR, {"prompt": ["the"]}, "prompt", 'chosen = "chosen" and rejected = "rejected"'),
         (PAIR | {"prompt": [None]}, {"prompt": ["the"]}, "prompt", 'chosen = "chosen" and rejected = "rejected"'),
@@ -275,14 +275,14 @@ IDS = [[1, 2, 3]]
     ],
 )
 def test_a_column_that_only_a_later_shard_has_is_not_passed_over(
-    data: Path, tokenizer: Path, first: dict[str, Any], later: dict[str, Any], column: str, way_out: str
+    data: Path, tokenizer: Path, first: dict[str, Any], later: dict[str, Any], column: str, remedy: str
 ) -> None:
     data.mkdir()
     pq.write_table(pa.table(first), data / "part-0.parquet")
     pq.write_table(pa.table(first | later), data / "part-1.parquet")
     with pytest.raises(DatasetInvalid, match=rf"part-1.parquet: column '{column}' is not in the first shard") as refused:
         open_snapshot(data, tokenizer)
-    assert f"say in penstock.toml: {way_out}" in str(refused.value)
+    assert f"say in penstock.toml: {remedy}" in str(refused.value)
     [declared] = re.findall(r"penstock.toml: (.*?)\. Give all", str(refused.value))
     (data / "penstock.toml").write_text(declared.replace(" and ", "\n"))
     assert open_snapshot(data, tokenizer).num_rows == 2

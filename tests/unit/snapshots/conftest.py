@@ -10,9 +10,9 @@ import pytest
 
 from growing import write_shard
 from penstock.spec import Spec
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import Catalog, open_catalog
 
 
 @pytest.fixture

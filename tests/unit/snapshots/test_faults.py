@@ -12,14 +12,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock_server import app as app_module
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.gather import Chunk
-from penstock_server.datasets.catalog import Catalog
-from penstock_server.datasets.watch import watching
-from penstock_server.inflight import InFlight
+from penstock_server.blocks.block import Block
+from penstock_server.catalog.catalog import Catalog
+from penstock_server.catalog.watch import watching
 from penstock_server.logs import Seldom
 from penstock_server.problems import ShardUnavailable
-from penstock_server.storage.block import Block
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from growing import write_shard
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.datasets import dataset as dataset_module
-from penstock_server.datasets import history as history_module
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.describe import describe_dataset
-from penstock_server.datasets.history import History
-from penstock_server.inflight import InFlight
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog import dataset as dataset_module
+from penstock_server.catalog import history as history_module
+from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.catalog.describe import describe_dataset
+from penstock_server.catalog.history import History
 from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.snapshots.folders import look
 from penstock_server.snapshots.notes import drop_old_notes, write_note
 from penstock_server.snapshots.reading import Reading, read_folder
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
 ACTIONS = st.one_of(

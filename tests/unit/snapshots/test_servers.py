@@ -16,16 +16,16 @@ from starlette.testclient import TestClient
 
 from growing import write_shard
 from penstock.spec import Spec
+from penstock_server.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.datasets import dataset as dataset_module
-from penstock_server.datasets import history as history_module
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.history import History
-from penstock_server.inflight import InFlight
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog import dataset as dataset_module
+from penstock_server.catalog import history as history_module
+from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.catalog.history import History
 from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
 
@@ -92,8 +92,8 @@ def test_while_new_data_is_looked_at_only_those_wait_who_may_have_to_see_it(
         may_end.wait(60)
         return survey(data_dir)
 
-    monkeypatch.setattr("penstock_server.datasets.catalog.survey", look)
-    monkeypatch.setattr("penstock_server.datasets.catalog._CATCH_UP_SECONDS", 30)
+    monkeypatch.setattr("penstock_server.catalog.catalog.survey", look)
+    monkeypatch.setattr("penstock_server.catalog.catalog._CATCH_UP_SECONDS", 30)
     app = create_app(catalog, InFlight(1 << 30))
     answered: list[str] = []
 
@@ -132,7 +132,7 @@ def test_of_many_who_ask_for_a_look_at_a_slow_folder_only_one_takes_a_thread(
         may_end.wait(60)
         return survey(data_dir)
 
-    monkeypatch.setattr("penstock_server.datasets.catalog.survey", look)
+    monkeypatch.setattr("penstock_server.catalog.catalog.survey", look)
 
     async def run() -> None:
         transport = httpx.ASGITransport(create_app(catalog, InFlight(1 << 30)))

@@ -12,9 +12,9 @@ import pytest
 
 from growing import write_shard
 from penstock.spec import Spec
-from penstock_server.datasets import history as history_module
-from penstock_server.datasets.catalog import Catalog
-from penstock_server.datasets.history import History, Record
+from penstock_server.catalog import history as history_module
+from penstock_server.catalog.catalog import Catalog
+from penstock_server.catalog.history import History, Record
 from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
 from planned import open_snapshot
@@ -60,7 +60,7 @@ def test_what_is_found_without_a_note_is_known_from_then_on(
 ) -> None:
     catalog = open_all()
     latest = catalog["d"].latest.snapshot.fingerprint
-    assert catalog.may_wait("d", grown)
+    assert catalog.may_block("d", grown)
     planned = catalog.plan("d", grown).members[0].planned
     looks, records = [], History.records
 
@@ -72,10 +72,10 @@ def test_what_is_found_without_a_note_is_known_from_then_on(
         patch.setattr(History, "records", look)
         assert catalog.plan("d", grown).members[0].planned is planned
     assert not looks
-    assert not catalog.may_wait("d", grown)
+    assert not catalog.may_block("d", grown)
     for server in (catalog, open_all()):  # the other one reads the notes
         assert listed(server) == [latest, grown.snapshot]
-        assert not server.may_wait("d", grown)
+        assert not server.may_block("d", grown)
         assert server.plan("d", Spec(batch_size=1)).snapshot == latest
 
 
@@ -89,8 +89,8 @@ def test_what_was_found_without_a_note_does_not_wait_for_a_look_at_new_data(
         planned.append(catalog.plan("d", grown).snapshot)
         return survey(data_dir)
 
-    monkeypatch.setattr("penstock_server.datasets.catalog.survey", look)
-    monkeypatch.setattr("penstock_server.datasets.catalog._CATCH_UP_SECONDS", 0)
+    monkeypatch.setattr("penstock_server.catalog.catalog.survey", look)
+    monkeypatch.setattr("penstock_server.catalog.catalog._CATCH_UP_SECONDS", 0)
     catalog.refresh("d")
     assert planned == [grown.snapshot]
 

@@ -1,0 +1,219 @@
+"""Advice: what a loop is warned of, because its loss or its checkpoints would tell too late, or never."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from types import FrameType
+
+import torch
+from torch.utils.data import get_worker_info
+
+from penstock.batch import IGNORED, SIDES
+from penstock.company import Company
+from penstock.row_lengths import advice_on_lengths, advice_on_prompts, way_out_of_prompts
+from penstock.source import Source
+from penstock.spec import Spec
+from penstock.state.state import Position
+from penstock.tensors import Batch
+from penstock.text import counted
+
+_MAX_CHECKED = 64  # batches of an iteration, for Whether any token has loss in them
+_RUN, _RUNS_SHARE = 8, 0.2  # what goes on beyond so many equal tokens is seldom text, and never such a share of it
+_SAMPLES_CHECKED = 16  # of a batch, for such runs
+_UNLEARNED_SHARE, _FEW_UNLEARNED = 0.25, 2  # of a batch's samples: so few may be chance
+
+
+class Advice:
+    """Warns the loop of one iteration, of each thing once.
+
+    `source` is asked how long some rows are; None: nobody is. `company` are the ranks that should be in the same epoch.
+    `num_batches` are those of the iteration.
+    """
+
+    def __init__(
+        self, source: Source | None, spec: Spec, epoch: int, company: Company | None = None, num_batches: int = 2
+    ) -> None:
+        self._source, self._spec, self._epoch, self._company = source, spec, epoch, company
+        self._checked = min(2, num_batches)  # not the first batch if others follow: its loop would wait longer for it
+        self._had_labels = self._had_place = True
+
+    def look_at(self, batch: Batch, number: int, *, has_place: bool) -> None:
+        """The loop is given batch `number` of the iteration; `has_place`: what state_dict tells is the place of this loop."""
+        if self._had_labels and number <= _MAX_CHECKED:
+            self._had_labels = self._check_labels(batch, number)
+        if self._source and number == self._checked:
+            self._check_rows(self._source, batch)
+            self._check_runs(batch)
+            self._check_lines(batch)
+        if self._company and (elsewhere := self._company.elsewhere(number)):
+            self._check_company(elsewhere)
+        if self._had_place:
+            self._had_place = self._check_place(number, has_place=has_place)
+
+    def _check_place(self, number: int, *, has_place: bool) -> bool:
+        if not has_place:
+            _warn(
+                f"a loop goes on with batch {number:,} of its iteration of epoch {self._epoch}, though set_epoch, "
+                f"load_state_dict or another iteration of this dataset came in between: state_dict tells the place of that, "
+                f"not of this loop. Call them between two loops, and look at single batches with a second RemoteDataset."
+            )
+        return has_place
+
+    def _check_company(self, elsewhere: str) -> None:
+        _warn(
+            f"other ranks have not begun epoch {self._epoch} where this one has: {elsewhere}. Ranks share an epoch only with "
+            f"the same parameters, seed and batch_size among them, the same epoch and the same state: else some samples are "
+            f"trained on several times, and others never."
+        )
+        self._company = None
+
+    def _check_labels(self, batch: Batch, number: int) -> bool:
+        """Whether any token has loss in a batch. Of one on a GPU nobody knows without waiting for it."""
+        labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
+        is_fine = not labels or any(value.is_cuda or (value != IGNORED).any() for value in labels)
+        if not is_fine:
+            _warn(
+                f"no token has loss in {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
+                f"{IGNORED}, and the mean loss over no labels is NaN. Do the prompts fill seq_len={self._spec.seq_len}? "
+                f"{way_out_of_prompts(batch.keys())}"
+            )
+        return is_fine
+
+    def _check_rows(self, source: Source, batch: Batch) -> None:
+        spec = self._spec
+        if not spec.cuts_rows:
+            return
+        data = (spec.mix or source.dataset) + ("" if spec.split in (None, "all") else f", split={spec.split}")
+        rows = source.some_lengths(spec, self._epoch)
+        told = [*advice_on_lengths(spec, rows, batch.keys())]
+        has_labels = any(name.endswith("labels") for name in batch)  # else the loop makes its own
+        if has_labels and self._had_labels:  # else it was told of that already
+            told += advice_on_prompts(spec, rows, batch.keys())
+        for text in told:
+            _warn(f"{data}: {text}")
+
+    def _check_lines(self, batch: Batch) -> None:
+        """Otherwise much of a GPU's time would go into samples of prompts. Where rows are cut, `_check_rows` tells."""
+        labels = batch.get("labels")
+        if self._spec.cuts_rows or not self._had_labels or not isinstance(labels, torch.Tensor) or labels.is_cuda:
+            return
+        num_without_loss = int((labels == IGNORED).all(1).sum())
+        if num_without_loss > max(_FEW_UNLEARNED, _UNLEARNED_SHARE * len(labels)):
+            _warn(
+                f"no token has loss in {num_without_loss:,} of the {len(labels):,} samples of a batch: prompts alone fill "
+                f"them. Raise seq_len={self._spec.seq_len:,}, or learn from the prompts, too, with loss_on='all'."
+            )
+
+    def _check_runs(self, batch: Batch) -> None:
+        """Otherwise a model would learn the padding of rows that were padded before they were stored."""
+        labels = next((value for side in SIDES if (value := batch.get(f"{side}labels")) is not None), None)
+        if not isinstance(labels, torch.Tensor) or labels.is_cuda:  # to look at one on a GPU is to wait for it
+            return
+        labels = labels[:_SAMPLES_CHECKED]
+        repeats = (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] != IGNORED)
+        if repeats.shape[1] < _RUN:
+            return
+        in_runs = labels[:, _RUN:][repeats.unfold(1, _RUN, 1).all(-1)]
+        share = len(in_runs) / max(1, int((labels != IGNORED).sum()))
+        if share > _RUNS_SHARE:
+            _warn(
+                f"more than {share:.0%} of the tokens that have loss from a batch are one token again and again, such as "
+                f"{int(in_runs.mode().values)}. Were the rows padded before they were stored? Then store them without padding, "
+                f"or beside their ids an attention_mask that is 0 where they are padded."
+            )
+
+
+def warn_as_advised(advice: Sequence[str]) -> None:
+    """What the server has to say before a run begins, to one of its ranks."""
+    for text in advice:
+        warnings.warn(text, stacklevel=4)  # where the dataset is made: before it are the two of __init__, and this
+
+
+def warn_of_joining(caller: FrameType | None) -> None:
+    """A DataLoader begins to iterate that will join batches, which are complete, and so add a dimension.
+
+    Torch does not tell a dataset of that, but what calls `__iter__` has it in a variable. Who joins by a function of their own
+    may mean to; and of several workers one is enough to tell.
+    """
+    if caller is None or "auto_collation" not in caller.f_code.co_varnames:
+        return  # before Python 3.13 a look at the variables of a loop would keep what they hold until it ends
+    joins, collate_fn, worker = caller.f_locals.get("auto_collation"), caller.f_locals.get("collate_fn"), get_worker_info()
+    is_usual = str(getattr(collate_fn, "__module__", "")).partition(".")[0] in ("torch", "transformers")
+    if joins and is_usual and (worker is None or worker.id == 0):
+        warnings.warn(
+            "a DataLoader joins items of this dataset into tensors of one dimension more, and each item is a whole batch. Loop "
+            "over the dataset itself, or pass batch_size=None to the DataLoader. In place of Trainer take RemoteTrainer.",
+            stacklevel=8,  # in the loop, without workers: before it are four of the loader, its fetcher, __iter__ and this
+        )
+
+
+def warn_of_repetition(spec: Spec, epoch: int) -> None:
+    """A loop begins anew the epoch that the loop before it was in. An evaluation means to."""
+    if is_trained_on(spec):
+        warnings.warn(
+            f"epoch {epoch} is given once more from its first step, in the same order: call set_epoch(n) before the loop of "
+            f"each epoch n. To go on where a loop was left, call data.load_state_dict(data.state_dict()) before another "
+            f"begins, and look at single batches with a second RemoteDataset. To evaluate on the same batches again and "
+            f"again, take the rows in their stored order: shuffle='none'.",
+            stacklevel=4,  # in the loop: before it are the iteration, its batches and this
+        )
+
+
+def warn_of_same_batch(spec: Spec, epoch: int) -> None:
+    """A loop calls next(iter(data)) in each step, as with loaders that shuffle at each iter()."""
+    if is_trained_on(spec):
+        warnings.warn(
+            f"this is the third iteration in a row that begins at the first batch of epoch {epoch}, and the two before ended "
+            f"after that batch. Each iter() starts the epoch again, so next(iter(...)) in each step gives the same batch "
+            f"forever. Loop with `for batch in data`, or call iter() once before the steps.",
+            stacklevel=4,  # in the loop: before it are the iteration, its batches and this
+        )
+
+
+def warn_of_beginning_anew(spec: Spec, left: Position) -> None:
+    """set_epoch chooses once more the epoch in the midst of which the loop was left: interrupted, say, and started again."""
+    if is_trained_on(spec):
+        warnings.warn(
+            f"set_epoch({left.epoch}) starts that epoch again from its first step, and the loop was left in its midst, after "
+            f"{left.step:,} steps: it is given the same batches again. To go on there, call "
+            f"data.load_state_dict(data.state_dict()) before the loop over epochs; to begin anew, data.rewind({left.epoch}).",
+            stacklevel=3,  # of set_epoch
+        )
+
+
+def is_trained_on(spec: Spec) -> bool:
+    """Whether to see the same batches again is no evaluation, which means to."""
+    return spec.shuffle != "none" and spec.split not in ("validation", "test")
+
+
+def warn_of_discard(old: int, num_left: int, new: int) -> None:
+    """set_epoch leaves an epoch in the midst of which a state had put the loop."""
+    warnings.warn(
+        f"set_epoch({new}) discards the position that load_state_dict set, with {counted(num_left, 'batch', 'batches')} left "
+        f"of epoch {old}: epoch {new} starts at its first step. To go on instead, begin the loop over epochs at data.epoch.",
+        stacklevel=3,  # of set_epoch
+    )
+
+
+def warn_of_lag(epoch: int) -> None:
+    """The loop has gone on with an epoch from a state, and names it as if it began there."""
+    warnings.warn(
+        f"the loop went on with epoch {epoch} from a state that was loaded, and now set_epoch({epoch}) starts it again from "
+        f"its first batch. If a loader loads the state, it does so when its loop begins, and data.epoch is not right before: "
+        f"save the number of the epoch beside the state, and begin the loop over epochs there.",
+        stacklevel=3,  # of set_epoch
+    )
+
+
+def warn_of_replay(replay: int) -> None:
+    """A state is asked for that does not tell of the loop."""
+    warnings.warn(
+        f"replay={replay} gives the same batches again and again, so none of the epoch counts as consumed: this state goes on "
+        f"where the replay began.",
+        stacklevel=3,  # of state_dict
+    )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=6)  # in the loop: before it are the iteration, its batches, look_at, what it calls, and this

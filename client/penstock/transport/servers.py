@@ -1,0 +1,91 @@
+"""The servers of a run: which of several that hold the same data is asked next, and when the run comes back to its own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from random import uniform
+
+_AWAY_SECONDS = 30.0  # before a run asks for its home again; doubled each time that home has still failed
+_MAX_AWAY_SECONDS = 300.0
+
+
+class Servers:
+    """The addresses in the order in which one rank tries them, and what it knows of each.
+
+    Rank r is at home at address r modulo their number, and the ranks of one home are spread over the others when it is away.
+    """
+
+    def __init__(self, addresses: Sequence[str], rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        home = rank % len(addresses)
+        others = [*addresses[home + 1 :], *addresses[:home]]
+        first = rank // len(addresses) % max(len(others), 1)
+        self.addresses = (addresses[home], *others[first:], *others[:first])
+        self.current = self.home
+        self._clock = clock
+        self._not_before = dict.fromkeys(self.addresses, 0.0)
+        self._failing: set[str] = set()  # since they last answered
+        self._away_seconds = _AWAY_SECONDS
+        self._return_at = math.inf
+
+    @property
+    def home(self) -> str:
+        """The address that this rank asks as long as it answers."""
+        return self.addresses[0]
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def turn(self, *, also_busy: bool = False) -> list[str]:
+        """Whom to try now, in this order: each address once, but those that asked to be left alone for longer."""
+        order = [self.current, *(address for address in self.addresses if address != self.current)]
+        return [address for address in order if also_busy or self._not_before[address] <= self._clock()]
+
+    def seconds_until_ready(self) -> float:
+        """How long until one of them may be asked, 0 for now."""
+        return max(0.0, min(self._not_before.values()) - self._clock())
+
+    def leave_alone(self, address: str, seconds: float) -> None:
+        """An address asked not to be asked again for so long."""
+        self._not_before[address] = self._clock() + seconds
+
+    def failed(self, address: str, after_seconds: float = 0.0) -> str:
+        """An address failed; it asks to be left alone for so long. Returns the one that is asked next."""
+        self.leave_alone(address, after_seconds)
+        self._failing.add(address)
+        if address == self.home:
+            self._return_at = math.inf  # until another has answered
+        self.current = self.addresses[(self.addresses.index(address) + 1) % len(self)]
+        return self.current
+
+    def answered(self, address: str) -> None:
+        """An address gave what it was asked for; it is the one to ask from now on."""
+        self.current = address
+        self._failing.discard(address)
+        self._not_before[address] = 0.0
+        if address == self.home:
+            self._away_seconds, self._return_at = _AWAY_SECONDS, math.inf
+        elif self._return_at == math.inf:
+            self.stay_away()
+
+    def learn_from(self, other: Servers) -> None:
+        """Leaves home, and those next to it, if they failed another who asked the same addresses and was answered."""
+        if other is self or self.current != self.home:
+            return
+        while self.current in other._failing:
+            self.failed(self.current)
+
+    def return_is_due(self) -> bool:
+        """Whether it is time to see if home is back."""
+        return self.current != self.home and self._clock() >= self._return_at
+
+    def stay_away(self) -> None:
+        """Home is not back yet."""
+        # Ranks that lost their home together must not come back to it together.
+        self._return_at = self._clock() + self._away_seconds * uniform(0.5, 1.5)
+        self._away_seconds = min(2 * self._away_seconds, _MAX_AWAY_SECONDS)
+
+    def go_home(self) -> None:
+        """Home is back: it is asked next."""
+        self.current, self._return_at = self.home, math.inf

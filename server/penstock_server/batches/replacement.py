@@ -1,0 +1,73 @@
+"""Stand-ins: which good row is served in place of one that cannot be used, and the inverse.
+
+A bad row gives way to the next good one of its block, round the block's end if need be. The rows of a block without a good one
+give way to those of the next block that has some, round the dataset's end. So the geometry of an epoch stays as it is, and
+which row stands where depends on nothing but the data. Blocks without a row of the split are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.urls import dataset_path
+from penstock_server.batches.member import Member
+from penstock_server.blocks.block import Block
+from penstock_server.order.arrays import IntArray
+from penstock_server.problems import BadRow
+
+_MAX_BLOCKS = 64  # that are looked at for a good row; where as many have none, the data is not worth an epoch
+
+
+def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tuple[int, Block, IntArray]:
+    """The rows to serve for these rows of block `index`, shape of `rows`, and the block that they are in.
+
+    Raises BadRow: one of them cannot be used, and the recipe does not replace bad rows, or there is no good row near.
+    """
+    bad = [row for row in rows.tolist() if row in block.bad]
+    if not bad:
+        return index, block, rows
+    if member.snapshot.recipe.on_bad_row == "fail":
+        raise member.blocks.quarantine.bad_row(block, index, bad[0])
+    if block.has_good:
+        return index, block, block.substitutes[rows]
+    for other in _neighbours(member, index, 1):
+        found = _of_split(member, other)
+        if found.has_good:
+            return other, found, found.substitutes[rows % found.num_rows]
+    address = member.snapshot.block(index)
+    raise BadRow(
+        f"{member.snapshot.name}: no row of row group {address.row_group} in {address.shard.path.name} can be used, nor "
+        f"any in the row groups after it: there is nothing to serve in its place. GET {dataset_path(member.name)}/quarantine "
+        f"lists the rows with the reasons; mend the shards, or move them out of the folder."
+    )
+
+
+def stands_for(member: Member, index: int, block: Block, row: int) -> Iterator[tuple[int, IntArray]]:
+    """The inverse: the rows, by block, in whose place a row of block `index` is served, itself among them."""
+    if row in block.bad:
+        return
+    if member.snapshot.recipe.on_bad_row == "fail":
+        yield index, np.array([row])
+        return
+    yield index, np.flatnonzero(block.substitutes == row)
+    for other in _neighbours(member, index, -1):
+        found = _of_split(member, other)
+        if found.has_good:
+            return
+        yield other, np.flatnonzero(block.substitutes[np.arange(found.num_rows) % block.num_rows] == row)
+
+
+def _neighbours(member: Member, index: int, step: int) -> list[int]:
+    """The blocks with rows of the split after a block (step 1), or before it (step -1), on the ring of all blocks."""
+    with_rows = np.flatnonzero(member.index.rows_per_block(member.order_key.split))
+    at = int(np.searchsorted(with_rows, index))
+    turns = np.arange(1, min(_MAX_BLOCKS, len(with_rows) - 1) + 1)
+    neighbours: list[int] = with_rows[(at + step * turns) % len(with_rows)].tolist()
+    return neighbours
+
+
+def _of_split(member: Member, index: int) -> Block:
+    [block] = member.blocks.get([index], member.order_key.split)
+    return block

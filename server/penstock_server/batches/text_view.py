@@ -1,0 +1,202 @@
+"""A batch for people and curl: JSON with the decoded text of every sample, a line a fact; and where samples come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from math import isfinite, isnan
+from typing import Any
+
+import numpy as np
+
+from penstock import wire
+from penstock.batch import IGNORED
+from penstock.text import counted
+from penstock_server.batches.batch import frames
+from penstock_server.batches.gather import Chunk, chunks, gather, load
+from penstock_server.batches.plan import Plan
+from penstock_server.batches.samples import Samples
+from penstock_server.batches.tensors import Tensor
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.features import Turn
+from penstock_server.blocks.on_demand import PickedRows
+from penstock_server.problems import BadParameter
+from penstock_server.recipes.tokenizer import TokenizerFile
+
+_MAX_TOKENS = 1 << 21  # of a batch
+_MAX_SAMPLES = 1 << 14  # of all batches that are made at a time
+_MAX_PARTS = 1 << 17  # of rows, of which provenance is told: as text 25 MB
+
+
+def as_json(chunk: Chunk, blocks: Sequence[Block | PickedRows], before_each: Callable[[], None] = lambda: None) -> list[str]:
+    """Each batch of a chunk: the ids and the digest that GET serves, and the text that each sample decodes to.
+
+    `before_each` is called before each sample; what it raises ends the rest.
+
+    Raises BadParameter: there are more samples, or tokens in a batch, than anybody reads.
+    """
+    num_samples = len(chunk.steps) * chunk.plan.spec.batch_size
+    if num_samples > _MAX_SAMPLES:
+        raise BadParameter(
+            f"{num_samples:,} samples in {counted(len(chunk.steps), 'batch', 'batches')} are too many to be shown: "
+            f"format=json is for people, and each sample takes as long to write as thousands of tokens. At most "
+            f"{_MAX_SAMPLES:,} are shown at a time: lower batch_size, ask for fewer steps, or leave format=json out."
+        )
+    samples, size = gather(chunk, blocks), chunk.plan.spec.batch_size
+    num_tokens = sum(int(samples.runs(tensor).lengths.sum()) for tensor in chunk.plan.tensors if tensor.kind == "tokens")
+    if num_tokens > _MAX_TOKENS * len(chunk.steps):
+        raise BadParameter(
+            f"a batch of {num_tokens // len(chunk.steps):,} tokens is too large to be shown: format=json is for people, and as "
+            f"text it takes 10 times as much. At most {_MAX_TOKENS:,} are shown: lower batch_size, or leave format=json out."
+        )
+    return [
+        _batch(chunk.plan, frame, samples, range(number * size, (number + 1) * size), before_each)
+        for number, frame in enumerate(wire.decode(frames(chunk, blocks)))
+    ]
+
+
+def provenance(plan: Plan, epoch: int, step: int, rank: int) -> dict[str, Any]:
+    """The rows that each sample of a batch is made of: what ProvenanceAnswer lists.
+
+    Raises StepOutOfRange, RankOutOfRange: there is no such batch. Raises BadParameter: nor such an epoch, or it is of more
+    parts of rows than anybody reads. Raises what a block raises that cannot be read.
+    """
+    plan.check(epoch, step, rank)
+    [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
+    samples = gather(chunk, load(chunk))
+    if (num_parts := len(samples.documents.rows)) > _MAX_PARTS:
+        raise BadParameter(
+            f"a batch of {num_parts:,} rows, or parts of them, is too large for its provenance to be shown: that is for "
+            f"people. At most {_MAX_PARTS:,} are shown: lower batch_size."
+        )
+    lines = [{"index": i, "sources": [asdict(s) for s in samples.sources(i)]} for i in range(samples.count)]
+    return {"step": step, "rank": rank, "samples": lines}
+
+
+def shown_columns(block: Block, row: int) -> dict[str, Any]:
+    """What travels with a row, as JSON can say it."""
+    return {name: _shown(column[row].as_py()) for name, column in block.columns.items()}
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if isfinite(value) else None if isnan(value) else str(value)
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else value
+
+
+def _batch(plan: Plan, frame: wire.Frame, samples: Samples, batch: range, before_each: Callable[[], None]) -> str:
+    address = frame.address
+    facts = {
+        "dataset": address.dataset,
+        "snapshot": address.snapshot,
+        "epoch": address.epoch,
+        "rank": address.rank,
+        "step": address.step,
+        "digest": frame.digest,
+        "nbytes": frame.nbytes,
+        "replaced": frame.replaced,
+        "tensors": [[name, str(array.dtype), list(array.shape)] for name, array in frame.tensors.items()],
+    }
+    head = "".join(f"  {json.dumps(name)}: {_dump(value)},\n" for name, value in facts.items())
+    lines = list[str]()
+    for index, number in enumerate(batch):
+        before_each()
+        lines.append(_indented({"index": index} | _sample(plan, samples, number)))
+    body = ",\n".join(lines)
+    return f'{{\n{head}  "samples": [\n{body}\n  ]\n}}'
+
+
+def _sample(plan: Plan, samples: Samples, number: int) -> dict[str, Any]:
+    sources = samples.sources(number)
+    facts: dict[str, Any] = {
+        "num_tokens": sum(samples.num_tokens(tensor, number) for tensor in plan.tensors if tensor.kind == "tokens"),
+        "source": "; ".join(
+            ("" if plan.mixture is None else f"{s.dataset}: ") + f"{s.shard}, row group {s.row_group}, row {s.row}"
+            for s in sources
+        ),
+    }
+    tokenizer = samples.member(number).snapshot.recipe.tokenizer
+    for tensor in plan.tensors:
+        if tensor.kind in ("column", "member"):
+            continue
+        line = samples.line(tensor, number)
+        if tensor.kind == "tokens":
+            texts = _texts(plan, tensor, line)
+            if tokenizer:
+                facts |= {name: tokenizer.decode(_ids(pieces)) for name, pieces in texts.items()}
+            # Which tokens are of which row and turn the text alone does not tell, and without a tokenizer there is none.
+            if len(line) > 1 and (len(texts) == 1 or not tokenizer):
+                name = f"{tensor.name.removesuffix('input_ids')}pieces"
+                facts[name] = [_piece(plan, tokenizer, piece) for piece in line]
+            facts[tensor.name] = _ids(line)
+            if not tensor.turn:  # the labels of seq2seq travel themselves
+                facts[tensor.name.removesuffix("input_ids") + "labels"] = _labels(plan, line)
+        elif tensor.kind == "mask":
+            facts[tensor.name] = [int(in_loss) for ids, in_loss in line for _ in ids]
+        elif tensor.kind == "count":
+            facts[tensor.name] = len(_ids(line))
+        elif tensor.kind == "starts":
+            facts[tensor.name] = starts = _starts(samples, number, len(_ids(line)), tensor.longest)
+            facts |= _by_document(facts["labels"], starts)
+    facts |= {tensor.name: int(samples.member_numbers[number]) for tensor in plan.tensors if tensor.kind == "member"}
+    names = [tensor.name for tensor in plan.tensors if tensor.kind == "column"]
+    if names:
+        columns = shown_columns(*samples.row(number))
+        facts["columns"] = {name: columns[name] for name in names}
+    return facts
+
+
+def _labels(plan: Plan, line: list[Turn]) -> list[int]:
+    """The ids that have loss, as a trainer gets them."""
+    is_masked = any(tensor.kind == "mask" or tensor.turn == "prompt" for tensor in plan.tensors)
+    return [token if in_loss or not is_masked else IGNORED for ids, in_loss in line for token in ids]
+
+
+def _by_document(labels: list[int], starts: list[int]) -> dict[str, list[int]]:
+    """Labels and positions where documents are told: what one begins with does not follow from the one before it."""
+    sizes = np.diff([*(start for start in starts if start < len(labels)), len(labels)]).tolist()
+    positions = [position for size in sizes for position in range(size)]
+    return {
+        "labels": [token if position else IGNORED for token, position in zip(labels, positions, strict=True)],
+        "position_ids": positions,
+    }
+
+
+def _starts(samples: Samples, number: int, length: int, width: int) -> list[int]:
+    """Where a document begins in a sample, and the padding."""
+    starts = samples.begins_of(number)
+    return [*starts, length] if length < width else starts
+
+
+def _texts(plan: Plan, tensor: Tensor, line: list[Turn]) -> dict[str, list[Turn]]:
+    """What to show of a line of tokens as text: prompt and response apart where a row is one of each."""
+    prefix = tensor.name.removesuffix("input_ids")
+    if tensor.turn:
+        return {tensor.turn: line}
+    if plan.spec.packing == "rows" and [in_loss for _, in_loss in line] == [False, True]:
+        return {f"{prefix}prompt": line[:1], f"{prefix}response": line[1:]}
+    return {f"{prefix}text": line}
+
+
+def _piece(plan: Plan, tokenizer: TokenizerFile | None, turn: Turn) -> dict[str, Any]:
+    """One turn of one row, as far as it stands in a sample."""
+    ids, in_loss = turn
+    text = {"text": tokenizer.decode(ids)} if tokenizer else {}
+    return {"num_tokens": len(ids), "in_loss": in_loss or plan.spec.loss_on == "all"} | text
+
+
+def _ids(line: Sequence[Turn]) -> list[int]:
+    return [token for ids, _ in line for token in ids]
+
+
+def _indented(facts: dict[str, Any]) -> str:
+    # json.dumps(indent=...) would put every token id on a line of its own.
+    lines = ",\n".join(f"      {json.dumps(name)}: {_dump(value)}" for name, value in facts.items())
+    return f"    {{\n{lines}\n    }}"
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

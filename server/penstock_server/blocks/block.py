@@ -1,0 +1,147 @@
+"""A block in memory: the tokens of its rows, as views of what the store mapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from penstock_server.blocks.features import Feature
+from penstock_server.blocks.lists import ListColumn
+from penstock_server.checksummed import SEAL_BYTES
+from penstock_server.order.arrays import IntArray, starts_of
+from penstock_server.recipes.column_types import is_raw, numpy_type
+from penstock_server.recipes.encode import COLUMN, DOCUMENTS, REASON, ROW, SPLIT, TURNS
+from penstock_server.recipes.recipe import FEATURES
+from penstock_server.recipes.split_hashes import Selection, is_selected, is_validation
+
+_END_BYTES = 8  # of an Arrow stream
+
+
+@dataclass(frozen=True)
+class Block:
+    """The tokens of one block's rows.
+
+    features  "tokens", or "chosen" and "rejected"
+    columns   what travels beside them, by name
+    bad       the rows that cannot be used, with the reasons; they have no tokens
+    numbered  of each row its number in the block as it is stored in the shard, shape [num_rows]; None: they are all there
+    splits    of each row the hash that decides of which split it is, shape [num_rows]
+    nbytes    what the whole block takes in the cache
+    """
+
+    features: dict[str, Feature]
+    columns: dict[str, pa.Array]
+    bad: dict[int, str]
+    numbered: npt.NDArray[np.integer[Any]] | None
+    splits: npt.NDArray[np.uint32]
+    nbytes: int
+
+    @classmethod
+    def of(cls, batch: pa.RecordBatch) -> Block:
+        """The block that an encoded record batch holds."""
+        names, reasons = batch.schema.names, batch.column(REASON)
+        bad_rows = np.flatnonzero(reasons.is_valid().to_numpy(zero_copy_only=False))
+        features = {}
+        for name in FEATURES:
+            if name in names:
+                lists = (ListColumn.of(batch.column(n)) if n in names else None for n in (name + TURNS, name + DOCUMENTS))
+                features[name] = Feature(ListColumn.of(batch.column(name)), *lists)
+        return cls(
+            features=features,
+            columns={name.removeprefix(COLUMN): batch.column(name) for name in names if name.startswith(COLUMN)},
+            bad={int(row): reasons[int(row)].as_py() for row in bad_rows},
+            numbered=_view(batch.column(ROW)) if ROW in names else None,
+            splits=_view(batch.column(SPLIT)),
+            nbytes=pa.ipc.get_record_batch_size(batch) + batch.schema.serialize().size + _END_BYTES + SEAL_BYTES,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, the bad ones included."""
+        return len(self.splits)
+
+    @property
+    def stored_rows(self) -> IntArray:
+        """The number of each row in the block as it is stored in the shard, shape [num_rows]."""
+        return np.arange(self.num_rows) if self.numbered is None else self.numbered.astype(np.int64)
+
+    def is_validation(self, row: int, share: float) -> bool:
+        """Whether the hash holds a row out for validation, which has that share of all rows."""
+        return bool(is_validation(self.splits[row : row + 1], share)[0])
+
+    def selected(self, selection: Selection, share: float) -> Block:
+        """The block of the rows that a split has, where the hash holds out that share for validation."""
+        return self.take(np.flatnonzero(is_selected(is_validation(self.splits, share), selection)))
+
+    def take(self, rows: IntArray) -> Block:
+        """The block of some of the rows."""
+        return replace(
+            self,
+            features={name: feature.take(rows) for name, feature in self.features.items()},
+            columns={name: column.take(pa.array(rows)) for name, column in self.columns.items()},
+            bad={number: self.bad[row] for number, row in enumerate(rows.tolist()) if row in self.bad} if self.bad else {},
+            numbered=rows if self.numbered is None else self.numbered[rows],
+            splits=self.splits[rows],
+        )
+
+    @cached_property
+    def numbers(self) -> dict[str, npt.NDArray[Any]]:
+        """The columns of numbers, each of shape [num_rows, *item]."""
+        return {name: _numbers(column) for name, column in self.columns.items() if not is_raw(column.type)}
+
+    def text_lengths(self, name: str, rows: IntArray) -> IntArray:
+        """The bytes of a column of texts or bytes in some rows, shape of `rows`; nothing is copied for it."""
+        column = self.columns[name]
+        borders = np.frombuffer(column.buffers()[1], np.int64)[column.offset :]
+        return borders[rows + 1] - borders[rows]
+
+    @property
+    def row_lengths(self) -> IntArray:
+        """Tokens of each row, shape [num_rows]; where it has several features, of the longest."""
+        return reduce(np.maximum, (feature.tokens.lengths for feature in self.features.values()))
+
+    def prompt_lengths(self, rows: IntArray) -> IntArray:
+        """Tokens of these rows before their first response, of a pair on the side that has fewer; shape of `rows`."""
+        return reduce(np.minimum, (feature.prompt_lengths(rows) for feature in self.features.values()))
+
+    def side_lengths(self, row: int) -> dict[str, int] | None:
+        """Tokens of each side of a preference pair; None of another row."""
+        if len(self.features) == 1:
+            return None
+        lists = {name: feature.tokens for name, feature in self.features.items()}
+        return {name: int(own.stops[row] - own.starts[row]) for name, own in lists.items()}
+
+    @cached_property
+    def stream(self) -> IntArray:
+        """Where each row starts in the block's stream of tokens, shape [num_rows + 1]."""
+        first, *others = (feature.tokens for feature in self.features.values())
+        return first.borders if first.is_whole and not others else starts_of(self.row_lengths)
+
+    @property
+    def has_good(self) -> bool:
+        """Whether any row can be used."""
+        return len(self.bad) < self.num_rows
+
+    @cached_property
+    def substitutes(self) -> IntArray:
+        """For each row the row to serve in its place: itself, or the next good one, round the block's end; there is one."""
+        good = np.delete(np.arange(self.num_rows), np.fromiter(self.bad, np.int64, len(self.bad)))
+        return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]
+
+
+def _view(numbers: pa.Array) -> npt.NDArray[Any]:
+    """Numbers without nulls where they lie. Arrow's own view would keep its arrays alive, for half of what a block takes."""
+    dtype = numpy_type(numbers.type)
+    return np.frombuffer(numbers.buffers()[1], dtype, len(numbers), numbers.offset * dtype.itemsize)
+
+
+def _numbers(column: pa.Array) -> npt.NDArray[Any]:
+    if pa.types.is_fixed_size_list(column.type):
+        return _numbers(column.flatten()).reshape(len(column), column.type.list_size)
+    numbers: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return numbers

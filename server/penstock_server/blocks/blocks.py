@@ -1,0 +1,257 @@
+"""Blocks: the unit of caching, a row group or a part of a very large one. Each is tokenized once, stored and mapped.
+
+Snapshot --read a row group--> rows --encode--> tokens --store--> Block
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cached_property, lru_cache, partial
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.decode import first_rows, hashes_of_shard
+from penstock_server.blocks.names import BlockNames
+from penstock_server.blocks.on_demand import PickedRows, RowsFuture
+from penstock_server.blocks.quarantine import Quarantine
+from penstock_server.blocks.reader import RowGroupReader
+from penstock_server.blocks.store import Asked, BlockStore
+from penstock_server.machine import num_cores
+from penstock_server.order.arrays import IntArray
+from penstock_server.recipes import encode
+from penstock_server.recipes.rows import Rows
+from penstock_server.recipes.split_hashes import is_validation
+from penstock_server.recipes.texts import have_bare_borders
+from penstock_server.snapshots.snapshot import Snapshot
+
+_Found = TypeVar("_Found", Asked, "Asked | RowsFuture")
+
+_LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
+_KNOWN_NAMES = 1 << 15  # of blocks; to find one takes longer than a row of the block to copy
+_FIRST_ROWS = 16  # that are looked at for what stands between prompts and responses
+_LOOKED_AT, _LOOKED_AT_ROWS = 4, 64  # blocks, and rows of each, to estimate what all of them take in the cache
+_LOOKED_AT_BYTES = 256 << 10  # of text, that is tokenized whole: what a block takes beside its rows counts then
+_MAX_AHEAD = 1 << 12  # blocks that read-ahead is told of at a time
+_HEAD_BYTES = 1000  # about what a stored block takes beside its rows
+
+
+class Blocks:
+    """The blocks of one snapshot, by their index in it."""
+
+    def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
+        self._snapshot = snapshot
+        self._store = store
+        self.quarantine = Quarantine(snapshot)
+        self.names = BlockNames(snapshot)
+        self._reader = RowGroupReader(snapshot)
+        self._known_name = lru_cache(_KNOWN_NAMES)(self.names.of)
+        self._correction: float | None = None  # of what the footers tell; None: no block was looked at
+
+    def request(self, indices: Sequence[int]) -> list[Asked]:
+        """The blocks at these indices, each in [0, num_blocks), or futures of them, which raise what `get` raises."""
+        known = self._store.maps.known([self._known_name(index) for index in indices])
+        return [self._noted(index, block or self._ask(index)) for index, block in zip(indices, known, strict=True)]
+
+    def request_rows(
+        self, indices: Sequence[int], rows: Callable[[], Mapping[int, IntArray]], split: str
+    ) -> list[Asked | RowsFuture]:
+        """As `request`, for some rows of each block: of a block that is not cached these alone are tokenized.
+
+        `rows()` are their numbers in each block, or in its split, ascending.
+        """
+        names = {index: self._known_name(index) for index in indices}
+        known = dict(zip(indices, self._store.maps.known([*names.values()]), strict=True))
+        cold = [index for index, block in known.items() if block is None and not self._store.cache.has(names[index])]
+        if self._snapshot.recipe.tokenizer is None:  # to encode all rows of ids takes little beside decoding them
+            cold = []
+        futures = dict[int, RowsFuture]()
+        if cold:
+            wanted = rows()
+            futures = self._store.rows.request(self._reader, names, {index: wanted[index] for index in cold}, split)
+        return [self._noted(index, futures.get(index) or block or self._ask(index)) for index, block in known.items()]
+
+    def mapped(self, indices: Sequence[int]) -> list[Block] | None:
+        """The blocks at these indices, if all of them are mapped, or can be without being read, as they mostly are."""
+        blocks = [block for block in self._store.maps.known([self._known_name(index) for index in indices]) if block]
+        if len(blocks) < len(indices):
+            return None
+        for index, block in zip(indices, blocks, strict=True):
+            if block.bad:  # and perhaps mapped for another snapshot
+                self.quarantine.look_in(index, block)
+        return blocks
+
+    def get(self, indices: Sequence[int], split: str = "all") -> list[Block]:
+        """The blocks at these indices, each in [0, num_blocks), with the rows of one split.
+
+        Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable, OutOfMemory: it may be another time.
+        Raises SnapshotGone: a shard is no longer the one whose footer was read.
+        """
+        asked = zip(indices, self.request(indices), strict=True)
+        return [self.of_split(index, self._wait(index, found), split) for index, found in asked]
+
+    def each(self, indices: Sequence[int]) -> Generator[Block, None, None]:
+        """The blocks at these indices, ascending, in turn. Raises what `get` raises.
+
+        One thread decodes a row group, which may be very many blocks. So others are decoded beside it, as many as there are
+        cores, if the cache can keep them.
+        """
+        num_groups = min(num_cores(), self.cache.budget_bytes // max(1, 2 * self._snapshot.largest_group_bytes))
+        next_groups = deque(self._snapshot.begins_of_groups(indices))
+        asked = dict[int, Asked]()
+        try:
+            for number, index in enumerate(indices):
+                while next_groups and next_groups[0] <= index:
+                    next_groups.popleft()
+                for wanted in (*indices[number : number + _LOADED_TOGETHER], *islice(next_groups, max(0, num_groups - 1))):
+                    if wanted not in asked:
+                        [asked[wanted]] = self.request([wanted])
+                yield self._wait(index, asked.pop(index))
+        finally:
+            self.forget(found for found in asked.values() if isinstance(found, Future))
+
+    def forget(self, futures: Iterable[Future[Any]]) -> None:
+        """Gives up what was requested, of whatever snapshot, since all have one store; see BlockStore.forget."""
+        for future in futures:
+            if isinstance(future, RowsFuture):
+                future.cancel()
+            else:
+                self._store.forget(future)
+
+    def of_split(self, index: int, block: Block, split: str) -> Block:
+        """The rows of one split in the block at an index."""
+        return self._store.splits.of(block, self._snapshot.select_in(index, split), self._snapshot.validation)
+
+    @property
+    def expected_bytes(self) -> IntArray:
+        """About what each block takes in the cache, shape [num_blocks], by the footers: some four bytes of text are a token.
+
+        What is counted is told by Index.bytes_per_block.
+        """
+        corrected: IntArray = (self._bytes_by_footers * (self._correction or 1.0)).astype(np.int64)
+        return corrected
+
+    @property
+    def _bytes_by_footers(self) -> IntArray:
+        snapshot = self._snapshot
+        token_bytes = np.dtype(snapshot.token_dtype).itemsize
+        nbytes = snapshot.bytes_per_block * token_bytes // 4 if snapshot.recipe.tokenizer else snapshot.bytes_per_block
+        found: IntArray = nbytes + snapshot.rows_per_block * encode.bytes_beside(snapshot.recipe) + _HEAD_BYTES
+        return found
+
+    def look(self) -> None:
+        """Corrects `expected_bytes` by what some rows of a few blocks take. Raises what `get` raises."""
+        if self._correction is not None:
+            return
+        expected = self._bytes_by_footers
+        # From all over the dataset: its shards may be of several sources.
+        looked_at: list[int] = np.unique(np.linspace(0, len(expected) - 1, _LOOKED_AT, dtype=np.int64)).tolist()
+        num_rows = self._snapshot.rows_per_block
+
+        def some_rows() -> dict[int, IntArray]:
+            spread = {i: np.linspace(0, num_rows[i] - 1, _LOOKED_AT_ROWS, dtype=np.int64) for i in looked_at}
+            return {i: np.unique(rows[rows >= 0]) for i, rows in spread.items()}
+
+        # How many rows of a block the filter keeps is not known, so not which rows can be asked for.
+        is_small = int(self._snapshot.bytes_per_block[looked_at].sum()) <= _LOOKED_AT_BYTES
+        is_whole = is_small or self._snapshot.recipe.filter is not None
+        asked = self.request(looked_at) if is_whole else self.request_rows(looked_at, some_rows, "all")
+        taken = predicted = 0.0
+        for index, found in zip(looked_at, asked, strict=True):
+            picked = found.result() if isinstance(found, Future) else found
+            block = picked.block if isinstance(picked, PickedRows) else picked
+            taken += block.nbytes
+            predicted += expected[index] * (block.num_rows / max(1, num_rows[index]) if isinstance(picked, PickedRows) else 1.0)
+        self._correction = taken / max(1.0, predicted)
+
+    @cached_property
+    def have_bare_borders(self) -> bool:
+        """Whether the prompts and responses of the first rows run together.
+
+        Raises what `get` raises. Raises ValueError: the tokenizer fails.
+        """
+        recipe = self._snapshot.recipe
+        if recipe.kind != "prompt_response" or recipe.transform:
+            return False
+        return have_bare_borders(Rows.of(first_rows(self._snapshot, _FIRST_ROWS), recipe))
+
+    @property
+    def cache(self) -> CacheFolder:
+        """Where blocks are stored, those of all datasets."""
+        return self._store.cache
+
+    def is_stored(self, index: int) -> bool:
+        """Whether a block is in the cache."""
+        return self._store.cache.has(self.names.of(index))
+
+    def read_ahead(
+        self, job: Hashable, position: int, count: int, ahead: Callable[[], list[tuple[int, int]]], *, by_rows: bool
+    ) -> None:
+        """Has blocks made in the background that a job needs next; see ReadAhead.want.
+
+        `ahead()` are the blocks that the job needs after its position, and the position at which it needs each; for
+        `count` positions it knows that exactly. Blocks that the cache has no room for are left out. `by_rows`: what the job
+        needs of a block meanwhile are single rows.
+        """
+
+        def affordable() -> list[tuple[int, int]]:
+            wanted = ahead()[:_MAX_AHEAD]
+            fits = np.cumsum(self.expected_bytes[[block for block, _ in wanted]]) <= self._store.cache.budget_bytes
+            return wanted[: int(fits.sum())]
+
+        self._store.ahead.want(job, position, count, affordable, self._finish if by_rows else self._load)
+
+    def _finish(self, index: int) -> None:
+        """Has a block in the cache; its rows may be tokenized one by one meanwhile."""
+        name = self._known_name(index)
+        if (
+            self._snapshot.recipe.tokenizer is None
+            or self._store.cache.has(name)
+            or not (block := self._store.rows.finish(self._reader, self._snapshot.block(index), name))
+        ):
+            self._load(index)
+        else:
+            self.quarantine.look_in(index, block)
+
+    def _load(self, index: int) -> None:
+        with self._store.loading_ahead:
+            self.get([index])
+
+    def rows_of_shards(self, get_further: Callable[[], None] = lambda: None) -> Iterator[IntArray]:
+        """Rows of each block that the hash keeps and holds out, shape [2, blocks of the shard], by shard.
+
+        Reads nothing but the columns that the filter and the split need, if any, and calls `get_further` after each block.
+        Raises what `get` raises.
+        """
+        return self._store.map_ordered(partial(self._count_rows, get_further), range(len(self._snapshot.shards)))
+
+    def _count_rows(self, get_further: Callable[[], None], shard: int) -> IntArray:
+        indices = self._snapshot.blocks_of_shard(shard)
+        counts = np.zeros((2, len(indices)), np.int64)
+        for address, hashes in hashes_of_shard(self._snapshot, shard):
+            num_validation = int(is_validation(hashes, self._snapshot.validation).sum())
+            counts[:, address.index - indices.start] = len(hashes) - num_validation, num_validation
+            get_further()
+        return counts
+
+    def _wait(self, index: int, found: Asked) -> Block:
+        block = found if isinstance(found, Block) else found.result()
+        self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
+        return block
+
+    def _ask(self, index: int) -> Asked:
+        at = self._snapshot.block(index)
+        return self._store.request(self.names.of_group(at), at.number, partial(self._reader.blocks, at))
+
+    def _noted(self, index: int, found: _Found) -> _Found:
+        """A block or a future of one, with what is bad in it noted in the quarantine, as soon as it is there."""
+        if isinstance(found, Block):
+            self.quarantine.look_in(index, found)
+        else:
+            found.add_done_callback(partial(self.quarantine.look_at, index))
+        return found

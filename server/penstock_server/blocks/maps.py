@@ -1,0 +1,137 @@
+"""Maps: the stored blocks that are mapped into memory, and the way of a block into the cache folder and out of it.
+
+A block is stored as an uncompressed Arrow IPC stream of what `encode` makes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import RawIOBase
+
+import pyarrow as pa
+
+from penstock_server.blocks.block import Block
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.checksummed import Piece
+from penstock_server.logs import Seldom
+
+log = logging.getLogger("penstock.maps")
+
+_OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, and more where rows are bad
+_TOUCH_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class _Open:
+    block: Block
+    touched_at: float
+
+
+class Maps:
+    """The blocks of a cache folder by their keys, those used last in memory. For all threads."""
+
+    def __init__(self, cache: CacheFolder) -> None:
+        self.cache = cache
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._checked_at = time.monotonic()
+        self._telling = Seldom()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open_now(self, key: str) -> Block | None:
+        """A block that is mapped at this moment."""
+        with self._lock:
+            found = self._open.get(key)
+        return found.block if found else None
+
+    def known(self, keys: Sequence[str]) -> list[Block | None]:
+        """The blocks of these keys; None for those that would have to be read, since they were never mapped here."""
+        now = time.monotonic()
+        with self._lock:  # once for all: where many threads wait for a lock, to have it takes longer than what it guards
+            found = [self._open.get(key) for key in keys]
+            # Whether it was used a moment ago or just now makes no difference to which are used last.
+            long_ago = [key for key, own in zip(keys, found, strict=True) if own and own.touched_at < now - _TOUCH_SECONDS]
+            for key in long_ago:
+                self._open.move_to_end(key)
+                self._open[key].touched_at = now
+        # Else a block in constant use would look like the one used longest ago; and what another process has removed would
+        # hold disk space, that no budget counts, for as long as it is mapped.
+        for key in long_ago:
+            if not self.cache.touch(key):
+                with self._lock:
+                    self._open.pop(key, None)
+        return [
+            own.block if own else self._opened(key, self.cache.read_again(key)) for key, own in zip(keys, found, strict=True)
+        ]
+
+    def read(self, key: str) -> Block | None:
+        """A block that is stored, whose file is read if it was never mapped here; None: it is not, or damaged."""
+        return self._opened(key, self.cache.read(key))
+
+    def write(self, key: str, batch: pa.RecordBatch) -> int:
+        """Stores a block. Returns its bytes, or 0 if the cache does not keep it."""
+        stream = _Pieces()
+        with pa.ipc.new_stream(stream, batch.schema) as writer:
+            writer.write_batch(batch)
+        try:
+            return sum(map(len, stream.pieces)) if self.cache.write(key, *stream.pieces) else 0
+        except OSError as error:
+            if self._telling.is_due():
+                log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
+            return 0
+        finally:
+            self.let_go()
+
+    def _opened(self, key: str, content: pa.Buffer | None) -> Block | None:
+        if content is None:
+            return None
+        try:
+            block = Block.of(pa.ipc.open_stream(content).read_next_batch())
+        except MemoryError:
+            raise
+        except (pa.ArrowException, KeyError, StopIteration) as error:
+            log.warning("the cached block %s is damaged and will be made again: %s", key, error)
+            self.cache.drop(key)
+            return None
+        with self._lock:
+            self._open[key] = _Open(block, time.monotonic())
+            while len(self._open) > _OPEN_BLOCKS:
+                self._open.popitem(last=False)
+        return block
+
+    def let_go(self) -> None:
+        """Closes the maps of evicted files: until then they hold disk space that the budget no longer counts."""
+        with self._lock:
+            while self.cache.evicted:
+                self._open.pop(self.cache.evicted.popleft(), None)
+            if time.monotonic() - self._checked_at < _TOUCH_SECONDS:
+                return
+            self._checked_at = time.monotonic()
+            keys = list(self._open)
+        gone = [key for key in keys if not self.cache.has(key)]  # by another process
+        with self._lock:
+            for key in gone:
+                self._open.pop(key, None)
+
+
+class _Pieces(RawIOBase):
+    """What is written, piece by piece: to join them would copy every block once more."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def writable(self) -> bool:
+        """So that pyarrow writes to it."""
+        return True
+
+    def write(self, piece: Piece) -> int:
+        """Keeps a piece: a buffer that pyarrow has written from, or a copy of a few bytes."""
+        self.pieces.append(piece)
+        return len(piece)

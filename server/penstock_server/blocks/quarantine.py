@@ -1,0 +1,209 @@
+"""The quarantine: rows that cannot be used and row groups that cannot be read, as far as they were met, and why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from penstock.urls import dataset_path
+from penstock_server.blocks.block import Block
+from penstock_server.problems import BadRow, DatasetInvalid, ShardUnreadable
+from penstock_server.recipes.mask_columns import way_without
+from penstock_server.snapshots.snapshot import Snapshot
+
+log = logging.getLogger("penstock.quarantine")
+
+_LISTED_ROWS = 100_000  # with their reasons; beyond them rows are only counted
+_LISTED_FOOTERS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quarantined:
+    """A row that cannot be used."""
+
+    row: int
+    """its number, counted over all shards in their order"""
+    shard: str
+    """its Parquet file"""
+    row_group: int
+    """its row group there"""
+    row_in_group: int
+    """its number in the row group"""
+    reason: str
+    """why it cannot be used"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadGroup:
+    """A row group that cannot be read, or of which the footer alone tells that it has bad rows."""
+
+    shard: str
+    """its Parquet file"""
+    row_group: int
+    """its number there"""
+    reason: str
+    """why, and what to do"""
+
+
+class Quarantine:
+    """What is known to be bad of one snapshot. Every block that is made or mapped is looked at once."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._lock = threading.Lock()
+        # Every request asks: to add up ten thousand footers would take longer than a batch.
+        self._num_in_footers = sum(nulls for shard in snapshot.shards for nulls in shard.null_rows)
+        self.num_rows = snapshot.num_rows  # those that the filter keeps, set once they are counted
+        self.num_bad_counted = 0  # bad rows of the whole dataset, set once the tokens of all rows are counted
+        self._num_met = 0
+        self._rows: dict[int, list[Quarantined]] = {}  # of each block that has some
+        self._num_listed = 0
+        self._groups: dict[tuple[str, int], BadGroup] = {}
+
+    def look_at(self, index: int, loaded: Future[Any]) -> None:
+        """Notes what is bad in a block that was loaded, or that it could not be."""
+        if loaded.cancelled():
+            return
+        error = loaded.exception()
+        if isinstance(error, ShardUnreadable):
+            at = self._snapshot.block(index)
+            group = BadGroup(shard=at.shard.path.name, row_group=at.row_group, reason=str(error))
+            with self._lock:
+                is_known = (group.shard, group.row_group) in self._groups
+                self._groups[group.shard, group.row_group] = group
+            if not is_known:  # batches ask for it again and again
+                log.warning("%s", error)
+        elif error is None:
+            if self._groups:
+                self._forget(index)
+            if isinstance(block := loaded.result(), Block):  # not some rows of it, of which none is bad
+                self.look_in(index, block)
+
+    def _forget(self, index: int) -> None:
+        """A block could be read: what was wrong with its row group was of its time, as a disk that was away."""
+        at = self._snapshot.block(index)
+        with self._lock:
+            self._groups.pop((at.shard.path.name, at.row_group), None)
+
+    def look_in(self, index: int, block: Block) -> None:
+        """Notes what is bad in a block."""
+        if block.bad and not self.has_met(index):
+            at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
+            numbers = block.stored_rows.tolist()
+            place = [(numbers[row], reason) for row, reason in sorted(block.bad.items())[: self._num_to_list]]
+            rows = [
+                Quarantined(
+                    row=first + row,
+                    shard=at.shard.path.name,
+                    row_group=at.row_group,
+                    row_in_group=at.first_row + row,
+                    reason=reason,
+                )
+                for row, reason in place
+            ]
+            with self._lock:
+                if not self.has_met(index):
+                    self._num_met += len(block.bad)
+                    self._rows[index] = rows[: self._num_to_list]
+                    self._num_listed += len(self._rows[index])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more rows are listed, whatever is met."""
+        return self._num_to_list == 0
+
+    @property
+    def _num_to_list(self) -> int:
+        return max(0, _LISTED_ROWS - self._num_listed)
+
+    def has_met(self, index: int) -> bool:
+        """Whether the bad rows of a block have been noted."""
+        return index in self._rows
+
+    @property
+    def num_bad_rows(self) -> int:
+        """Bad rows met so far, or as many as the footers tell; all, once they are counted."""
+        return max(self._num_in_footers, self._num_met, self.num_bad_counted)
+
+    def rows(self) -> list[Quarantined]:
+        """The bad rows met so far, in the order of the dataset; the first 100,000 that were met."""
+        with self._lock:
+            return [row for index in sorted(self._rows) for row in self._rows[index]]
+
+    def groups(self) -> list[BadGroup]:
+        """The row groups that could not be read, and up to a thousand with more bad rows, by their footers, than are listed."""
+        with self._lock:
+            unread = dict(self._groups)
+            listed = Counter((row.shard, row.row_group) for rows in self._rows.values() for row in rows)
+        for group in islice(self._known_by_footers(listed), _LISTED_FOOTERS):
+            unread.setdefault((group.shard, group.row_group), group)
+        return [unread[key] for key in sorted(unread)]
+
+    def _known_by_footers(self, listed: Counter[tuple[str, int]]) -> Iterator[BadGroup]:
+        columns = " or ".join(self._snapshot.recipe.token_columns)
+        for shard in self._snapshot.shards if self._num_in_footers else ():
+            for number, (nulls, num_rows) in enumerate(zip(shard.null_rows, shard.rows_per_group, strict=True)):
+                if nulls > listed[shard.path.name, number]:
+                    reason = f"{nulls:,} of its {num_rows:,} rows are null in {columns}; which ones is known once it is read"
+                    yield BadGroup(shard=shard.path.name, row_group=number, reason=reason)
+
+    def check_block(self, block: Block, index: int) -> None:
+        """Raises BadRow: block `index` has one, and the recipe does not allow to do without it."""
+        if block.bad and self._snapshot.recipe.on_bad_row == "fail":
+            raise self.bad_row(block, index, min(block.bad))
+
+    def bad_row(self, block: Block, index: int, row: int) -> BadRow:
+        """What is said of a row of block `index` that cannot be used."""
+        address, recipe, reason = self._snapshot.block(index), self._snapshot.recipe, block.bad[row]
+        limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.has_too_many else ""
+        number = address.first_row + int(block.stored_rows[row])
+        place = f"row {number} of row group {address.row_group} in {address.shard.path.name}"
+        leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
+        otherwise = f" Before a run begins, such rows can be left out by {leave_out}." if leave_out else ""
+        otherwise += way_without(reason, recipe.masks, recipe.fields[0][1].text)
+        mended = (
+            f'Mend the shard, or set on_bad_row = "replace"{limit} in {self._snapshot.folder / "penstock.toml"} to serve a '
+            f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
+        )
+        if not block.has_good:  # no neighbour could stand in
+            mended = f"Mend the shard, or what {self._snapshot.folder / 'penstock.toml'} says of it."
+        return BadRow(
+            f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there "
+            f"cannot be used. {mended}{otherwise}"
+        )
+
+    def check(self) -> None:
+        """Raises DatasetInvalid: more rows are known to be bad than the recipe allows to replace."""
+        recipe = self._snapshot.recipe
+        if recipe.on_bad_row == "replace" and self.has_too_many:
+            name, num_bad = self._snapshot.name, self.num_bad_rows
+            raise DatasetInvalid(
+                f"{name}: {num_bad:,} of {self.num_rows:,} rows ({num_bad / self.num_rows:.2%}) are known to be bad, "
+                f"more than max_bad_share = {recipe.max_bad_share:g} allows to replace. GET {dataset_path(name)}/quarantine "
+                f"lists them. Mend the data, or raise max_bad_share in penstock.toml."
+            )
+
+    @property
+    def refusal(self) -> str | None:
+        """Why every batch is refused by now; None if none is."""
+        try:
+            self.check()
+        except DatasetInvalid as refusal:
+            return str(refusal)
+        return None
+
+    @property
+    def num_unread_groups(self) -> int:
+        """Row groups that could not be read when they were needed."""
+        return len(self._groups)
+
+    @property
+    def has_too_many(self) -> bool:
+        """Whether more rows than the recipe allows to replace are known to be bad."""
+        return self.num_bad_rows > self._snapshot.recipe.max_bad_share * self.num_rows

@@ -1,0 +1,124 @@
+"""What is told of datasets, mixtures and specs: a summary for people, and all of it as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from penstock.text import counted, rows_kept
+from penstock_server.batches.plan import Plan
+from penstock_server.catalog.declared import DeclaredMixture
+from penstock_server.catalog.held import Held, Served
+from penstock_server.catalog.warnings import advice_on_run
+from penstock_server.index.row_lengths import RowLengths
+from penstock_server.schemas.datasets import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
+from penstock_server.snapshots.snapshot import Snapshot
+
+
+def summary(served: Served) -> tuple[str, str]:
+    """A snapshot that is served in two lines, for people: how much it is, and its recipe."""
+    snapshot = served.snapshot
+    rows, shards = rows_kept(snapshot.num_rows, served.index.num_rows), counted(len(snapshot.shards), "shard")
+    return (
+        f"{served.name}: {rows} in {shards}, snapshot {snapshot.fingerprint}",
+        f"recipe: {snapshot.recipe.describe()}",
+    )
+
+
+def describe_mixture(mixture: DeclaredMixture) -> MixtureAnswer:
+    """A mixture that is declared."""
+    return {
+        "name": mixture.name,
+        "mix": str(mixture.mix),
+        "stopping_strategy": mixture.stopping_strategy,
+        "datasets": list(mixture.mix.datasets),
+    }
+
+
+def describe_dataset(served: Served) -> DatasetAnswer:
+    """A snapshot that is served."""
+    snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
+    index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
+    lengths = index.lengths.get() if index.lengths.is_ready else None
+    splits, told = (_splits(lengths, snapshot), lengths.quantiles) if lengths else (None, {})
+    tokens = lengths.per_block("all").sums()[1] if lengths else None
+    return {
+        "name": served.name,
+        "rows": snapshot.num_rows,
+        "rows_served": index.num_rows,
+        "tokens": tokens,
+        "row_tokens": told.get("row"),
+        "prompt_tokens": told.get("prompt"),
+        "response_tokens": told.get("response"),
+        "split_rule": snapshot.split_rule,
+        "splits": splits,
+        "shards": len(snapshot.shards),
+        "blocks": snapshot.num_blocks,
+        "size_bytes": sum(shard.date.size_bytes for shard in snapshot.shards),
+        "blocks_bytes": int(index.bytes_per_block().sum()),
+        "index": {"blocks_done": index.num_counted, "blocks": snapshot.num_blocks},
+        "bad_rows": {
+            "known": quarantine.num_bad_rows,
+            "on_bad_row": snapshot.recipe.on_bad_row,
+            "refusal": quarantine.refusal,
+            "unread_row_groups": quarantine.num_unread_groups,
+        },
+        "cache": {
+            "used_bytes": cache.used_bytes,
+            "budget_bytes": cache.budget_bytes,
+            "configured_bytes": cache.configured_bytes,
+            "failure": cache.failure,
+        },
+        "columns": snapshot.recipe.encoded_columns,
+        "recipe": snapshot.recipe.describe(),
+        "unused_columns": list(snapshot.recipe.unused),
+        "token_dtype": snapshot.token_dtype,
+        "snapshot": snapshot.fingerprint,
+    }
+
+
+def _splits(lengths: RowLengths, snapshot: Snapshot) -> dict[str, SplitAnswer]:
+    """What is in train, in validation, and in the other splits that there are."""
+    counts = {split: lengths.per_block(split).sums() for split in dict.fromkeys(("train", "validation", *snapshot.splits))}
+    return {split: {"rows": rows, "tokens": tokens, "bad_rows": bad} for split, (rows, tokens, bad) in counts.items()}
+
+
+def rows_held_out(rows: Mapping[str, int]) -> str:
+    """The rows of validation, and of test if there are any, for people."""
+    return ", ".join(f"{counted(n, 'row')} in split={split}" for split, n in rows.items() if n or split == "validation")
+
+
+def lengths_told(quantiles: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """The quantiles of RowLengths in sentences: what a seq_len is chosen by, and a target_seq_len."""
+    for name, tokens in quantiles.items():
+        yield (
+            f"half of the {name}s have at most {counted(tokens['median'], 'token')}, 90% at most {tokens['p90']:,}, 99% at "
+            f"most {tokens['p99']:,}, all at most {tokens['longest']:,}"
+        )
+
+
+def describe_held(held: Held) -> DatasetAnswer:
+    """A dataset by its latest snapshot, and what is held of it. Raises DatasetInvalid: see Held.opened."""
+    return {
+        **describe_dataset(held.opened()),
+        "snapshots": [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots],
+        "refresh_error": held.error,
+    }
+
+
+def describe_spec(plan: Plan) -> SpecAnswer:
+    """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
+    tensors: list[TensorAnswer] = [
+        {"name": tensor.name, "dtype": tensor.dtype, "shape": [*shape]}
+        for tensor, shape in zip(plan.tensors, plan.shapes, strict=True)
+    ]
+    return {
+        "snapshot": plan.snapshot,
+        "num_steps": plan.schedule.num_steps,
+        "num_samples": plan.schedule.num_positions,
+        "vocab_size": plan.vocab_size,
+        "padding": plan.padding,
+        "tensors": tensors,
+        "split_rules": {member.name: member.snapshot.split_rule for member in plan.members},
+        "advice": list(advice_on_run(plan)),
+        "spec": plan.spec.to_dict(),
+    }

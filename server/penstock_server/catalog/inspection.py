@@ -1,0 +1,94 @@
+"""Inspecting: what a dataset is, and what its rows become, for a person and without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.batch import SIDES
+from penstock.display.batch_view import Piece
+from penstock.display.table import piece_lines
+from penstock.display.terminal import BOLD, RED, YELLOW, Terminal
+from penstock.printable import printable
+from penstock.text import counted, size
+from penstock_server.catalog.describe import describe_dataset, lengths_told, rows_held_out, summary
+from penstock_server.catalog.held import Served
+from penstock_server.catalog.lookup import show_row
+from penstock_server.catalog.warnings import told_splits
+from penstock_server.snapshots.snapshot import Snapshot
+
+_MARGIN = "      "
+
+
+def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> Iterator[str]:
+    """A dataset in a few lines, and those of these rows that it has: of each about `num_lines` lines of text; 0: all.
+
+    Raises RowOutOfRange: it has none of them. Raises what a block raises that cannot be read.
+    """
+    name, recipe = summary(served)
+    yield terminal.paint(printable(name), BOLD)
+    yield printable(f"  {recipe}")
+    yield f"  splits: {_splits(served.snapshot)}"
+    facts = describe_dataset(served)
+    yield f"  {_sizes(facts)}"
+    if facts["tokens"]:
+        told = {"row": facts["row_tokens"], "prompt": facts["prompt_tokens"], "response": facts["response_tokens"]}
+        yield from (f"  {line}" for line in lengths_told({name: tokens for name, tokens in told.items() if tokens}))
+    for row in rows[: max(1, served.snapshot.num_rows - rows.start)]:
+        yield from _row(show_row(served, row), terminal, num_lines)
+    yield ""
+
+
+def _splits(snapshot: Snapshot) -> str:
+    """What gives the splits, and how much is held out."""
+    held_out = f"{snapshot.validation:.3g} of the rows held out for validation by hash"
+    if not snapshot.shard_splits:
+        return held_out
+    by_name = f"by the names of the shards: {told_splits(snapshot.shard_splits)}"
+    return f"{by_name}; of train, {held_out}" if snapshot.validation else by_name
+
+
+def _sizes(facts: Mapping[str, Any]) -> str:
+    tokens = "tokens not counted yet: penstock prepare does"
+    if splits := facts["splits"]:
+        held_out = {split: counts["rows"] for split, counts in splits.items() if split != "train"}
+        tokens = f"{counted(facts['tokens'], 'token')}; {rows_held_out(held_out)}"
+    blocks = counted(facts["blocks"], "block")
+    return f"{size(facts['size_bytes'])} in files; {blocks}, about {size(facts['blocks_bytes'])} in the cache; {tokens}"
+
+
+def _row(facts: Mapping[str, Any], terminal: Terminal, num_lines: int) -> Iterator[str]:
+    place = f"{facts['shard']}, row group {facts['row_group']}, row {facts['row_in_group']:,}"
+    split = f", split={facts['split']}" if "split" in facts else ""
+    yield printable(f"  row {facts['row']:,}: {place}{split}")
+    if "filtered_by" in facts:
+        yield terminal.paint(printable(f"    left out by {facts['filtered_by']}"), YELLOW)
+    if "bad" in facts:
+        yield terminal.paint(printable(f"    cannot be used: {facts['bad']}"), RED)
+    for side in SIDES:
+        if f"{side}tokens" in facts:
+            pieces = _pieces(facts, side)
+            named = f"{side.removesuffix('_')}: " if side else ""
+            yield f"    {named}{counted(facts[f'{side}num_tokens'], 'token')}, {facts[f'{side}num_loss_tokens']:,} with loss"
+            yield from _indented(pieces, terminal, num_lines)
+    for name, value in facts.get("columns", {}).items():
+        yield from _indented([Piece(f"{name}: {value}", 0, True)], terminal, num_lines)
+
+
+def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
+    """The turns of a row, or all of it as one where it has none: as ids, where there is no tokenizer."""
+    ids = facts[f"{side}tokens"]
+    whole = {"in_loss": True, "num_tokens": len(ids)} | ({"text": facts[f"{side}text"]} if f"{side}text" in facts else {})
+    pieces, end = [], 0
+    for turn in facts.get(f"{side}turns", [whole]):
+        start, end = end, end + turn["num_tokens"]
+        text = turn["text"] if "text" in turn else " ".join(map(str, ids[start:end]))
+        pieces.append(Piece(text, turn["num_tokens"], turn["in_loss"]))
+    if more := facts[f"{side}num_tokens"] - end:  # of very many tokens or turns the first are told
+        pieces.append(Piece(" ...", more, False))
+    return pieces
+
+
+def _indented(pieces: Sequence[Piece], terminal: Terminal, num_lines: int) -> Iterator[str]:
+    for line in piece_lines(pieces, terminal, terminal.columns - len(_MARGIN), num_lines):
+        yield _MARGIN + line
