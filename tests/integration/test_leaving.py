@@ -63,7 +63,7 @@ def test_a_loop_that_is_left_leaves_no_thread_and_no_socket(server: Server, chan
         for _ in batches:
             next(dropped)
             threads = held()
-            assert [threads[f"penstock-{name}"] for name in ("fetch", "watch", "ledger")] == [3, 3, 2]
+            assert [threads[f"penstock-{name}"] for name in ("fetch", "ledger")] == [3, 2]
             change()
             raise ValueError("the loss is nan")
 

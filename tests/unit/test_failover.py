@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -102,127 +104,25 @@ def test_retry_after_holds_for_the_server_that_said_so_and_for_the_next_request_
         assert transport.get("/", bytes) == b"here"
 
 
-def tried(transport: Transport) -> bool | None:
-    """Whether home has given what it was asked for aside; None if it was not asked."""
-    if not transport._trial:
-        return None
-    transport._trial._thread.join(60)
-    return transport._trial.outcome
-
-
-def test_it_comes_home_once_home_gives_what_another_gives(
+def test_run_comes_home_when_the_home_server_answers_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.0)
-    answers = {"/healthz": (200, b""), "/": (500, b"")}
-    with (
-        pages(lambda path: answers[path]) as home,
-        pages(named(b"away")) as away,
-        closing(Transport(Servers([home, away]), retry_seconds=9)) as transport,
-    ):
-        given = [(transport.get("/", bytes), tried(transport)) for _ in range(4)]
-        assert given == [(b"away", None), (b"away", False), (b"away", None), (b"away", False)]
-        assert transport.num_retries == 1  # home lives, but fails, and is asked aside
-        answers["/"] = (200, b"home")
-        given = [(transport.get("/", bytes), tried(transport)) for _ in range(4)]
-        assert given == [(b"away", None), (b"away", True), (b"home", None), (b"home", None)]
-        answers["/"] = (200, b"home again")
-        assert transport.get_some("/", lambda body: [body]) == [b"home again"]
-        assert transport.num_retries == 1
-    assert caplog.text.count(f"{home} answers again") == 1
-
-
-def test_who_asks_once_and_closes_comes_home_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a loop over an evaluation set of one batch; each has a transport of its own, on the same servers."""
     monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.0)
     answers = [(500, b"")]
     with pages(lambda _: answers[-1]) as home, pages(named(b"away")) as away:
-        servers = Servers([home, away])
-        given = []
+        servers, given = Servers([home, away]), []
         for turn in range(4):
             with closing(Transport(servers, retry_seconds=9)) as transport:
-                given.append((transport.get("/", bytes), tried(transport)))
+                given.append((transport.get("/", bytes), transport.num_retries))
             if turn == 1:
                 answers.append((200, b"home"))
-    assert given == [(b"away", None), (b"away", False), (b"away", True), (b"home", None)]
+    assert given == [(b"away", 1), (b"away", 1), (b"home", 0), (b"home", 0)]
+    assert caplog.text.count(f"{home} answers again: back to it") == 1
 
 
-def test_a_trial_that_is_cut_off_is_made_again_some_time_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, over, asked = 0.0, threading.Event(), Counter[str]()
+def test_home_server_is_asked_again_no_sooner_than_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.transport.servers, "uniform", lambda *_: 1.0)
-
-    def home(path: str) -> tuple[int, bytes]:
-        asked[path] += 1
-        if asked[path] > 1:
-            over.wait(60)
-        return 500, b""
-
-    with pages(home) as first, pages(named(b"away")) as second:
-        servers = Servers([first, second], clock=lambda: now)
-        tries = []
-        for _ in range(12):
-            with closing(Transport(servers, retry_seconds=9)) as transport:
-                assert transport.get("/", bytes) == b"away"
-                tries.append(transport._trial is not None)
-            now += 20
-        over.set()
-    assert tries == [number in (2, 5, 11) for number in range(12)]  # after 30, 60 and 120 seconds
-
-
-def test_nobody_waits_for_a_home_that_lives_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.0)
-    monkeypatch.setattr(penstock.transport.transport, "_HURRY_SECONDS", 0.5)
-    asked = Counter[str]()
-    over = threading.Event()
-
-    def home(path: str) -> tuple[int, bytes]:
-        asked[path] += 1
-        if path == "/" and asked[path] > 1:
-            over.wait(60)
-        return (200 if path == "/healthz" else 500), b""
-
-    with pages(home) as first, pages(named(b"away")) as second:
-        with closing(Transport(Servers([first, second]), retry_seconds=9)) as transport:
-            assert [transport.get("/", bytes) for _ in range(9)] == [b"away"] * 9
-            assert transport.num_retries == 1
-            trial = transport._trial
-            assert trial
-            assert trial.outcome is None
-        assert not trial._thread.is_alive()
-        assert asked["/"] <= 2
-        over.set()
-
-
-def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.0)
-    answers = {"home": (500, b""), "away": (200, b"away")}
-    with (
-        pages(lambda _: answers["home"]) as home,
-        pages(lambda _: answers["away"]) as away,
-        closing(Transport(Servers([home, away]), retry_seconds=9)) as transport,
-    ):
-        assert transport.get("/", bytes) == b"away"
-        answers["home"] = (200, b"home")
-        assert transport.get("/", bytes) == b"away"
-        assert tried(transport) is True
-        trial, transport._trial = transport._trial, None
-        answers["away"] = (500, b"")
-        assert transport.get("/", bytes) == b"home"
-        transport._trial = trial
-        assert [transport.get("/", bytes) for _ in range(2)] == [b"home"] * 2
-        assert transport._trial is None
-    assert "back to it" not in caplog.text
-
-
-def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_it_should(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(penstock.transport.servers, "uniform", lambda *_: 1.0)
-    now = 0.0
-    asked = Counter[str]()
-    lives = threading.Event()
+    now, asked, lives = 0.0, Counter[str](), threading.Event()
 
     def home(path: str) -> tuple[int, bytes]:
         asked[path] += 1
@@ -231,21 +131,63 @@ def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_i
     with pages(home) as first, pages(named(b"away")) as second:
 
         def some() -> bytes:
-            return b"".join(transport.get_some("/", lambda body: [bytes(body)]))
+            return b"".join(transport.get_some("/", lambda body: [bytes(body)])) or transport.get("/", bytes)
 
         with closing(Transport(Servers([first, second]), retry_seconds=9)) as transport:
             transport._servers._clock = lambda: now
-            assert transport.get("/", bytes) == b"away"
+            assert some() == b"away"
+            assert asked["/"] == 1
             now = 29.0
-            assert (some(), tried(transport), asked["/"]) == (b"away", None, 1)
+            assert (some(), asked["/"]) == (b"away", 1)
             now = 31.0
-            assert [(some(), tried(transport)) for _ in range(2)] == [(b"away", False), (b"away", None)]
+            assert [some(), some()] == [b"away", b"away"]
             assert asked["/"] == 2  # it is away for twice as long from here on
             lives.set()
             now = 90.0
-            assert (some(), tried(transport)) == (b"away", None)
+            assert (some(), asked["/"]) == (b"away", 2)
             now = 92.0
-            assert [(some(), tried(transport)) for _ in range(2)] == [(b"away", True), (b"home", None)]
+            assert some() == b"home"
+
+
+def test_server_that_hangs_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport.transport, "_READ_SECONDS", 0.3)
+    over = threading.Event()
+    with pages(lambda _: (200, bytes(over.wait(60)))) as hanging, pages(named(b"here")) as good:
+        assert get(hanging, good) == (b"here", 1)
+        over.set()
+
+
+def test_server_that_hangs_within_a_response_gives_way_and_what_came_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport.transport, "_READ_SECONDS", 0.3)
+    over = threading.Event()
+
+    def singly(body: memoryview) -> list[bytes]:
+        return [bytes(body[n : n + 1]) for n in range(len(body))]
+
+    cut = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"
+    with server(cut, hold=over) as hanging, closing(Transport(Servers([hanging]), retry_seconds=60)) as transport:
+        assert transport.get_some("/", singly) == [b"a", b"b", b"c"]
+        over.set()
+
+
+def test_response_that_comes_in_drops_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport.transport, "_READ_SECONDS", 1.0)
+    drops = [b"drop"] * 20
+
+    def drip() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 80\r\n\r\n")
+            for drop in drops:
+                connection.sendall(drop)
+                time.sleep(0.1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        assert get(f"http://127.0.0.1:{listening.getsockname()[1]}") == (b"".join(drops), 0)
+        thread.join(60)
 
 
 def test_a_refusal_is_taken_back_by_who_counts_now() -> None:
@@ -333,15 +275,14 @@ def test_an_interrupt_wakes_a_read_on_whichever_connection_it_is(monkeypatch: py
 
     def home(path: str) -> tuple[int, bytes]:
         asked[path] += 1
-        if asked["/"] == 4:
+        if asked["/"] == 3:
             reading.set()
             over.wait(60)
         return (500 if path == "/" and asked["/"] == 2 else 200), b"home"
 
     with pages(home) as first, pages(named(b"away")) as second:
         transport = Transport(Servers([first, second]), retry_seconds=600)
-        assert [transport.get("/", bytes) for _ in range(3)] == [b"home", b"away", b"away"]
-        assert tried(transport)
+        assert [transport.get("/", bytes) for _ in range(2)] == [b"home", b"away"]
         caught: list[BaseException] = []
 
         def run() -> None:

@@ -20,6 +20,10 @@ class Clock:
         return self.now
 
 
+def asks_home(servers: Servers) -> bool:
+    return servers.turn()[0] == servers.home
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(penstock.transport.servers, "uniform", lambda low, high: (low + high) / 2)
@@ -66,17 +70,15 @@ def test_it_is_time_to_go_home_some_while_after_another_server_answered(clock: C
     servers = Servers(NAMES, 0, clock)
     servers.failed("a")
     clock.now += 1000
-    assert not servers.return_is_due()
+    assert not asks_home(servers)
     servers.answered("b")
     clock.now += 29
-    assert not servers.return_is_due()
+    assert not asks_home(servers)
     clock.now += 1
-    assert servers.return_is_due()
-    servers.go_home()
+    assert asks_home(servers)
     assert servers.turn() == ["a", "b", "c"]
-    servers.answered("a")
-    clock.now += 1000
-    assert not servers.return_is_due()
+    assert servers.answered("a")
+    assert not servers.answered("a")
 
 
 def test_the_way_home_is_asked_for_less_and_less_often_while_home_fails(clock: Clock) -> None:
@@ -86,19 +88,15 @@ def test_the_way_home_is_asked_for_less_and_less_often_while_home_fails(clock: C
         servers.failed("a")
         servers.answered("b")
         began = clock.now
-        while not servers.return_is_due():
+        while not asks_home(servers):
             clock.now += 1
         waits.append(clock.now - began)
-        servers.go_home()
     assert waits == [30, 60, 120, 240, 300, 300]
     servers.answered("a")
     servers.failed("a")
     servers.answered("c")
     clock.now += 30
-    assert servers.return_is_due()
-    servers.stay_away()
-    clock.now += 59
-    assert not servers.return_is_due()
+    assert asks_home(servers)
 
 
 def test_the_way_home_is_not_put_off_where_another_server_fails_and_the_one_that_answers_is_asked_next(clock: Clock) -> None:
@@ -111,7 +109,7 @@ def test_the_way_home_is_not_put_off_where_another_server_fails_and_the_one_that
     servers.answered("b")
     assert servers.turn() == ["b", "a", "c"]
     clock.now += 1
-    assert servers.return_is_due()
+    assert asks_home(servers)
 
 
 def test_who_has_answered_is_not_left_alone_any_longer(clock: Clock) -> None:
@@ -133,7 +131,7 @@ def test_home_is_left_where_it_failed_another_and_stays_where_it_did_not(clock: 
     assert [servers.current for servers in ranks] == ["c"] * 6
     ranks[0].answered("c")
     clock.now += 30
-    assert ranks[0].return_is_due()
+    assert asks_home(ranks[0])
     asked.answered("a")
     another = Servers(NAMES, 0, clock)
     another.learn_from(asked)
@@ -150,9 +148,9 @@ def test_home_that_failed_once_more_is_left_alone_from_then_on(clock: Clock) -> 
         servers.failed(name)
     servers.answered("b")
     clock.now += 59
-    assert not servers.return_is_due()
+    assert not asks_home(servers)
     clock.now += 1
-    assert servers.return_is_due()
+    assert asks_home(servers)
 
 
 def test_ranks_that_lost_their_home_together_do_not_come_back_together() -> None:
@@ -162,8 +160,8 @@ def test_ranks_that_lost_their_home_together_do_not_come_back_together() -> None
         servers.failed("a")
         servers.answered("b")
     clock.now += 15
-    assert not any(servers.return_is_due() for servers in lost)
+    assert not any(asks_home(servers) for servers in lost)
     clock.now += 15
-    assert 10 < sum(servers.return_is_due() for servers in lost) < 90
+    assert 10 < sum(asks_home(servers) for servers in lost) < 90
     clock.now += 15.1
-    assert all(servers.return_is_due() for servers in lost)
+    assert all(asks_home(servers) for servers in lost)

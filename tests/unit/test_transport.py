@@ -381,6 +381,6 @@ def test_a_server_that_tokenizes_what_is_asked_for_is_asked_again_itself_and_its
 
 
 def test_a_server_that_comes_no_further_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.transport.transport, "_HURRY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.transport.transport, "_STUCK_SECONDS", 0.0)
     with server(preparing(1), preparing(1)) as url, server(response(b"here")) as other:
         assert get(url, other) == (b"here", 1)

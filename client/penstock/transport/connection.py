@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,11 +14,11 @@ from typing import Any
 import httpx
 
 from penstock import __version__
-from penstock.errors import SpecError, WireError
+from penstock.errors import WireError
 from penstock.threads import Flag
 from penstock.transport.buffers import Buffers
 from penstock.transport.channel import HttpError
-from penstock.transport.probe import by_proxy, http_client, proxy_of, status_aside, tls_refusal
+from penstock.transport.probe import by_proxy, http_client, proxy_of, tls_refusal
 from penstock.transport.receive import Body, Origin, Receiver, Request
 from penstock.transport.responses import TransientError, UnexpectedServer, doubt, failure_of
 from penstock.wire import content_digest
@@ -46,14 +45,12 @@ class Connection:
     Bodies are received into what `allocate(nbytes)` gives, by default memory that is used again once nobody looks at it; those
     that come through a proxy or in chunks into memory of their own.
 
-    `interrupt`, `hang_up`, `is_alive` and `would_answer` may be called from other threads.
+    `interrupt` may be called from other threads.
     """
 
     def __init__(self, allocate: Callable[[int], memoryview] | None = None) -> None:
-        self.heard_at = time.monotonic()  # when the last bytes came
         self.interrupted = Flag()  # from then on nothing can be fetched
-        self._own, self._aside = _Sockets(), _Sockets()  # what `fetch` reads from, and what is asked aside meanwhile
-        self._hung_up: str | None = None
+        self._sockets = _Sockets()
         self._allocate, self._buffers = allocate, Buffers() if allocate else _take_spare()
         self._is_fetching = False
         self._receiver = Receiver(self._remember)
@@ -68,18 +65,13 @@ class Connection:
         Raises TransientError: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
         Raises the PenstockError that fits the refusal.
         """
-        self._hung_up = None
         named = server + target.partition("?")[0]
-
-        def hear() -> None:
-            self.heard_at = time.monotonic()
-
-        receiving = Body(self._allocate or self._buffers.allocate, hear)
+        receiving = Body(self._allocate or self._buffers.allocate)
         try:
             self._is_fetching = True
             status, headers, body = self._exchange(server, target, then, silence_seconds, receiving)
         except (httpx.RequestError, OSError, HttpError) as error:
-            reason = self._hung_up or str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             if refusal := tls_refusal(server, reason):
                 raise UnexpectedServer(refusal) from error
             if isinstance(error, httpx.ProxyError) and reason.startswith("407"):
@@ -88,7 +80,7 @@ class Connection:
             is_silence = not receiving.status and not isinstance(error, (HttpError, httpx.ProxyError))
             raise TransientError(reason + by_proxy(server), received=received, is_silence=is_silence) from error
         finally:
-            self._is_fetching, self._hung_up = False, None
+            self._is_fetching = False
         declared = headers.get("content-digest", "")
         if declared.startswith("sha-256=:") and declared != content_digest(body):
             raise WireError(f"the answer of {named} was damaged on the way: its digest is not the one that was sent with it")
@@ -96,25 +88,10 @@ class Connection:
             return body
         raise failure_of(named, status, headers, bytes(body), by_proxy(server))
 
-    def is_alive(self, server: str, seconds: float) -> bool:
-        """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""
-        # A proxy that passes only batches on says 404, one that has nobody behind it 502.
-        return 0 < self._status(f"{server}/healthz", seconds) < 500
-
-    def would_answer(self, server: str, target: str, seconds: float) -> bool:
-        """Whether a server begins to give what `fetch` would, on a connection of its own, within so many seconds."""
-        return self._status(server + target, seconds) == 200
-
-    def hang_up(self, reason: str) -> None:
-        """Makes the `fetch` in another thread fail now, with this reason."""
-        self._hung_up = reason
-        self._own.shut_down()
-
     def interrupt(self) -> None:
         """Makes whatever runs in other threads fail now; nothing can be fetched afterwards."""
         self.interrupted.set()
-        self._own.shut_down()
-        self._aside.shut_down()
+        self._sockets.shut_down()
 
     def close(self) -> None:
         """Closes what is open. A thread that should have ended, and still fetches, fails."""
@@ -142,27 +119,14 @@ class Connection:
         status, headers = self._receiver.get(request, receiving)
         return status, headers, receiving.received
 
-    def _status(self, url: str, seconds: float) -> int:
-        """Of the answer to a question aside; 0 if there is none."""
-        try:
-            timeout = httpx.Timeout(seconds, connect=min(_CONNECT_SECONDS, seconds))
-            return status_aside(url, timeout, _trace(self._remember_aside))
-        except (httpx.RequestError, SpecError):
-            return 0
-
     def _remember(self, made: socket.socket) -> None:
-        self._own.add(made)
-        if self.interrupted.is_set() or self._hung_up:  # while this connection was made, or one that it is to replace
-            self._own.shut_down()
-
-    def _remember_aside(self, made: socket.socket) -> None:
-        self._aside.add(made)
-        if self.interrupted.is_set():
-            self._aside.shut_down()
+        self._sockets.add(made)
+        if self.interrupted.is_set():  # while this connection was made
+            self._sockets.shut_down()
 
 
 class _Sockets:
-    """Those that are open for one purpose. Any thread may add one, or shut them all down."""
+    """Open sockets. Any thread may add one, or shut them all down."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal may interrupt whoever shuts them down, and its handler do the same

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -33,12 +31,6 @@ def ask_aside(url: str, seconds: float) -> httpx.Response:
             if time.monotonic() > deadline:
                 raise httpx.ReadTimeout(f"its answer was not whole after {seconds:g} seconds", request=answer.request)
         return httpx.Response(answer.status_code, content=body, request=answer.request)
-
-
-def status_aside(url: str, timeout: httpx.Timeout, trace: Callable[[str, Mapping[str, Any]], None]) -> int:
-    """The status that an answer to a GET begins with; the rest of it is given up. Raises httpx.RequestError: nothing came."""
-    with client_aside(url) as client, client.stream("GET", url, timeout=timeout, extensions={"trace": trace}) as answer:
-        return answer.status_code
 
 
 def client_aside(server: str) -> httpx.Client:

@@ -53,11 +53,11 @@ class Request(NamedTuple):
 class Body:
     """The body of one response: `allocate(nbytes)` gives memory for it, where the response tells its length.
 
-    What has come so far is `received`. Whenever something came, `on_bytes()` is called.
+    What has come so far is `received`.
     """
 
-    def __init__(self, allocate: Callable[[int], memoryview], on_bytes: Callable[[], None]) -> None:
-        self._allocate, self._on_bytes = allocate, on_bytes
+    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
+        self._allocate = allocate
         self._memory, self._num_bytes = memoryview(b""), 0
         self.status = 0  # that it came with, or is still coming
 
@@ -78,7 +78,6 @@ class Body:
             if not came:
                 raise HttpError(f"the connection ended {head.length - self._num_bytes} bytes before the end of the answer")
             self._num_bytes += came
-            self._on_bytes()
 
     def collect(self, status: int, pieces: Iterable[bytes]) -> None:
         """Takes it in pieces. Raises HttpError: it is larger than any.  Raises what `pieces` raises."""
@@ -90,7 +89,6 @@ class Body:
                 parts.append(part)
                 num_bytes += len(part)
                 _check_size(status, num_bytes)
-                self._on_bytes()
         finally:
             self._memory = memoryview(b"".join(parts))
             self._num_bytes = len(self._memory)

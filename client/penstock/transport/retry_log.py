@@ -56,17 +56,8 @@ class RetryLog:
             self._said.clear()
 
     def came_home(self, server: str) -> None:
-        """The server that this rank has for its own is asked again."""
+        """The rank's home server answered again."""
         self._say("home", f"{server} answers again: back to it")
-
-    def slow(self, server: str, seconds: float) -> None:
-        """A server lives, and has sent nothing for so long; the ranks of a job wait for the same, so one tells."""
-        if _is_first_rank():
-            self._say(
-                "slow",
-                f"{server} is alive, but has sent nothing for {counted(round(seconds), 'second')}: it may have too much to "
-                f"do, or its disks may hang",
-            )
 
     def progress(self, progress: NotReady) -> None:
         """A bar that grows in its line of a terminal; elsewhere a line now and then."""

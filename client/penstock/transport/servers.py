@@ -38,8 +38,12 @@ class Servers:
         return len(self.addresses)
 
     def turn(self, *, also_busy: bool = False) -> list[str]:
-        """Whom to try now, in this order: each address once, but those that asked to be left alone for longer."""
-        order = [self.current, *(address for address in self.addresses if address != self.current)]
+        """The addresses to try now, in order: each once, without those that asked to be left alone for longer.
+
+        Where the home server failed a while ago, it is first, to find out whether it is back.
+        """
+        first = self.home if self._clock() >= self._return_at else self.current
+        order = [first, *(address for address in self.addresses if address != first)]
         return [address for address in order if also_busy or self._not_before[address] <= self._clock()]
 
     def seconds_until_ready(self) -> float:
@@ -56,18 +60,23 @@ class Servers:
         self._failing.add(address)
         if address == self.home:
             self._return_at = math.inf  # until another has answered
-        self.current = self.addresses[(self.addresses.index(address) + 1) % len(self)]
+        if address == self.current:
+            self.current = self.addresses[(self.addresses.index(address) + 1) % len(self)]
         return self.current
 
-    def answered(self, address: str) -> None:
-        """An address gave what it was asked for; it is the one to ask from now on."""
+    def answered(self, address: str) -> bool:
+        """An address gave what it was asked for; it is the one to ask from now on. Returns whether the run came back home."""
+        is_back_home = address == self.home != self.current and self._return_at < math.inf
         self.current = address
         self._failing.discard(address)
         self._not_before[address] = 0.0
         if address == self.home:
             self._away_seconds, self._return_at = _AWAY_SECONDS, math.inf
         elif self._return_at == math.inf:
-            self.stay_away()
+            # Ranks that lost their home together must not come back to it together.
+            self._return_at = self._clock() + self._away_seconds * uniform(0.5, 1.5)
+            self._away_seconds = min(2 * self._away_seconds, _MAX_AWAY_SECONDS)
+        return is_back_home
 
     def learn_from(self, other: Servers) -> None:
         """Leaves home, and those next to it, if they failed another who asked the same addresses and was answered."""
@@ -75,17 +84,3 @@ class Servers:
             return
         while self.current in other._failing:
             self.failed(self.current)
-
-    def return_is_due(self) -> bool:
-        """Whether it is time to see if home is back."""
-        return self.current != self.home and self._clock() >= self._return_at
-
-    def stay_away(self) -> None:
-        """Home is not back yet."""
-        # Ranks that lost their home together must not come back to it together.
-        self._return_at = self._clock() + self._away_seconds * uniform(0.5, 1.5)
-        self._away_seconds = min(2 * self._away_seconds, _MAX_AWAY_SECONDS)
-
-    def go_home(self) -> None:
-        """Home is back: it is asked next."""
-        self.current, self._return_at = self.home, math.inf

@@ -16,17 +16,14 @@ from penstock.transport.connection import Connection
 from penstock.transport.responses import Busy, NotReady, Preparing, TransientError, Unavailable, UnexpectedServer
 from penstock.transport.retry_log import RetryLog
 from penstock.transport.servers import Servers
-from penstock.transport.trial import Trial
-from penstock.transport.watch import Watch
 
 T = TypeVar("T")
 
 _FIRST_DELAY_SECONDS = 0.1
 _MAX_DELAY_SECONDS = 10.0
-_PATIENCE_SECONDS = 10.0  # of silence, before a server is asked aside whether it lives
-_SILENCE_SECONDS = 120.0  # of one that lives: a cold server may tokenize a large row group before its first byte
-_HURRY_SECONDS = 60.0  # the same while another server has not been tried
-_HOME_SECONDS = 60.0  # for an answer of the server to come back to, which may be cold; no run waits for it
+# A server that reads or tokenizes says so every two seconds: see Preparing. One that sends nothing for so long hangs.
+_READ_SECONDS = 30.0
+_STUCK_SECONDS = 120.0  # of preparing without progress; then the next server is asked
 
 
 class _Interrupted(ServerUnavailable):
@@ -71,8 +68,7 @@ class Transport:
         self._process = os.getpid()
         self._log = RetryLog(retry_seconds, first_contact=first_contact)
         self._connection = Connection(allocate)
-        self._trial: Trial | None = None  # of home, while another is asked
-        self._watch = Watch(self._connection, min(_PATIENCE_SECONDS, max(retry_seconds, 1.0)), self._log.slow)
+        self._read_seconds = min(_READ_SECONDS, max(retry_seconds, 1.0))
 
     def get(self, target: str, decode: Callable[[memoryview], T]) -> T:
         """What `decode` makes of the body at `target`, path and query. A WireError of `decode` counts as a failed attempt.
@@ -89,15 +85,13 @@ class Transport:
 
     def _get(self, question: _Question[T], failures: dict[str, Exception]) -> T:
         """As `get`. `failures` holds the last one of each server."""
-        self._come_home(question.target)
         deadline = time.monotonic() + self._retry_seconds
         delay = _FIRST_DELAY_SECONDS
-        is_first, is_last = True, False
+        is_last = False
         while True:
-            turn = self._servers.turn(also_busy=is_last)
-            for server in turn:
+            for server in self._servers.turn(also_busy=is_last):
                 try:
-                    return self._attempt(server, question, hurry=is_first and server != turn[-1])
+                    return self._attempt(server, question)
                 except _Interrupted:
                     raise
                 except NotReady as progress:
@@ -119,7 +113,7 @@ class Transport:
             # Full jitter, so that a thousand ranks do not come back as one, also if all were asked to at the same moment. The
             # last round is made when time is up.
             wait = self._servers.seconds_until_ready() + uniform(0, delay)
-            is_first, is_last = False, wait >= left
+            is_last = wait >= left
             if self._connection.interrupted.wait(min(wait, left)):
                 raise _Interrupted(f"interrupted while waiting for {self._servers.current}")
             delay = min(2 * delay, _MAX_DELAY_SECONDS)
@@ -131,7 +125,6 @@ class Transport:
         Nothing, where it fails altogether, is refused, or no server is to be asked now: `get` then tells more.
         Raises ServerUnavailable: the transport was interrupted.
         """
-        self._come_home(target)
         items: list[T] = []
 
         def collect(body: memoryview) -> None:
@@ -142,7 +135,7 @@ class Transport:
         if not turn:
             return []
         try:
-            self._attempt(turn[0], _Question(target, collect, then), hurry=len(turn) > 1)
+            self._attempt(turn[0], _Question(target, collect, then))
         except _Interrupted:
             raise
         except TransientError as fault:
@@ -160,18 +153,13 @@ class Transport:
     def close(self) -> None:
         """Closes the connections; nothing can be fetched afterwards."""
         if os.getpid() == self._process:  # a fork would close those of the process that it came from
-            self._end_trial()
-            self._connection.interrupt()
-            self._watch.close()
-            if self._trial:
-                self._trial.close()
             self._connection.close()
             self._log.end_bar()
 
-    def _attempt(self, server: str, question: _Question[T], *, hurry: bool) -> T:
+    def _attempt(self, server: str, question: _Question[T]) -> T:
         """Raises TransientError: it failed, and another may not. Raises a PenstockError: it was refused."""
         try:
-            result = self._ask_until_prepared(server, question, _HURRY_SECONDS if hurry else _SILENCE_SECONDS)
+            result = self._ask_until_prepared(server, question)
         except NotReady as progress:
             self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
             self._log.progress(progress)
@@ -184,27 +172,27 @@ class Transport:
                 after_seconds = failure.after_seconds if isinstance(failure, TransientError) else 0.0
                 self._log.failed(server, failure, self._servers.failed(server, after_seconds))
             raise
-        self._servers.answered(server)
+        is_back_home = self._servers.answered(server)
         self._log.answered(server)
+        if is_back_home:
+            self._log.came_home(server)
         return result
 
-    def _ask_until_prepared(self, server: str, question: _Question[T], silence_seconds: float) -> T:
+    def _ask_until_prepared(self, server: str, question: _Question[T]) -> T:
         share, since = -1.0, 0.0
         while True:
             try:
-                return self._ask(server, question, silence_seconds)
+                return self._ask(server, question)
             except Preparing as progress:
                 self._log.progress(progress)
                 if progress.share != share:
                     share, since = progress.share, time.monotonic()
-                elif time.monotonic() - since > silence_seconds:
-                    raise TransientError(f"{progress} It has not come further for {silence_seconds:.0f} seconds") from None
+                elif time.monotonic() - since > _STUCK_SECONDS:
+                    raise TransientError(f"{progress} It has made no progress for {_STUCK_SECONDS:.0f} seconds") from None
 
-    def _ask(self, server: str, question: _Question[T], silence_seconds: float) -> T:
-        target = question.target
+    def _ask(self, server: str, question: _Question[T]) -> T:
         try:
-            with self._watch.over(server, target):
-                body = self._connection.fetch(server, target, silence_seconds=silence_seconds, then=question.then)
+            body = self._connection.fetch(server, question.target, silence_seconds=self._read_seconds, then=question.then)
             self.num_bytes += len(body)
             return question.decode(body)
         except WireError as damage:
@@ -221,23 +209,6 @@ class Transport:
         except TransientError as fault:
             self.num_bytes += len(fault.received)
             raise
-
-    def _come_home(self, target: str) -> None:
-        """Once it is due, home is tried with what is asked for next, and asked again after it has answered."""
-        if self._trial:
-            self._end_trial()
-        elif self._servers.return_is_due():
-            self._servers.stay_away()  # until the next trial, whether or not this one comes to an end
-            with suppress(RuntimeError):  # another time there may be a thread for it
-                self._trial = Trial(self._connection, self._servers.home, target, _HOME_SECONDS)
-
-    def _end_trial(self) -> None:
-        """Goes home if that has answered by now; nothing while the trial lasts."""
-        if self._trial and self._trial.outcome is not None:
-            is_back, self._trial = self._trial.outcome, None
-            if is_back and self._servers.current != self._servers.home:  # else, as others failed, it was asked in its turn
-                self._servers.go_home()
-                self._log.came_home(self._servers.home)
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
         reasons = "; ".join(f"{server}: {failure}".removesuffix(".") for server, failure in failures.items())
