@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from corpora import write_numbered, write_shards, write_text, write_tokenizer
+from corpora import write_numbered, write_text, write_tokenizer
 from damage import damaged
 from penstock_server.admission import InFlight
 from penstock_server.app import create_app
@@ -45,7 +45,7 @@ from penstock_server.index.row_lengths import QUANTILES, RowLengths, _ShardLengt
 from penstock_server.problems import BadRow, IndexFailed, IndexNotReady, OutOfMemory
 from penstock_server.recipes import encode
 from penstock_server.recipes.split_hashes import select_rows
-from planned import open_snapshot, plan_of
+from planned import plan_of
 
 WAYS = [{"packing": "best_fit", "split": "train"}, {"packing": "concat"}, {"overflow": "split"}, {"split": "validation"}]
 MONTH_AGO = time.time() - 31 * 86_400
@@ -198,13 +198,6 @@ def test_large_files_of_counts_are_mapped_and_take_no_room_from_small_ones_that_
     served(catalog, {"packing": "concat"})
     assert held is not catalog["d"].latest
     assert num_maps(tmp_path / "cache") == 3
-
-
-def test_shards_are_counted_as_many_at_a_time_as_keep_all_cores_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = [[[1]] * num_groups for num_groups in (3, 1, 1, 9, 2)]
-    snapshot = open_snapshot(write_shards(tmp_path, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=1))
-    monkeypatch.setattr(lengths_module, "num_cores", lambda: 1)
-    assert [*lengths_module._counted_together(snapshot)] == [range(2), range(2, 4), range(4, 5)]
 
 
 def test_the_rows_that_a_filter_keeps_are_known_once_rows_or_tokens_are_counted(tmp_path: Path) -> None:

@@ -222,16 +222,6 @@ def test_a_token_without_a_character_is_learned_within_a_span_alone(
     assert len(ids) == sum(runs)
 
 
-@pytest.mark.parametrize("texts", [[], [""], ["", "fox"], ["fox" * 30, "", ""], ["fox" * 30] * 3])
-def test_every_text_is_in_one_portion(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "_PORTION_CHARACTERS", 50)
-
-    portions = list(tokenizer_module._portions(texts))
-
-    assert [text for own in portions for text in texts[own]] == texts
-    assert portions
-
-
 def test_a_pair_is_bad_as_a_whole(tokenizer: TokenizerFile) -> None:
     table = pa.table({"q": ["fox", "fox"], "a": ["", "dog"]})
     batch = encode(table, recipe("prompt_response", "q", "a", tokenizer=tokenizer, eos_id=0), "uint16", 400)

@@ -84,17 +84,6 @@ def test_another_snapshot_does_not_wait_for_one_that_takes_long() -> None:
         waiting.result(30)
 
 
-def test_windows_that_are_sorted_by_length_count() -> None:
-    rows = np.full(POOLS, 10)
-    order = EpochOrder(rows, np.ones(POOLS, np.int64), shuffle="window", window=500, seed=0, epoch=0)
-    sorted_ = LengthOrder(order, lambda pools, _: pools, 8, 1)
-    before = sorted_.nbytes
-    sorted_.samples(np.arange(10 * POOLS))
-    remembered = sum(places.nbytes for window in range(4) for places in sorted_._arranged(window))
-    assert before == sorted_.nbytes == order.nbytes + remembered
-    assert list(sorted_._known) == [0, 1, 2, 3]
-
-
 def test_a_crowd_sorts_a_window_once_and_the_one_that_was_asked_for_longest_ago_makes_room() -> None:
     rows, asked = np.full(POOLS, 10), list[int]()
 

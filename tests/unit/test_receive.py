@@ -363,20 +363,3 @@ def test_memory_is_used_again_once_nobody_looks_at_it_and_not_before() -> None:
     assert len(buffers.allocate(400)) == 400
     assert len(buffers.allocate(2000)) == 2000  # none is large enough
     assert len(buffers.allocate(0)) == 0
-
-
-def test_of_bodies_that_are_all_looked_at_a_few_are_kept() -> None:
-    buffers = Buffers()
-    held = [buffers.allocate(1000) for _ in range(20)]
-    assert len({id(body.obj) for body in held}) == 20
-    assert len(buffers._buffers) == 12
-
-
-def test_what_is_kept_for_the_next_is_a_few_bodies() -> None:
-    buffers = Buffers()
-    held = [buffers.allocate(7 << 20) for _ in range(8)]
-    first = held[0].obj
-    del held
-    buffers.trim()
-    assert sum(map(len, buffers._buffers)) == 4 * 7 << 20
-    assert buffers.allocate(7 << 20).obj is first

@@ -145,12 +145,3 @@ def test_a_server_that_stops_cuts_what_is_under_way_and_says_nothing_of_it(
         wait_until(lambda: not waiting.num_connected)  # the other still gets what the kernel has for it
         assert waiting.num_received == [0]
     assert not caplog.records
-
-
-def test_a_reader_of_a_connection_that_is_being_closed_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalled_module, "_in_kernel", lambda _: 0)
-    transport = Mock(**{"get_write_buffer_size.return_value": 9, "is_closing.return_value": True})
-    known = stalled_module._look([transport], {}, 0.01)
-    time.sleep(0.02)
-    stalled_module._look([transport], known, 0.01)
-    transport.abort.assert_called_once_with()
