@@ -1,4 +1,4 @@
-"""The catalog: every dataset below the data folder, by name; and what cannot be served, with the reason."""
+"""Catalog of the datasets below the data folder, by name, with the reason why a name cannot be served."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
 
-_CATCH_UP_SECONDS = 2.0  # that a request waits, in a thread, for a look at the folders that is under way
+_CATCH_UP_SECONDS = 2.0  # a request waits this long, in a thread, for a poll of the folders to end
 
 
 class Catalog:
-    """The datasets of one data folder; `tokenizer` is for text whose recipe names none.
+    """Datasets of one data folder. `tokenizer` is the default for text recipes that name no tokenizer.
 
-    A dataset that is refused holds back no other: a half-written file must not stop the jobs that train on its neighbours.
+    A refused dataset does not affect the others: a half-written file must not stop jobs that train on its neighbours.
     """
 
     def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore) -> None:
@@ -41,23 +41,24 @@ class Catalog:
 
     @property
     def datasets(self) -> dict[str, Served]:
-        """The latest snapshot of each dataset that is served, by its name, in the order of names."""
+        """Return the latest snapshot of each served dataset, by name, sorted by name."""
         return self._known.served
 
     @property
     def mixtures(self) -> Mapping[str, DeclaredMixture]:
-        """The mixtures that are declared, by their names."""
+        """Return the declared mixtures, by name."""
         return self._known.mixtures
 
     @property
     def refused(self) -> dict[str, str]:
-        """The names that are not served, with the reason."""
+        """Return the names that are not served, each with the reason."""
         return self._known.refused
 
     def __getitem__(self, name: str) -> Dataset:
-        """The dataset of that name. Raises UnknownDataset, DatasetInvalid, BadParameter: see Known.find.
+        """Return the dataset of that name.
 
-        Raises ShardUnavailable: it is none now, but would be if a link led somewhere; so would a mixture.
+        Raises UnknownDataset, DatasetInvalid, BadParameter: see Known.find.
+        Raises ShardUnavailable: the folder, of a dataset or a mixture, is below a broken symlink.
         """
         try:
             return self._known.find(name)
@@ -72,12 +73,12 @@ class Catalog:
             raise
 
     def plan(self, name: str, spec: Spec) -> Plan:
-        """The spec resolved against a dataset, or against all that its mix names, this one among them.
+        """Resolve the spec against a dataset, or against all datasets that its mix names, this one included.
 
-        Raises BadParameter: the mix leaves it out, or the snapshot is not one of each. Raises Busy: the snapshot may be among
-        new data that is being looked at. Raises DatasetUnavailable: nobody knows if it is here, since its folder cannot be
-        opened now.
-        Raises SnapshotGone, DatasetInvalid, and what make_plan raises.
+        Raises BadParameter: the mix leaves it out, or `snapshot` does not name one snapshot per dataset.
+        Raises Busy: the snapshot may be in new data that a poll is reading.
+        Raises DatasetUnavailable: the folder cannot be opened now, so the server does not know whether it has the snapshot.
+        Raises SnapshotGone, DatasetInvalid, and the errors of make_plan.
         """
         try:
             spec, found = self._found(name, spec)
@@ -91,9 +92,9 @@ class Catalog:
         return make_plan(name, tuple(served.member(spec) for served in found), spec)
 
     def _found(self, name: str, spec: Spec) -> tuple[Spec, list[Served]]:
-        """The spec with the mix that the name stands for, and the snapshots that it is of."""
-        if name in self._known.unopened:  # it may stand for a mixture, and nobody knows of which datasets
-            _ = self[name]  # raises why
+        """Return the spec with the mix of this name filled in, and its snapshots."""
+        if name in self._known.unopened:  # the name may be a mixture whose datasets are unknown
+            _ = self[name]  # raises the reason
         declared = self._known.mixtures.get(name)
         spec, names, fingerprints = members_of(name, spec, declared)
         if name not in names and not declared:
@@ -114,7 +115,7 @@ class Catalog:
         return spec, found
 
     def may_block(self, name: str, spec: Spec) -> bool:
-        """Whether `plan` may wait for a look at the folders: the spec names no snapshot, or one that is unknown here."""
+        """Return whether `plan` may wait for a poll: the spec names no snapshot, or one that this server does not know."""
         _, names, fingerprints = members_of(name, spec, self._known.mixtures.get(name))
         known = self._known.datasets
         return any(
@@ -122,19 +123,20 @@ class Catalog:
         )
 
     def open(self, *, joins: bool = False) -> None:
-        """Opens what is in the data folder; if it joins others that serve it, what they do, for what is new may be half copied.
+        """Open the datasets in the data folder.
 
-        Raises DatasetInvalid: there is no Parquet in it, or nothing of it can be served; the message lists why.
+        With `joins`, open only what other servers of this folder serve already: newer files may be half copied.
+        Raises DatasetInvalid: the folder has no Parquet file, or no dataset can be served; the message lists the reasons.
         """
         with self._looking:
             found = survey(self._data_dir)
             datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
             for dataset in datasets:
                 if joins:
-                    with suppress(Exception):  # refresh tells what it is
+                    with suppress(Exception):  # refresh reports the error
                         dataset.join(found.shards[dataset.name])
                 if not dataset.held.latest:
-                    with suppress(DatasetInvalid):  # it says so itself when it is asked
+                    with suppress(DatasetInvalid):  # a request for the dataset raises the error
                         dataset.refresh(found.shards[dataset.name])
             self._known = self._known.followed_by(found, datasets)
         if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
@@ -147,10 +149,10 @@ class Catalog:
             raise DatasetInvalid(f"nothing in {self._data_dir} can be served.\n{reasons}")
 
     def refresh(self, name: str) -> Change:
-        """Takes in what changed in a dataset's folder, at once.
+        """Load the changes in a dataset's folder at once.
 
-        Raises UnknownDataset: there is none. Raises DatasetInvalid: it cannot be opened as it is; what was served is
-        served on.
+        Raises UnknownDataset: no dataset has this name.
+        Raises DatasetInvalid: the folder cannot be opened; the server goes on serving the previous snapshots.
         """
         with self._looking:
             found = survey(self._data_dir)
@@ -169,9 +171,9 @@ class Catalog:
                 self._known = self._known.followed_by(found, [dataset])
 
     def poll(self) -> bool:
-        """Takes in what changed in all folders, once nothing changes there any more. False: something does.
+        """Load the changes in all folders that have settled. Return False if some folder is still changing.
 
-        Blocks that another process has evicted are let go of, too, so that one that serves nothing holds no disk space.
+        Also release blocks that another process has evicted, so that an idle process holds no disk space.
         """
         self._store.maps.let_go()
         with self._looking:
@@ -188,8 +190,8 @@ class Catalog:
 
     def _served(self, name: str, fingerprint: str | None) -> Served:
         dataset = self[name]
-        # Of several processes at one address each finds new data for itself: without this the ranks of one run could begin on
-        # two snapshots, and one that began on the new one be told that it is gone.
+        # Several processes at one address each find new data separately. Without this, the ranks of one run could begin on
+        # two snapshots, and a rank on the new one could get SnapshotGone from another process.
         if dataset.is_behind(fingerprint):
             if self._looking.acquire(timeout=_CATCH_UP_SECONDS):
                 try:
@@ -209,7 +211,7 @@ class Catalog:
         return known if known and known.folder == folder else Dataset(name, folder, self._tokenizer, self._store)
 
     def _miss(self, dataset: Dataset, found: Survey) -> str:
-        """Tells a dataset that its folder holds no shards any more, or cannot be looked into; gives the reason."""
+        """Mark a dataset whose folder has no shards any more, or cannot be listed. Return the reason."""
         folder = dataset.folder
         if reason := found.refused.get(dataset.name) or found.why_unread(folder):
             dataset.fail(reason)
@@ -221,21 +223,21 @@ class Catalog:
         elif found.folders and not may_be_there(folder):
             reason = f"{folder} was removed. Put it back, or restart the server to forget it."
             dataset.remove(reason)
-        else:  # with all folders gone at once it is rather the disk that is: what is cached can be served meanwhile
+        else:  # if all folders vanish at once, the disk is gone: serve from the cache
             reason = f"{folder} holds no shard any more. Put them back, or restart the server to forget it."
             dataset.fail(reason)
         return reason
 
 
 def _link_to_nothing(folder: Path) -> Path | None:
-    """What leads nowhere of a folder and those that it lies in, as a link to a mount that is away does."""
-    with suppress(OSError, ValueError):  # of a name that can be no file's
+    """Return the broken symlink among a folder and its parents, such as one into a missing mount; None if there isn't one."""
+    with suppress(OSError, ValueError):  # the name is not a valid file name
         return next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
     return None
 
 
 def _tidy(cache: CacheFolder, drop: Callable[[Path, float], None]) -> None:
-    """Has the cache folder rid of what nobody uses; another time, where it cannot be looked at now."""
+    """Drop unused files from the cache folder. If it cannot be listed now, leave that to a later call."""
     with suppress(OSError):
         drop(cache.folder, cache.now())
 
@@ -250,9 +252,9 @@ def _why_no_folder(path: Path) -> str:
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore, *, joins: bool = False) -> Catalog:
-    """The catalog of a folder, opened; `joins`: see Catalog.open.
+    """Return the opened catalog of a folder. `joins`: see Catalog.open.
 
-    Raises DatasetInvalid: there is no such folder, the tokenizer is none, or see Catalog.open.
+    Raises DatasetInvalid: the folder does not exist, the tokenizer file is invalid, or see Catalog.open.
     """
     if what := _why_no_folder(data_dir):
         raise DatasetInvalid(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
@@ -262,9 +264,9 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore, *, j
             f"or make a link to it and name that."
         )
     if tokenizer:
-        load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
+        load_tokenizer(tokenizer)  # report a wrong flag once, not once per dataset
     _tidy(store.cache, drop_old_counts)
     catalog = Catalog(data_dir, tokenizer, store)
     catalog.open(joins=joins)
-    _tidy(store.cache, drop_old_notes)  # not before: what is served now may have been away for long, or the clock was wrong
+    _tidy(store.cache, drop_old_notes)  # last: a served dataset may have been missing for long, or the clock was wrong
     return catalog

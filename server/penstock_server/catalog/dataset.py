@@ -1,14 +1,14 @@
-"""A dataset: a folder of shards under a name. What changes in the folder is taken in as a whole, once it can be opened.
+"""Dataset: a folder of shards under a name. A change in the folder is loaded as a whole, when it can be opened.
 
-One thread at a time looks at the folder and puts another Held in place; requests read whichever is there, once.
+One thread at a time reads the folder and replaces the Held; each request reads the current Held once.
 
-event      when                                               what is held from then on
-poll       two looks, some seconds apart, see the same        the folder as it is, or what was held, and why not the new
-refresh    somebody says that the folder is whole             the same; why not is the answer
-catch_up   a request for the latest, or one unknown here      what another server took in last, if its shards are here
-recall     a request for one unknown here, after catch_up     the same, and that one, if the age of the shards leads to it
-fail       the folder cannot be looked at                     what was held, and why
-remove     the folder is gone, and others are still there     nothing, and why
+event      when                                               Held from then on
+poll       two polls, some seconds apart, see the same        the folder as it is, or the previous state and an error
+refresh    a caller says that the folder is complete          the same; the caller gets the error
+catch_up   a request for the latest, or an unknown snapshot   the last snapshot of another server, if its shards are here
+recall     an unknown snapshot is still so after catch_up     also that snapshot, if the age of the shards leads to it
+fail       the folder cannot be listed                        the previous state and an error
+remove     the folder is gone, and others are still there     nothing but an error
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("penstock.dataset")
 @described
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """What a look at a folder changed."""
+    """Change between two snapshots of a folder."""
 
     snapshot: str
     """fingerprint of the latest snapshot"""
@@ -59,7 +59,7 @@ class Change:
 
     @classmethod
     def between(cls, before: Snapshot | None, after: Snapshot) -> Change:
-        """The change from one snapshot, if there was one, to the next."""
+        """Return the change from `before`, None for no snapshot, to `after`."""
         old = {shard.path.name: shard.digest for shard in before.shards} if before else {}
         new = {shard.path.name: shard.digest for shard in after.shards}
         return cls(
@@ -73,7 +73,7 @@ class Change:
         )
 
     def __str__(self) -> str:
-        """The change as the log tells it."""
+        """Return the change as a log message."""
         if self.previous is None:
             return f"new, {counted(self.added, 'shard')}; snapshot {self.snapshot}"
         if not self.changed and self.recipe:
@@ -87,7 +87,7 @@ class Change:
 
 
 class Dataset:
-    """The snapshots of one folder.
+    """Snapshots of one folder.
 
     `held`, `latest`, `served` and `is_behind` are for all threads, the others for one at a time.
     """
@@ -98,31 +98,31 @@ class Dataset:
         notes = open_notes(store.cache.folder, folder)
         self._footers, self._history = Footers(folder, notes / "footers"), History(notes)
         self._held = Held(name=name)
-        self._seen: tuple[FolderState, float] | None = None  # the last sight, and since when it has been the same
-        self._read: FolderState | None = None  # what is held is of this one; None if it was too young to be relied on
+        self._seen: tuple[FolderState, float] | None = None  # the last state, and since when it is unchanged
+        self._read: FolderState | None = None  # `held` is of this state; None if the state was not settled
         self._recipe_dates: Mapping[str, FileStat] = {}
 
     @property
     def held(self) -> Held:
-        """What is held now; the next look may give another."""
+        """Return the current state; the next poll may replace it."""
         return self._held
 
     @property
     def latest(self) -> Served:
-        """The latest snapshot. Raises DatasetInvalid: there is none, because the folder could not be opened."""
+        """Return the latest snapshot. Raises DatasetInvalid: the folder could not be opened."""
         return self._held.opened()
 
     def served(self, fingerprint: str | None) -> Served:
-        """The snapshot of this name, None for the latest, for a job. Raises what Held.find raises."""
+        """Return the snapshot of this fingerprint, None for the latest, for a job. Raises the errors of Held.find."""
         served = self._held.find(fingerprint, self._serve)
         self._history.touch(served.snapshot.fingerprint)
         served.index.mark_used()
         return served
 
     def poll(self, shards: Mapping[str, FileStat]) -> bool:
-        """Takes in what changed in the folder, whose shards have these dates, if nothing has changed for a while.
+        """Load the changes in the folder, whose shards have these FileStats, if it has settled.
 
-        False: something has; what is being written must not become a snapshot.
+        Return False if it has not: a shard that is being written must not become part of a snapshot.
         """
         sight, now = look(self.folder, shards, self._tokenizer), time.monotonic()
         if self._seen is None or self._seen[0] != sight:
@@ -139,30 +139,31 @@ class Dataset:
         return True
 
     def refresh(self, shards: Mapping[str, FileStat]) -> Change:
-        """Takes in what changed in the folder, whose shards have these dates, at once.
+        """Load the changes in the folder, whose shards have these FileStats, at once.
 
-        Raises DatasetInvalid: it cannot be opened as it is; what was served is served on.
+        Raises DatasetInvalid: the folder cannot be opened; the previous snapshots are still served.
         """
-        self.catch_up()  # the change is one from what all servers serve
+        self.catch_up()  # compare with the snapshot that all servers serve
         return self._take_in(look(self.folder, shards, self._tokenizer), settled=False)
 
     def is_behind(self, fingerprint: str | None) -> bool:
-        """Whether there may be a snapshot that is unknown here: one of this name, or, for None, another server's later one."""
+        """Return whether another server may have this snapshot, or for None a later one, unknown here."""
         held = self._held
         return held.latest is not None if fingerprint is None else held.recipe is not None and fingerprint not in held.records
 
     def catch_up(self) -> None:
-        """Takes in the snapshot that a server with the same cache folder took in last, if the folder still has its shards.
+        """Load the last snapshot of any server with the same cache folder, if the folder still has its shards.
 
-        Of what else is in the folder nothing is looked at: it may be half written.
+        Other files in the folder are not read: they may be half written.
         """
         if self._held.latest:
             self._take_in_noted()
 
     def join(self, shards: Mapping[str, FileStat]) -> None:
-        """Opens what others serve of the folder, if all that is in it, shards with these dates, can be opened.
+        """Open the snapshot that other servers serve, if all shards in the folder, with these FileStats, can be opened.
 
-        What is new they look at, and so will this one. Raises DatasetInvalid: it cannot be opened, and others may refuse it.
+        New shards are left to the next poll, as on the other servers.
+        Raises DatasetInvalid: the folder cannot be opened, and other servers may refuse it.
         """
         self._read_folder(look(self.folder, shards, self._tokenizer), settled=False).snapshot()
         self._take_in_noted()
@@ -178,18 +179,18 @@ class Dataset:
             sight = look(self.folder, dates, self._tokenizer)
             reading = self._read_folder(sight, settled=False)
             latest = self._latest_of(reading)
-        except (OSError, KeyError, DatasetInvalid):  # the folder has changed since, which the next look at it will tell
+        except (OSError, KeyError, DatasetInvalid):  # the folder has changed since; the next poll reports it
             return
         if latest.snapshot.fingerprint == last.fingerprint:
             kept = {name: shard for name, shard in held.shards.items() if name in there}
             self._follow(latest, replace(reading, shards={**kept, **reading.shards}), sight.recipe, None)
-            self._read = None  # should the folder come back to what was read of it, that is another snapshot than this one
+            self._read = None  # if the folder reverts to the state read before, that is another snapshot
             log.info("%s: %s", self.name, Change.between(before, latest.snapshot))
 
     def recall(self, fingerprint: str) -> None:
-        """Notes an older snapshot of which nothing is noted, if the age of the shards leads to it: from then on it is known.
+        """Record an older snapshot without a note, if the age of the shards leads to it.
 
-        Otherwise each request for it would take another look, and the next change in the folder would forget it.
+        Without the record, each request would search again, and the next change in the folder would forget the snapshot.
         """
         held = self._held
         if fingerprint not in held.records and (snapshot := held.earlier(fingerprint)):
@@ -197,12 +198,12 @@ class Dataset:
             self._held = replace(held, records={record.fingerprint: record for record in known})
 
     def fail(self, reason: str) -> None:
-        """The folder cannot be looked at; what was served is served on."""
+        """Record that the folder cannot be listed. The previous snapshots are still served."""
         self._log(self._held.error, reason)
         self._held = replace(self._held, error=reason)
 
     def remove(self, reason: str) -> None:
-        """The folder is gone, and so is every snapshot of it."""
+        """Record that the folder, and with it every snapshot, is gone."""
         if self._held.latest or self._held.error != reason:
             self._log(self._held.error, reason)
             self._read = None
@@ -218,10 +219,10 @@ class Dataset:
         except DatasetInvalid as refusal:
             self._refuse(str(refusal), reading, sight)
             raise
-        except Exception as error:  # a fault of ours in one dataset must not stop the others
+        except Exception as error:  # a bug that one dataset triggers must not stop the others
             refused = DatasetInvalid(f"{self.folder} cannot be opened {_why(error)}: {type(error).__name__}: {error}.")
             reason = str(refused)
-            if reason != self._held.error:  # it will be tried again and again
+            if reason != self._held.error:  # each poll tries again; log the traceback once
                 log.exception("%s cannot be opened", self.folder)
             self._refuse(reason, None, sight)
             raise refused from error
@@ -233,17 +234,17 @@ class Dataset:
 
     def _read_folder(self, sight: FolderState, *, settled: bool) -> Reading:
         reading = read_folder(self.folder, sight.shards, self._tokenizer, self._footers, name=self.name, settled=settled)
-        if look(self.folder, sight.shards, self._tokenizer).recipe != sight.recipe:  # or the next look would find nothing new
+        if look(self.folder, sight.shards, self._tokenizer).recipe != sight.recipe:  # the next poll would miss it
             raise being_written(f"the recipe of {self.folder}")
         known = self._held.recipe
         if known and sight.recipe == self._recipe_dates and recipe_key(known, ()) == recipe_key(reading.recipe, ()):
-            return replace(reading, recipe=known)  # the same files: what is held by it may stay
+            return replace(reading, recipe=known)  # the same files: keep objects that refer to it
         return reading
 
     def _latest_of(self, reading: Reading) -> Served:
         before, snapshot = self._held.latest, reading.snapshot()
         if before and before.snapshot.shards == snapshot.shards and before.snapshot.recipe.is_like(snapshot.recipe):
-            # What it makes is the same, but not what is told of it, such as of columns that are not used.
+            # The recipe makes the same tokens, but its warnings may differ, such as those about unused columns.
             return before if before.snapshot.recipe is snapshot.recipe else replace(before, snapshot=snapshot)
         if before and before.blocks.quarantine.num_unread_groups:
             log.warning(
@@ -255,7 +256,7 @@ class Dataset:
     def _refuse(self, reason: str, reading: Reading | None, sight: FolderState) -> None:
         if self._held.latest or reading is None:
             self._held = replace(self._held, error=reason)
-        else:  # jobs on older snapshots need not wait until the new one is mended
+        else:  # jobs on older snapshots go on while the new one is invalid
             self._follow(None, reading, sight.recipe, reason)
 
     def _follow(
@@ -275,7 +276,7 @@ class Dataset:
         blocks = Blocks(snapshot, self._store)
         index = Index(self.name, snapshot, blocks)
         if snapshot.recipe.on_bad_row == "replace":
-            # Or a run would be refused in its midst for bad rows that are counted already.
+            # Otherwise a run could be refused while it trains, for bad rows that are counted already.
             index.lengths.read()
             index.rows.read()
         return Served(self.name, snapshot, blocks, index)

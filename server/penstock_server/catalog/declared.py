@@ -1,4 +1,4 @@
-"""Declared mixtures: folders without shards, whose penstock.toml says which datasets make them up, and with which weights.
+"""Declared mixtures: folders without shards whose penstock.toml lists datasets and their weights.
 
 mix = "wiki:0.7,code:0.3"   # see penstock.mix
 stopping_strategy = "first_exhausted"   # or "all_exhausted", "never"
@@ -18,7 +18,7 @@ from penstock_server.recipes.declaration import FILE_NAME, read_toml
 
 @dataclass(frozen=True, slots=True)
 class DeclaredMixture:
-    """A mixture by its name: the mix and the rule that ends its epochs, for specs that name neither; `folder` declares it."""
+    """Mixture under a name: the default mix and stopping strategy of a spec. `folder` declares it."""
 
     name: str
     folder: Path
@@ -27,7 +27,7 @@ class DeclaredMixture:
 
 
 def read_mixture(name: str, folder: Path) -> DeclaredMixture:
-    """The mixture that a folder declares. Raises DatasetInvalid: its penstock.toml is wrong."""
+    """Return the mixture that a folder declares. Raises DatasetInvalid: its penstock.toml is wrong."""
     path = folder / FILE_NAME
     given = read_toml(path)
     if unknown := [key for key in given if key not in ("mix", "stopping_strategy")]:

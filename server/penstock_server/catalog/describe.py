@@ -1,4 +1,4 @@
-"""What is told of datasets, mixtures and specs: a summary for people, and all of it as JSON."""
+"""Descriptions of datasets, mixtures and specs: a summary for people, and everything as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock_server.snapshots.snapshot import Snapshot
 
 
 def summary(served: Served) -> tuple[str, str]:
-    """A snapshot that is served in two lines, for people: how much it is, and its recipe."""
+    """Describe a served snapshot in two lines for people: its size, and its recipe."""
     snapshot = served.snapshot
     rows, shards = rows_kept(snapshot.num_rows, served.index.num_rows), counted(len(snapshot.shards), "shard")
     return (
@@ -25,7 +25,7 @@ def summary(served: Served) -> tuple[str, str]:
 
 
 def describe_mixture(mixture: DeclaredMixture) -> MixtureAnswer:
-    """A mixture that is declared."""
+    """Describe a declared mixture."""
     return {
         "name": mixture.name,
         "mix": str(mixture.mix),
@@ -35,9 +35,9 @@ def describe_mixture(mixture: DeclaredMixture) -> MixtureAnswer:
 
 
 def describe_dataset(served: Served) -> DatasetAnswer:
-    """A snapshot that is served."""
+    """Describe a served snapshot."""
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
-    index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
+    index.lengths.read()  # report the counts of `penstock prepare` although no request needed them yet
     lengths = index.lengths.get() if index.lengths.is_ready else None
     splits, told = (_splits(lengths, snapshot), lengths.quantiles) if lengths else (None, {})
     tokens = lengths.per_block("all").sums()[1] if lengths else None
@@ -77,18 +77,18 @@ def describe_dataset(served: Served) -> DatasetAnswer:
 
 
 def _splits(lengths: RowLengths, snapshot: Snapshot) -> dict[str, SplitAnswer]:
-    """What is in train, in validation, and in the other splits that there are."""
+    """Describe train, validation, and the other splits that exist."""
     counts = {split: lengths.per_block(split).sums() for split in dict.fromkeys(("train", "validation", *snapshot.splits))}
     return {split: {"rows": rows, "tokens": tokens, "bad_rows": bad} for split, (rows, tokens, bad) in counts.items()}
 
 
 def rows_held_out(rows: Mapping[str, int]) -> str:
-    """The rows of validation, and of test if there are any, for people."""
+    """Describe the rows of validation, and of test if it has rows, for people."""
     return ", ".join(f"{counted(n, 'row')} in split={split}" for split, n in rows.items() if n or split == "validation")
 
 
 def lengths_told(quantiles: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """The quantiles of RowLengths in sentences: what a seq_len is chosen by, and a target_seq_len."""
+    """Yield the quantiles of RowLengths as sentences, to help choose seq_len and target_seq_len."""
     for name, tokens in quantiles.items():
         yield (
             f"half of the {name}s have at most {counted(tokens['median'], 'token')}, 90% at most {tokens['p90']:,}, 99% at "
@@ -97,7 +97,7 @@ def lengths_told(quantiles: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
 
 
 def describe_held(held: Held) -> DatasetAnswer:
-    """A dataset by its latest snapshot, and what is held of it. Raises DatasetInvalid: see Held.opened."""
+    """Describe a dataset by its latest snapshot and its state. Raises DatasetInvalid: see Held.opened."""
     return {
         **describe_dataset(held.opened()),
         "snapshots": [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots],
@@ -106,7 +106,7 @@ def describe_held(held: Held) -> DatasetAnswer:
 
 
 def describe_spec(plan: Plan) -> SpecAnswer:
-    """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
+    """Describe the spec with every parameter resolved, its number of steps and the tensors of a batch."""
     tensors: list[TensorAnswer] = [
         {"name": tensor.name, "dtype": tensor.dtype, "shape": [*shape]}
         for tensor, shape in zip(plan.tensors, plan.shapes, strict=True)

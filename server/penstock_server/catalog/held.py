@@ -1,7 +1,7 @@
-"""The snapshots of a dataset that are held at one time: the latest, and older ones whose shards are all still there.
+"""Snapshots that a dataset serves at one time: the latest, and older ones whose shards are all present.
 
-A folder has grown from one snapshot to the next, so an older one is a part of its shards, and needs no files of its own. Which
-part is noted; where the notes are lost, it is found again by the age of the shards, and noted.
+A folder grows from one snapshot to the next, so an older snapshot is a subset of its shards and needs no files. A note names
+that subset. If the notes are lost, the age of the shards gives the subset again, and it is noted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHER_RECIPE = "the recipe, or the server's version, was changed"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A snapshot of a dataset that is served."""
+    """Served snapshot of a dataset."""
 
     name: str
     snapshot: Snapshot
@@ -36,20 +36,20 @@ class Served:
     planned: PlannedEpochs = field(default_factory=PlannedEpochs)
 
     def member(self, spec: Spec) -> Member:
-        """The snapshot as a spec reads it. Raises DatasetInvalid: too many rows are bad."""
+        """Return the snapshot as a spec reads it. Raises DatasetInvalid: too many rows are bad."""
         self.blocks.quarantine.check()
         return Member(self.name, self.snapshot, self.blocks, self.index, self.planned, OrderKey.of(spec))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What is held of a dataset; never changed once made, but followed by another.
+    """Immutable state of a dataset; a change replaces it by another.
 
-    latest   what a request is served that names no snapshot; None where the folder could not be opened
-    error    why the folder could not be opened when it was last looked at; what is held is of before then
-    shards   the shards of the folder, by name, and `recipe` its recipe: older snapshots must agree with them
-    unread   the names of those that cannot be read now: of a snapshot with one of them nobody knows whether it agrees
-    records  the snapshots that are known, by fingerprint, newest first
+    latest   the snapshot for a request that names no snapshot; None if the folder could not be opened
+    error    why the last attempt to open the folder failed; the other fields are from before that attempt
+    shards   the folder's shards, by name, and `recipe` its recipe: older snapshots must agree with them
+    unread   names of shards that cannot be read now: whether a snapshot with one of them agrees is unknown
+    records  the known snapshots, by fingerprint, newest first
     gone     why some of them can no longer be served
     former   older snapshots as they were served before
     """
@@ -63,20 +63,20 @@ class Held:
     records: Mapping[str, Record] = field(default_factory=dict)
     gone: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, Served] = field(default_factory=dict)
-    _again: dict[str, Served] = field(default_factory=dict)  # older ones that were asked for since
-    _earlier: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # see earlier; empty until one is asked for
+    _again: dict[str, Served] = field(default_factory=dict)  # older snapshots requested since
+    _earlier: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # see `earlier`; empty until the first request for one
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def snapshots(self) -> list[Record]:
-        """The snapshots that are served, newest first."""
+        """Return the records of the served snapshots, newest first."""
         return [record for record in self.records.values() if record.fingerprint not in self.gone]
 
     def find(self, fingerprint: str | None, serve: Callable[[Snapshot], Served]) -> Served:
-        """The snapshot of this name, None for the latest; an older one is made by `serve` when it is first asked for.
+        """Return the snapshot of this fingerprint, None for the latest. `serve` makes an older one on the first request.
 
-        Raises SnapshotGone: it is not, or no longer, on this server. Raises DatasetInvalid: there is no latest, or a shard of
-        the snapshot cannot be read.
+        Raises SnapshotGone: this server does not have it, or no longer has it.
+        Raises DatasetInvalid: there is no latest snapshot, or a shard of the snapshot cannot be read.
         """
         if fingerprint is None or (self.latest and fingerprint == self.latest.snapshot.fingerprint):
             return self.opened()
@@ -96,13 +96,13 @@ class Held:
         )
 
     def opened(self) -> Served:
-        """The latest snapshot. Raises DatasetInvalid: there is none, because the folder could not be opened."""
+        """Return the latest snapshot. Raises DatasetInvalid: the folder could not be opened."""
         if self.latest is None:
             raise DatasetInvalid(self.error or f"{self.name} is new, and will be opened once nothing changes in it.")
         return self.latest
 
     def earlier(self, fingerprint: str) -> Snapshot | None:
-        """An older snapshot of which nothing is noted, by the age of the shards; None: there is none of that name."""
+        """Find an older snapshot without a note by the age of the shards; None if no such subset has this fingerprint."""
         with self._making:
             return self._by_age(fingerprint)
 
@@ -115,19 +115,20 @@ class Held:
         return Snapshot(shards[0].path.parent, shards, self.recipe, name=self.name) if shards else None
 
     def _older(self, fingerprint: str, serve: Callable[[Snapshot], Served]) -> Served | None:
-        """An older snapshot, by its note or by the age of the shards; None: there is none of that name. Raises SnapshotGone."""
+        """Find an older snapshot by its note or by the age of the shards; None if unknown. Raises SnapshotGone."""
         if record := self.records.get(fingerprint):
             return self._make(record, serve)
         found = self._by_age(fingerprint)
         return serve(found) if found else None
 
     def _make(self, record: Record, serve: Callable[[Snapshot], Served]) -> Served:
-        """An older snapshot, made in the first of three ways that leads to it.
+        """Make an older snapshot in the first of three ways that works.
 
-        As it was served before, if shards and recipe are still the same; by the folder's recipe, if that gives the snapshot;
-        by the recipe that it was served with.
+        1. Reuse the snapshot served before, if shards and recipe are still the same.
+        2. Apply the folder's recipe, if that gives the fingerprint.
 
-        Raises SnapshotGone: there is none.
+        3. Apply the recipe that the snapshot was served with.
+        Raises SnapshotGone: no way works.
         """
         former, shards = self.former.get(record.fingerprint), tuple(self.shards[name] for name, _, _ in record.shards)
         if former and former.snapshot.recipe is self.recipe and former.snapshot.shards == shards:
@@ -138,7 +139,7 @@ class Held:
                 return serve(snapshot)
         if former is None:
             raise self._gone(record.fingerprint, _OTHER_RECIPE)
-        # What is known of its shards is by its own recipe; only their dates may be new.
+        # The facts about its shards follow from its own recipe; only their FileStats may be new.
         pairs = zip(former.snapshot.shards, shards, strict=True)
         own = [replace(shard, date=now.date) for shard, now in pairs]
         return serve(Snapshot(former.snapshot.folder, own, former.snapshot.recipe, name=self.name))
@@ -157,7 +158,7 @@ class Held:
         records: Mapping[str, Record],
         error: str | None,
     ) -> Held:
-        """What is held from now on: of the older snapshots those that agree with the shards."""
+        """Return the next state, with the older snapshots that agree with the shards."""
         with self._making:
             former = {**self.former, **self._again}
         if self.latest:
@@ -180,12 +181,12 @@ class Held:
 
 
 def _is_by(record: Record, recipe: Recipe | None) -> bool:
-    """Whether a recipe makes the snapshot of the shards that are noted."""
+    """Return whether a recipe makes this snapshot from the recorded shards."""
     return recipe is not None and record.recipe == recipe_key(recipe, (name for name, _, _ in record.shards))
 
 
 def _reason(record: Record, shards: Mapping[str, Shard], has_recipe: bool) -> str | None:
-    """Why a snapshot can no longer be served: the first of its shards that changed, or else the recipe."""
+    """Return why a snapshot can no longer be served: its first changed shard, otherwise the recipe; None if it can."""
     for name, size_bytes, digest in record.shards:
         shard = shards.get(name)
         if shard is None:

@@ -1,7 +1,7 @@
-"""The history of a dataset: which shards its snapshots are of, so that a job keeps its own over a restart.
+"""History of a dataset: the shards of its snapshots, so that a job keeps its snapshot over a restart.
 
-Only names, sizes and digests are noted, under the fingerprint. Where they fit the shards that are there, the snapshot is
-made again.
+A note under the fingerprint has names, sizes and digests only. If they match the present shards, the server makes the snapshot
+again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _FORMAT = 1
 _SUFFIX = ".snapshot"
 _KEPT = 16  # older snapshots of a dataset
 _TOUCH_SECONDS = 60.0
-_REFUSED_SECONDS = 3600.0  # between attempts to write a note that is refused, of each of which the log tells
+_REFUSED_SECONDS = 3600.0  # between attempts to write a note after a failure; each attempt is logged
 
 ShardName = tuple[str, int, str]  # its file's name, its size in bytes, its digest
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is remembered of a snapshot.
+    """Record of a snapshot.
 
-    `made_at_ns` is when it last became the latest, in nanoseconds since the epoch. Of what was found by the age of its shards
-    that is not known, and it is 0: older than all others, and for no server the latest.
+    `made_at_ns` is when it last became the latest, in nanoseconds since the epoch. It is 0 if the snapshot was found by the age
+    of its shards: such a record is older than all others, and no server takes it for the latest.
     """
 
     fingerprint: str
@@ -42,25 +42,25 @@ class Record:
 
 
 class History:
-    """The records of one dataset: of the latest snapshot and of sixteen older ones.
+    """Records of one dataset: of the latest snapshot and of sixteen older ones.
 
-    With more, what no job ever asked for goes first, then what was asked for longest ago. A note's mtime is when its
-    snapshot was last asked for, or `made_at_ns` if it never was. `touch` is for all threads, the others for one at a time.
+    Beyond that, a snapshot that no job requested is dropped first, then the least recently requested. A note's mtime is the
+    time of the last request, or `made_at_ns` without one. `touch` is thread-safe; call the others from one thread at a time.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records: dict[str, Record] = {}
-        self._inodes: dict[str, int] = {}  # of the notes that records are of; one that is made anew is another file
+        self._inodes: dict[str, int] = {}  # of the records' notes; a rewritten note is another file
         self._touched_at: dict[str, float] = {}
 
     def records(self) -> list[Record]:
-        """All of them, newest first; also what other servers with the same cache folder have made meanwhile."""
+        """Return all records, newest first, including those of other servers with the same cache folder."""
         try:
             there = {path.stem: inode for path in self._folder.glob(f"*{_SUFFIX}") if (inode := _inode(path))}
         except OSError:  # the disk fails, or no descriptor is left
             there = {}
-        if len(there) <= _KEPT:  # no server has dropped one then: what is not there was lost, and is left in memory alone
+        if len(there) <= _KEPT:  # no server dropped a note: a missing note was lost, and its record stays in memory only
             self._inodes = {fingerprint: inode for fingerprint, inode in self._inodes.items() if fingerprint in there}
         for fingerprint in self._inodes.keys() - there.keys():
             self._forget(fingerprint)  # another server did
@@ -70,11 +70,11 @@ class History:
         return newest_first(self._records.values())
 
     def latest(self) -> Record | None:
-        """What became the latest snapshot last, here or on another server with the same cache folder; None: it is not known."""
+        """Return the newest latest snapshot of any server with the same cache folder; None if unknown."""
         return next((record for record in self.records() if record.made_at_ns), None)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Records what has become the latest snapshot."""
+        """Record the snapshot that has become the latest."""
         latest = self.latest()
         if latest and latest.fingerprint == snapshot.fingerprint:
             return
@@ -86,17 +86,17 @@ class History:
         self._drop_oldest(snapshot.fingerprint)
 
     def recall(self, snapshot: Snapshot) -> Record:
-        """Records an older snapshot that a job asks for and that was found by the age of its shards."""
+        """Record an older snapshot that a job requests and that was found by the age of its shards."""
         latest = self.latest()
-        if known := self._records.get(snapshot.fingerprint):  # another server was asked first
+        if known := self._records.get(snapshot.fingerprint):  # another server had a request first
             return known
         record = _record(snapshot, 0)
-        self._keep(record)  # the date of its note is now, and so it is kept as what was asked for last
+        self._keep(record)  # the note's mtime is now, so it counts as the most recently requested
         self._drop_oldest(latest.fingerprint if latest else record.fingerprint)
         return record
 
     def touch(self, fingerprint: str) -> None:
-        """A job has asked for this snapshot now."""
+        """Note that a job has requested this snapshot now."""
         now = time.monotonic()
         if now - self._touched_at.get(fingerprint, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
             self._touched_at[fingerprint] = now
@@ -150,7 +150,7 @@ class History:
 
 
 def newest_first(records: Iterable[Record]) -> list[Record]:
-    """Records by when they were made; of those of which that is not known, the one with more shards is taken for newer."""
+    """Sort records by the time they were made. Among those without a known time, more shards count as newer."""
     return sorted(records, key=lambda record: (record.made_at_ns, len(record.shards)), reverse=True)
 
 
@@ -177,5 +177,5 @@ def _write(path: Path, record: Record) -> None:
 
 
 def _interned(shards: Iterable[ShardName]) -> tuple[ShardName, ...]:
-    # Snapshots have most shards in common: each name is to be in memory once.
+    # Snapshots have most shards in common: keep each name in memory once.
     return tuple((sys.intern(name), size_bytes, sys.intern(digest)) for name, size_bytes, digest in shards)

@@ -1,4 +1,4 @@
-"""Inspecting: what a dataset is, and what its rows become, for a person and without a server."""
+"""Inspection of a dataset and of the tokens of its rows, for people and without a server."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _MARGIN = "      "
 
 
 def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> Iterator[str]:
-    """A dataset in a few lines, and those of these rows that it has: of each about `num_lines` lines of text; 0: all.
+    """Describe a dataset in a few lines, then each of these rows in about `num_lines` lines of text; 0 means all lines.
 
-    Raises RowOutOfRange: it has none of them. Raises what a block raises that cannot be read.
+    Rows beyond the last are skipped. Raises RowOutOfRange: the dataset has none of the rows.
+    Raises the errors of a block that cannot be read.
     """
     name, recipe = summary(served)
     yield terminal.paint(printable(name), BOLD)
@@ -40,7 +41,7 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
 
 
 def _splits(snapshot: Snapshot) -> str:
-    """What gives the splits, and how much is held out."""
+    """Describe the rule for splits, and how much is held out."""
     held_out = f"{snapshot.validation:.3g} of the rows held out for validation by hash"
     if not snapshot.shard_splits:
         return held_out
@@ -76,7 +77,7 @@ def _row(facts: Mapping[str, Any], terminal: Terminal, num_lines: int) -> Iterat
 
 
 def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
-    """The turns of a row, or all of it as one where it has none: as ids, where there is no tokenizer."""
+    """Return the turns of a row, or the whole row as one piece if it has no turns. Without a tokenizer they are ids."""
     ids = facts[f"{side}tokens"]
     whole = {"in_loss": True, "num_tokens": len(ids)} | ({"text": facts[f"{side}text"]} if f"{side}text" in facts else {})
     pieces, end = [], 0
@@ -84,7 +85,7 @@ def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
         start, end = end, end + turn["num_tokens"]
         text = turn["text"] if "text" in turn else " ".join(map(str, ids[start:end]))
         pieces.append(Piece(text, turn["num_tokens"], turn["in_loss"]))
-    if more := facts[f"{side}num_tokens"] - end:  # of very many tokens or turns the first are told
+    if more := facts[f"{side}num_tokens"] - end:  # of very many tokens or turns only the first are shown
         pieces.append(Piece(" ...", more, False))
     return pieces
 

@@ -1,4 +1,4 @@
-"""What is known of a data folder at one time: which names stand for datasets and mixtures, and why others stand for none."""
+"""State of a data folder at one time: its datasets and mixtures by name, and why other names are invalid."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from penstock_server.snapshots.folders import Survey
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The datasets, opened or not, the mixtures, and names that stand for none; never changed, but followed by another.
+    """Immutable state: datasets, opened or not, mixtures, and invalid names; a change replaces it by another.
 
-    unopened  why names of folders stand for no dataset
-    unread    of folders that cannot be looked into, by their names: there may be datasets below
-    missing   of names that would be mixtures the datasets that they lack
-    others    of folders without shards a file that they hold instead
+    unopened  why a folder's name is not a dataset
+    unread    folders that cannot be listed, by name: there may be datasets below
+    missing   the datasets that an invalid mixture lacks, by the mixture's name
+    others    for each folder without shards a file that it holds instead
     """
 
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
@@ -33,20 +33,21 @@ class Known:
 
     @property
     def served(self) -> dict[str, Served]:
-        """The latest snapshot of each dataset that is served, by its name, in the order of names."""
+        """Return the latest snapshot of each served dataset, by name, sorted by name."""
         return {name: latest for name, dataset in self.datasets.items() if (latest := dataset.held.latest)}
 
     @property
     def refused(self) -> dict[str, str]:
-        """The names that are not served, with the reason."""
+        """Return the names that are not served, each with the reason."""
         held = {name: dataset.held for name, dataset in self.datasets.items()}
         return {**self.unopened, **{name: h.error for name, h in held.items() if h.error and not h.latest}}
 
     def find(self, name: str) -> Dataset:
-        """The dataset of that name.
+        """Return the dataset of that name.
 
-        Raises UnknownDataset: there is none. Raises DatasetInvalid: the name is of no folder, or maybe of one below a folder
-        that cannot be looked into. Raises BadParameter: it is of a mixture.
+        Raises UnknownDataset: no dataset has it.
+        Raises DatasetInvalid: the name is not a single dataset folder, or may be below a folder that cannot be listed.
+        Raises BadParameter: it is the name of a mixture.
         """
         if name in self.datasets:
             return self.datasets[name]
@@ -70,11 +71,11 @@ class Known:
         raise UnknownDataset(f"there is no dataset {name!r}.{hint} Served: {listed(served) or 'none'}.{kept_out}")
 
     def followed_by(self, found: Survey, datasets: Iterable[Dataset]) -> Known:
-        """What is known once the folders were found so, with these datasets in them."""
+        """Return the state that follows from a survey of the folders, with these datasets."""
         known = {**self.datasets, **{dataset.name: dataset for dataset in datasets}}
-        # What was never served, and whose folder is gone, nobody waits for.
+        # Forget a dataset that was never served and whose folder is gone: no job waits for it.
         known = {n: d for n, d in known.items() if n in found.folders or d.held.records or found.why_unread(d.folder)}
-        # What was declared in a folder that cannot be looked into now is served on, as its datasets are.
+        # A mixture whose folder cannot be listed now is still served, as its datasets are.
         mixtures = {name: one for name, one in self.mixtures.items() if name not in known and found.why_unread(one.folder)}
         unopened = {name: reason for name, reason in found.refused.items() if name not in known and name not in mixtures}
         lacking: dict[str, list[str]] = {}
@@ -95,7 +96,7 @@ class Known:
 
 
 def _unmixed(folder: Path, missing: list[str], found: Survey) -> str:
-    """Why a folder whose mix names these, which are no datasets, is no mixture."""
+    """Return why a folder whose mix names these missing datasets is not a mixture."""
     if nested := [name for name in missing if name in found.declared]:
         return f"{folder} mixes {', '.join(nested)}, itself a mixture. Name the datasets of that, with weights of their own."
     if new := [name for name in missing if name in found.shards]:

@@ -1,4 +1,4 @@
-"""Look-ups from a row: what it holds, and when an epoch shows it. Nothing is searched: the order is invertible."""
+"""Look-ups of a row: its content, and the steps of an epoch that show it. The order is invertible, so nothing is searched."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from penstock_server.problems import BadParameter, RowOutOfRange
 from penstock_server.schemas.rows import OccurrenceAnswer, QuarantineAnswer
 from penstock_server.snapshots.snapshot import Snapshot
 
-_MAX_OCCURRENCES = 1000  # that are told
+_MAX_OCCURRENCES = 1000  # in one answer
 _MAX_TURNS = 10_000  # likewise; each is an object
 _MAX_TOKENS = 1 << 20  # of a row
-# Of a dataset by a mixture's epoch; each is planned to tell where it shows a row.
+# Limits on the passes that a mixture's epoch makes over a dataset; each pass is planned to locate the row in it.
 _MIN_PASSES, _MAX_PASSES, _MAX_POOLS = 8, 100, 1 << 22
 
 
 def show_row(served: Served, row: int) -> dict[str, Any]:
-    """A row of a whole snapshot, counted over all shards in their order: what RowAnswer lists.
+    """Return the fields of RowAnswer for a row of a snapshot; `row` counts over all shards in their order.
 
-    Raises RowOutOfRange: the dataset has fewer rows. Raises what a block raises that cannot be read.
+    Raises RowOutOfRange: the dataset has fewer rows. Raises the errors of a block that cannot be read.
     """
     snapshot = served.snapshot
     index, stored = _locate(served.name, snapshot, row)
@@ -66,9 +66,9 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
 
 
 def show_quarantine(served: Served, start: int, limit: int) -> QuarantineAnswer:
-    """What is known to be bad in a dataset: `limit` rows after the first `start`, and all row groups.
+    """Return the known bad rows of a dataset, `limit` rows after the first `start`, and all bad row groups.
 
-    Once the tokens of all rows are counted, every bad row is known.
+    When the tokens of all rows are counted, every bad row is known.
     """
     served.index.lengths.read()  # as `penstock prepare` may have counted
     quarantine = served.blocks.quarantine
@@ -88,13 +88,13 @@ def show_quarantine(served: Served, start: int, limit: int) -> QuarantineAnswer:
 
 
 def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceAnswer]:
-    """Every place at which an epoch shows a row of a dataset or a part of it, in the order of steps; none if it does not.
+    """Return every place where an epoch shows a row of a dataset or a part of it, in the order of steps; it may be empty.
 
-    An epoch of a mixture may go through a dataset over and over, or for ever: the first hundred times are told, of a large
-    dataset fewer. Of all of them it is the first thousand: a step of many ranks may show a small dataset a million times.
+    An epoch of a mixture may repeat a dataset, even without end: only the first hundred passes count, fewer for a large
+    dataset. The answer has at most the first thousand places: a step of many ranks may show a small dataset a million times.
 
-    Raises RowOutOfRange: the dataset has fewer rows. Raises BadParameter: it is a mixture itself. Raises what a block raises
-    that cannot be read.
+    Raises RowOutOfRange: the dataset has fewer rows. Raises BadParameter: it is a mixture itself.
+    Raises the errors of a block that cannot be read.
     """
     names = [member.name for member in plan.members]
     if dataset not in names:
@@ -121,7 +121,7 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceA
 
 
 def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -> IntArray:
-    """Where a row of a block stands in an epoch of its dataset."""
+    """Return the positions of a row of a block in an epoch of its dataset."""
     packing, order = member.epoch(epoch)
     if member.order_key.has_stand_ins:
         places = [(at, number) for at, rows in stands_for(member, index, block, row) for number in rows.tolist()]
@@ -133,7 +133,7 @@ def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -
 
 
 def _number(block: Block, stored: int) -> int | None:
-    """The number in a block of the row that is stored as this one; None if it is not in it."""
+    """Return the number in the block of the row stored as `stored`; None if the block does not have it."""
     found = np.flatnonzero(block.stored_rows == stored).tolist()
     return found[0] if found else None
 

@@ -1,4 +1,4 @@
-"""Preparing: the index and the cache of datasets, made ahead of time. Stopped at any moment, it goes on where it was."""
+"""Preparation: the index and the cache of datasets, made ahead of time. After an interrupt the command resumes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock_server.problems import BadParameter
 
 
 class NotKept(Exception):
-    """Something that was made could not be stored. The message says what, and what follows."""
+    """A result could not be stored. The message says which, and the consequences."""
 
 
 def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
-    """Counts the tokens of a dataset, fills the cache as far as its budget goes, packs for packing=best_fit; says what is done.
+    """Count a dataset's tokens, fill the cache up to its budget and pack for packing=best_fit; yield progress messages.
 
-    Everything is made for each split, too, if the recipe has splits.
+    If the recipe has splits, everything is also made for each split.
 
-    Raises what a block raises that cannot be read, and BadRow where the recipe does not replace bad rows. Raises NotKept, at
+    Raises the errors of a block that cannot be read, and BadRow if the recipe does not replace bad rows. Raises NotKept at
     the end.
     """
     with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
@@ -41,7 +41,7 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
         raise BadParameter(f"{served.name} has no row that its filter keeps. Mend that in penstock.toml, or the data.")
     served.index.row_lengths("all")
     served.blocks.quarantine.check()
-    served.index.rows.make(lambda _: None)  # at hand: the lengths tell them
+    served.index.rows.make(lambda _: None)  # cheap: follows from the lengths
     missing, num_blocks = _fill(served), served.snapshot.num_blocks
     cache = served.blocks.cache
     has_failed = bool(missing) and (_num_fitting(served, missing) > 0 or cache.budget_bytes < cache.configured_bytes)
@@ -71,7 +71,7 @@ def _pack(served: Served, split: str, seq_len: int) -> str:
 
 
 def _fill(served: Served) -> list[int]:
-    """Loads blocks that are not in the cache until its budget is used; those that are not there then."""
+    """Load missing blocks until the cache's budget is used. Return the blocks that are still missing."""
     blocks, missing = served.blocks, _missing(served)
     with _progress(f"{served.name}: filling the cache", len(missing)) as advance:
         num_done = 0
@@ -83,19 +83,19 @@ def _fill(served: Served) -> list[int]:
 
 
 def _missing(served: Served) -> list[int]:
-    """The blocks that are not in the cache."""
+    """Return the blocks that are not in the cache."""
     return [index for index in range(served.snapshot.num_blocks) if not served.blocks.is_stored(index)]
 
 
 def _num_fitting(served: Served, missing: list[int]) -> int:
-    """How many of these blocks find room in the cache: beyond its budget they would put each other out."""
+    """Return how many of these blocks fit into the cache: beyond its budget they would evict each other."""
     needed = np.cumsum(served.index.bytes_per_block()[missing])
     cache = served.blocks.cache
     return int(np.searchsorted(needed, cache.budget_bytes - cache.used_bytes, side="right"))
 
 
 def _reason(served: Served, missing: list[int]) -> str:
-    """Why these blocks are not in the cache, and the way out."""
+    """Return why these blocks are not in the cache, and the remedy."""
     cache = served.blocks.cache
     if _num_fitting(served, missing):
         return "some could not be stored there, as a line above says. Mend that"
@@ -104,7 +104,7 @@ def _reason(served: Served, missing: list[int]) -> str:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with rate and remaining time on a terminal; its function takes the number of blocks done."""
+    """Show a bar with rate and remaining time on a terminal; yields a function that takes the number of blocks done."""
     with tqdm(desc=printable(what), total=total, unit="block", disable=None if total else True) as bar:
 
         def advance(done: int) -> None:

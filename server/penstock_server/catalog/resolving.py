@@ -1,4 +1,4 @@
-"""What a spec is of: the datasets that its name and its mix stand for, their snapshots, and every parameter resolved. Pure."""
+"""Resolution of a spec: the datasets of its name and mix, their snapshots, and every parameter. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order 
 
 
 def members_of(name: str, spec: Spec, declared: DeclaredMixture | None) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
-    """The spec with the mix that the name stands for, its datasets, and their snapshots, None for the latest."""
+    """Return the spec with the name's mix filled in, its datasets, and their snapshots, None for the latest."""
     if declared and spec.mix is None:
         spec = _mixed(spec, str(declared.mix), declared.stopping_strategy)
     mix = spec.mixed()
@@ -25,7 +25,7 @@ def members_of(name: str, spec: Spec, declared: DeclaredMixture | None) -> tuple
 
 
 def resolved(spec: Spec, snapshots: Sequence[Snapshot]) -> Spec:
-    """The spec with every parameter resolved, of these snapshots, in the order of the datasets' names."""
+    """Return the spec with every parameter resolved against these snapshots, in the order of the datasets' names."""
     has_files = any(snapshot.split_rule == "files" for snapshot in snapshots)
     split = spec.split or ("train" if has_files else "all")
     return _resolved(spec, _JOINT.join(snapshot.fingerprint for snapshot in snapshots), split)

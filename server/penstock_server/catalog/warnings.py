@@ -1,4 +1,4 @@
-"""Advice: what a command that opens datasets tells of them, and a run is told before it begins, a sentence each."""
+"""Warnings, a sentence each: a command prints them when it opens datasets, a run before its first step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DROPPED_SHARE = 0.1  # of an epoch's samples
 
 
 def advice_on_folder(data_dir: Path) -> Iterator[str]:
-    """What to know of a data folder: a recipe in it that nobody follows."""
-    with suppress(OSError):  # of which those tell who open the datasets
+    """Yield the warning about a recipe directly in a data folder, which has no effect."""
+    with suppress(OSError):  # opening the datasets reports the error
         listing = list_folder(data_dir)
         if listing.has_recipe and not listing.shards:
             yield (
@@ -33,9 +33,9 @@ def advice_on_folder(data_dir: Path) -> Iterator[str]:
 
 
 def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
-    """What to know of datasets.
+    """Yield the warnings about datasets.
 
-    A cache too small for a block, what is to be known of each dataset, too many bad rows.
+    They are about a cache too small for a block, each dataset's recipe and columns, and too many bad rows.
     """
     found = [_of_tight_cache(budget_bytes, datasets)]
     found += [told(served) for served in datasets for told in (*_OF_EACH, _of_bare_borders)]
@@ -44,10 +44,10 @@ def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[
 
 
 def advice_on_run(plan: Plan) -> Iterator[str]:
-    """What to know of a run.
+    """Yield the warnings about a run.
 
-    A cache too small for its windows, rows sorted by their length for nothing, steps that no epoch has left out, prompts left
-    open, packed documents that are not marked, many samples dropped, and all that is to be known of its datasets.
+    They are about a cache too small for its windows, sorting by length without effect, skipped steps that no epoch has, prompts
+    left open, packed documents that are not marked, many dropped samples, and each of its datasets.
     """
     of_members = [told(member) for member in plan.members for told in _OF_EACH]
     if plan.spec.task != "seq2seq":
@@ -63,8 +63,8 @@ def advice_on_run(plan: Plan) -> Iterator[str]:
 
 
 def _of_bare_borders(served: Served | Member) -> str | None:
-    """The advice on responses that begin where their prompt ends, without a blank; None if they do not."""
-    with suppress(Problem, ValueError):  # the first batch tells of a shard that cannot be read
+    """Return the warning about responses without a blank between them and their prompt; None without any."""
+    with suppress(Problem, ValueError):  # the first batch reports a shard that cannot be read
         if served.blocks.have_bare_borders:
             prompt, response = (source.text for _, source in served.snapshot.recipe.fields)
             template = response if "{" in response else f"{{{response}}}"
@@ -77,7 +77,7 @@ def _of_bare_borders(served: Served | Member) -> str | None:
 
 
 def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
-    """What follows from a cache that has no room for even one block of some datasets; None if it has."""
+    """Return the warning about a cache that cannot hold even one block of some datasets; None if it can."""
     tight = [served for served in datasets if served.blocks.expected_bytes.max() > budget_bytes]
     if not tight:
         return None
@@ -92,14 +92,14 @@ def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | No
 
 
 def told_splits(shard_splits: Sequence[str]) -> str:
-    """The number of shards in each split, for people."""
+    """Return the number of shards in each split, for people."""
     numbers = Counter(shard_splits)
     names = {"train": "train", "validation": "validation", "test": "test", "none": "no split"}
     return ", ".join(f"{name} {numbers[split]:,}" for split, name in names.items() if split in numbers)
 
 
 def _of_named_splits(served: Served | Member) -> str | None:
-    """Names of shards that give the splits, where the recipe does not say that they do; None if there are none."""
+    """Return the warning that shard names, not the recipe, give the splits; None if they do not."""
     snapshot = served.snapshot
     if not snapshot.shard_splits or snapshot.recipe.splits:
         return None
@@ -112,7 +112,7 @@ def _of_named_splits(served: Served | Member) -> str | None:
 
 
 def _of_unused_columns(served: Served | Member) -> str | None:
-    """What follows from columns that would tell what has loss, and that nothing is made of; None if there is none."""
+    """Return the warning about unused columns that would select the tokens with loss; None without any."""
     if not (unused := served.snapshot.recipe.unused):
         return None
     if unused == ("label",):
@@ -162,7 +162,7 @@ def _of_unused_masks(served: Served | Member, unused: tuple[str, ...]) -> str:
 
 
 def _named_as(unused: tuple[str, ...]) -> str:
-    """What a recipe says that uses these columns of chats, or of a prompt and its answer."""
+    """Return the recipe lines that would use these columns of chats, or of a prompt and its answer."""
     if unused[0] == "messages":
         return 'messages = "messages"'
     if unused[0] == "chosen":
@@ -171,7 +171,7 @@ def _named_as(unused: tuple[str, ...]) -> str:
 
 
 def _of_open_answers(served: Served | Member) -> str | None:
-    """What follows from a chat template that ends answers with nothing; None if it ends them, or an EOS does."""
+    """Return the warning about a chat template that writes nothing after an answer; None if it, or an EOS, ends answers."""
     recipe = served.snapshot.recipe
     if recipe.chat and recipe.chat.leaves_end_out and not recipe.adds_eos_to_chats:
         return (
@@ -188,7 +188,7 @@ def _of_open_answers(served: Served | Member) -> str | None:
 
 
 def _of_dropped_system(served: Served | Member) -> str | None:
-    """The warning about a chat template that writes nothing of system messages; None if it writes or refuses them."""
+    """Return the warning about a chat template that drops system messages; None if it writes or refuses them."""
     chat = served.snapshot.recipe.chat
     if not chat or not chat.forms.drops_system:
         return None
@@ -199,7 +199,7 @@ def _of_dropped_system(served: Served | Member) -> str | None:
 
 
 def _of_unsaid_bos(served: Served | Member) -> str | None:
-    """What follows from a tokenizer that opens texts, where the recipe says nothing of it; None if there is none."""
+    """Return the warning about a tokenizer that opens texts while the recipe does not set bos; None if that is not so."""
     recipe = served.snapshot.recipe
     if not (recipe.tokenizer and recipe.unsaid_bos) or recipe.fields[0][1].text.startswith(recipe.unsaid_bos):
         return None
@@ -210,7 +210,7 @@ def _of_unsaid_bos(served: Served | Member) -> str | None:
 
 
 def _of_guessed_eos(served: Served | Member) -> str | None:
-    """What follows from a tokenizer with several tokens that may end a text, where nothing names one; None if there is one."""
+    """Return the warning about an EOS guessed from several candidates in the tokenizer; None if the EOS is known."""
     recipe = served.snapshot.recipe
     if not (recipe.tokenizer and recipe.guessed_eos):
         return None
@@ -233,7 +233,7 @@ _OF_EACH = (  # dataset
 
 
 def _of_dropped_samples(plan: Plan) -> str | None:
-    """Samples that drop_last=true leaves out, where they are a large part of each epoch; None if they are not."""
+    """Return the warning that drop_last=true drops a large part of each epoch; None if it does not."""
     schedule, spec = plan.schedule, plan.spec
     num_dropped = schedule.num_samples - schedule.num_steps * spec.samples_per_step
     if not spec.drop_last or spec.offset or num_dropped <= _DROPPED_SHARE * schedule.num_samples:
@@ -247,7 +247,7 @@ def _of_dropped_samples(plan: Plan) -> str | None:
 
 
 def _of_open_prompts(plan: Plan) -> str | None:
-    """What follows from a tokenizer that closes texts, for the prompts of an encoder and a decoder; None if none does."""
+    """Return the warning about encoder prompts without the token that the tokenizer closes texts with; None without any."""
     if plan.spec.task != "seq2seq":
         return None
     for member in plan.members:
@@ -264,7 +264,7 @@ def _of_open_prompts(plan: Plan) -> str | None:
 
 
 def _of_packed_rows(plan: Plan) -> str | None:
-    """The advice on rows of several documents in batches that do not mark documents; None if there are none."""
+    """Return the warning about rows of several documents in batches that do not mark documents; None without any."""
     packed = [member.name for member in plan.members if member.snapshot.recipe.has_documents]
     if not packed or any(tensor.kind == "starts" for tensor in plan.tensors):
         return None
@@ -276,7 +276,7 @@ def _of_packed_rows(plan: Plan) -> str | None:
 
 
 def _of_needless_sorting(spec: Spec) -> str | None:
-    """What follows from sorting rows by their length where padding does not follow it; None if that is not so."""
+    """Return the warning about sorting rows by length while padding does not depend on it; None if that is not so."""
     if spec.length_bucket_size and spec.pad == "seq_len":
         return (
             f"length_bucket_size={spec.length_bucket_size} puts rows of similar length side by side, but pad=seq_len pads "
@@ -294,10 +294,10 @@ def _of_needless_sorting(spec: Spec) -> str | None:
 
 
 def _of_needless_skip(plan: Plan) -> str | None:
-    """What follows from leaving out what no epoch has, such as steps counted through a run; None if each has it."""
+    """Return the warning about skips that no epoch has, such as steps counted through a run; None if each epoch has them."""
     skipped, end, per_step = plan.schedule.skipped, plan.schedule.num_positions, plan.spec.samples_per_step
     if plan.spec.drop_last and not any(bound % per_step for bounds in skipped for bound in bounds):
-        end -= end % per_step  # where whole steps are left out, the incomplete one is in no epoch
+        end -= end % per_step  # if whole steps are dropped, the incomplete one is in no epoch
     first = next((start for start, _ in skipped if start >= end), None)
     if first is None:
         return None

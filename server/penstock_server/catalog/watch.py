@@ -1,4 +1,4 @@
-"""The watch: a thread that looks for changes in the data folder now and then."""
+"""Watch: a thread that polls the data folder for changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("penstock.watch")
 
 @contextmanager
 def watching(catalog: Catalog, poll_seconds: float) -> Iterator[None]:
-    """Has the catalog look at its folder every so many seconds, sooner while something changes there; 0 is never."""
+    """Poll the catalog's folder every `poll_seconds`, sooner while something changes there; 0 disables polling."""
     stopped = threading.Event()
     if poll_seconds:
         threading.Thread(target=_watch, args=(catalog, poll_seconds, stopped), name="penstock-watch", daemon=True).start()
@@ -32,5 +32,5 @@ def _watch(catalog: Catalog, poll_seconds: float, stopped: threading.Event) -> N
         try:
             if not catalog.poll():
                 wait_seconds = min(poll_seconds, QUIET_SECONDS)
-        except Exception:  # else nothing new would ever be noticed again
+        except Exception:  # otherwise the thread would end, and new data would go unnoticed
             log.exception("the data folder could not be looked at; it will be tried again in %s seconds", poll_seconds)

@@ -1,4 +1,4 @@
-"""`penstock import`: CSV, JSON lines, Arrow and Parquet files become Parquet shards of the shape the server reads best.
+"""`penstock import`: convert CSV, JSON lines, Arrow and Parquet files to Parquet shards that suit the server.
 
 files ──▶ a source each   jsonl, delimited with rows, columnar; stream under the first two
 │ survey: one pass that finds the types

@@ -1,4 +1,4 @@
-"""Arrow and Parquet files, which know their types: a survey reads rows only to see how large token ids are."""
+"""Arrow and Parquet files. They store their types, so a survey reads rows only to find how large token ids are."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from penstock_server.parquet import open_parquet
 
 _FILE_MAGIC, _OLD_FEATHER_MAGIC = b"ARROW1", b"FEA1"
 _MAX_ROWS = 65_536  # of a table, however small its rows
-_CASTABLE_BYTES = 1 << 30  # offsets of 32 bits reach no further than twice that
+_CASTABLE_BYTES = 1 << 30  # 32-bit offsets reach up to twice that
 
 
 class ArrowFile:
-    """An Arrow IPC file (Feather is one) or stream, mapped into memory. A compressed record batch is read as a whole."""
+    """Memory-mapped Arrow IPC file (such as Feather) or stream. A compressed record batch is read as a whole."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
         self.path = path
         self._columns = columns
 
     def survey(self, advance: Advance) -> Survey:
-        """The columns of the schema. Raises ImportRefused: it is no Arrow file, or is damaged."""
+        """Return the columns of the schema. Raises ImportRefused: not an Arrow file, or a damaged one."""
         with refusing(self.path), pa.memory_map(os.fsencode(self.path)) as mapped:
             schema = _open(mapped).schema
         return survey_typed(self.path, schema, self._columns, lambda names: self._tables(names, advance))
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
-        """The rows of all record batches. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
+        """Yield the rows of all record batches. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
         return self._tables(survey.schema.names, advance)
 
     def _tables(self, names: Sequence[str], advance: Advance) -> Iterator[pa.Table]:
@@ -48,20 +48,20 @@ class ArrowFile:
 
 
 class ParquetFile:
-    """A Parquet file, read page by page: row groups may be of any size."""
+    """Parquet file, read page by page: row groups may be of any size."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
         self.path = path
         self._columns = columns
 
     def survey(self, advance: Advance) -> Survey:
-        """The columns of the footer. Raises ImportRefused: it is no Parquet file, or is damaged."""
+        """Return the columns of the footer. Raises ImportRefused: not a Parquet file, or a damaged one."""
         with refusing(self.path), _opened(self.path) as opened, open_parquet(opened) as file:
             schema = file.schema_arrow
         return survey_typed(self.path, schema, self._columns, lambda names: self._tables(names, advance))
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
-        """The rows of all row groups. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
+        """Yield the rows of all row groups. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
         return self._tables(survey.schema.names, advance)
 
     def _tables(self, names: Sequence[str], advance: Advance) -> Iterator[pa.Table]:
@@ -78,7 +78,7 @@ class ParquetFile:
             nbytes = sum(group.total_byte_size for group in groups)
             most_rows = max(1, min(_MAX_ROWS, num_rows * TABLE_BYTES // max(nbytes, 1)))
             done = 0
-            for number, group in enumerate(groups):  # a batch of two of them is more than pyarrow reads of some types
+            for number, group in enumerate(groups):  # of some types pyarrow cannot read a batch across two groups
                 before = done
                 for batch in file.iter_batches(most_rows, [number], columns=list(names)):
                     yield from portions(batch.select(names))
@@ -124,7 +124,7 @@ def _open(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.
 def _batches(
     reader: pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader, mapped: pa.MemoryMappedFile
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """The record batches, and how far into the file each lies."""
+    """Yield the record batches, and the offset of each in the file."""
     if isinstance(reader, pa.ipc.RecordBatchFileReader):
         for number in range(reader.num_record_batches):
             yield reader.get_batch(number), mapped.size() * (number + 1) // reader.num_record_batches
@@ -136,12 +136,12 @@ def _batches(
 
 
 def portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
-    """A record batch, some MiB at a time."""
+    """Yield a record batch in portions of some MiB."""
     rows = max(1, min(_MAX_ROWS, batch.num_rows * TABLE_BYTES // max(batch.nbytes, 1)))
     for start in range(0, batch.num_rows, rows):
         if batch.nbytes < _CASTABLE_BYTES:
             portion = batch.slice(start, rows)
-        else:  # a slice keeps the offsets of the whole, and casts refuse such as are too large
+        else:  # a slice keeps the offsets of the whole batch, and casts refuse offsets that are too large
             portion = take_rows(batch, np.arange(start, min(start + rows, batch.num_rows)))
         table = pa.Table.from_batches([portion])
         table.validate(full=True)
@@ -151,7 +151,7 @@ def portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
 def survey_typed(
     path: Path, schema: pa.Schema, columns: Sequence[str] | None, read: Callable[[list[str]], Iterable[pa.Table]]
 ) -> Survey:
-    """The survey of a file of this schema; `read` gives the rows of columns whose type alone does not tell how large ids are.
+    """Return the survey of a file of this schema. `read` yields the columns whose type does not bound the ids.
 
     Raises ImportRefused: a column cannot be imported.
     """
@@ -168,7 +168,7 @@ def survey_typed(
 
 @contextmanager
 def refusing(path: Path, advice: str = "Write the file again, or choose columns with --columns") -> Iterator[None]:
-    """Raises ImportRefused for whatever goes wrong while a file is read, but for a lack of memory."""
+    """Turn errors of reading a file into ImportRefused, except MemoryError."""
     try:
         yield
     except OSError as error:
@@ -180,5 +180,5 @@ def refusing(path: Path, advice: str = "Write the file again, or choose columns 
 
 
 def _opened(path: Path) -> pa.OSFile:
-    """A file by its name: of a path pyarrow would make a URI, as of s3:x, and takes none that is not UTF-8."""
+    """Open a file by its path as bytes: pyarrow takes text such as s3:x for a URI, and refuses paths that are not UTF-8."""
     return pa.OSFile(os.fsencode(path))

@@ -1,4 +1,4 @@
-"""Columns' types: brought to a few, made one for all files, and what rows must become to fit them."""
+"""Column types: normalized, merged into one schema for all files, and rows cast to fit them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from penstock_server.arrow import holds_json
 from penstock_server.importing.source import ImportRefused, Survey
 from penstock_server.recipes.column_types import is_tokens, num_leaves
 
-_MAX_LEAVES = 1_000  # columns, those within objects counted too; each takes memory in a writer
+_MAX_LEAVES = 1_000  # columns, including those within objects; each takes memory in a writer
 _INT32 = (-(2**31), 2**31 - 1)
 
 
 class ColumnsDiffer(ValueError):
-    """A column has types that none holds both of, or there are too many columns."""
+    """A column has types without a common type, or there are too many columns."""
 
 
 def normal(type_: pa.DataType, *, dates: bool = True) -> pa.DataType:
-    """The plain type for one that says the same of values and more of their storage.
+    """Return the plain type with the same values as `type_`, whatever its storage.
 
     Text that is a dictionary, large or a view is string, JSON stays JSON, lists of any kind are list; without `dates`, a
     timestamp is string. Raises ValueError: pyarrow cannot make it a list.
@@ -45,15 +45,15 @@ def normal(type_: pa.DataType, *, dates: bool = True) -> pa.DataType:
         return pa.struct([(field.name, normal(field.type, dates=dates)) for field in type_])
     if types.is_map(type_):
         return pa.map_(normal(type_.key_type), normal(type_.item_type, dates=dates))
-    if types.is_list_view(type_) or types.is_large_list_view(type_):  # a cast of it loses items
+    if types.is_list_view(type_) or types.is_large_list_view(type_):  # its cast loses items
         raise ValueError(f"{type_} cannot be turned into list")
     return type_
 
 
 def normal_schema(schema: pa.Schema, columns: Sequence[str] | None, *, dates: bool = True) -> pa.Schema:
-    """The columns to import, `columns` or all, in normal types.
+    """Return the columns to import, `columns` or all, in normal types.
 
-    Raises ValueError: two have one name, or a type cannot be read; the message names the column.
+    Raises ValueError: two columns have one name, or a type cannot be read; the message names the column.
     """
     chosen = [field for field in schema if columns is None or field.name in columns]
     fields = []
@@ -68,9 +68,9 @@ def normal_schema(schema: pa.Schema, columns: Sequence[str] | None, *, dates: bo
 
 
 def merge(known: pa.Schema, new: pa.Schema) -> pa.Schema:
-    """The schema that holds rows of both: missing columns are null, whole numbers beside others become float64.
+    """Merge two schemas: missing columns are null, whole numbers mixed with others become float64.
 
-    Raises ColumnsDiffer: a column has types that do not go together, such as text and numbers, or there are too many.
+    Raises ColumnsDiffer: a column has incompatible types, such as text and numbers, or there are too many columns.
     """
     if new.equals(known):
         return known
@@ -105,7 +105,7 @@ def _differ(known: pa.Field, new: pa.Field) -> ColumnsDiffer:
 
 
 def _are_changed(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether values of both change in one column: to Arrow decimals beside floats are floats, and texts beside bytes bytes."""
+    """Return whether merging would change values: Arrow turns decimals with floats to floats, and texts with bytes to bytes."""
     types = pa.types
     for is_changed, by in ((types.is_decimal, types.is_floating), (types.is_string, _is_bytes)):
         if (is_changed(one) and by(other)) or (is_changed(other) and by(one)):
@@ -123,9 +123,9 @@ def _is_bytes(type_: pa.DataType) -> bool:
 
 
 def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
-    """The schema of all shards, and the names of what must be left out: objects that never have a field.
+    """Return the schema of all shards, and the names of the columns left out: objects that never have a field.
 
-    Token lists are list<int32> where that holds every id, else list<int64>; what is null everywhere is string.
+    Token lists are list<int32> if that holds every id, otherwise list<int64>; a column that is null everywhere is string.
     Raises ImportRefused: files do not go together, a column is in none of them, Parquet has no such type, or no column is left.
     """
     check_names("--columns", columns or (), surveys)
@@ -160,7 +160,7 @@ def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | 
         try:
             written = pa.BufferOutputStream()
             pq.ParquetWriter(written, pa.schema([field])).close()
-            pq.read_schema(pa.BufferReader(written.getvalue()))  # what is nested deeply can be written and never be read
+            pq.read_schema(pa.BufferReader(written.getvalue()))  # a deeply nested type can be written, but not read
         except (pa.ArrowException, OSError) as error:
             raise ImportRefused(
                 f"column {field.name!r}: Parquet does not hold {_short(field.type)}. Nothing was written. Leave it out with "
@@ -170,7 +170,7 @@ def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | 
 
 
 def completed(schema: pa.Schema, whole: pa.Schema) -> pa.Schema:
-    """The types of a file, with those of all files for what it has no value of inside of its objects and lists."""
+    """Return a file's types; those that it has no values of, inside objects and lists, come from `whole`."""
     types = {field.name: field.type for field in whole}
     fields = [
         field if pa.types.is_null(field.type) else field.with_type(_completed(field.type, types.get(field.name)))
@@ -180,7 +180,7 @@ def completed(schema: pa.Schema, whole: pa.Schema) -> pa.Schema:
 
 
 def _is_read_from_json(type_: pa.DataType) -> bool:
-    """Whether pyarrow's reader can be told that what it is to find is null, or missing, in a column of this type."""
+    """Return whether pyarrow's reader takes this type for a column whose values are null or missing."""
     types = pa.types
     if types.is_list(type_) or types.is_struct(type_):
         return all(_is_read_from_json(type_.field(number).type) for number in range(type_.num_fields))
@@ -202,7 +202,7 @@ def _completed(type_: pa.DataType, whole: pa.DataType | None) -> pa.DataType:
 
 
 def check_names(option: str, columns: Sequence[str], surveys: Sequence[tuple[Path, Survey]]) -> None:
-    """Raises ImportRefused: an option names a column that is in no file."""
+    """Check that an option names columns of the files. Raises ImportRefused: a column is in no file."""
     known = list(dict.fromkeys(name for _, survey in surveys for name in survey.names))
     for name in columns:
         if name not in known:
@@ -211,7 +211,7 @@ def check_names(option: str, columns: Sequence[str], surveys: Sequence[tuple[Pat
 
 
 def _writable(type_: pa.DataType, name: str, left_out: list[str]) -> pa.DataType | None:
-    """The type as Parquet can hold it: no null, and no object without fields."""
+    """Return the type as Parquet can hold it: without null, and without objects that have no fields."""
     types = pa.types
     if types.is_null(type_):
         return pa.string()
@@ -231,7 +231,7 @@ def _writable(type_: pa.DataType, name: str, left_out: list[str]) -> pa.DataType
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The rows with the columns and types of the schema, null where they have none.
+    """Cast rows to the columns and types of the schema; missing columns are null.
 
     Raises ValueError: a value does not fit the type; the message names the column.
     """
@@ -242,7 +242,7 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
             continue
         try:
             column = _without_dictionary_of_views(table.column(field.name))
-            # Arrow casts no JSON of large strings to JSON of strings at once.
+            # Arrow cannot cast JSON of large strings directly to JSON of strings.
             arrays.append((column.cast(_stored(field.type)) if holds_json(field.type) else column).cast(field.type))
         except MemoryError:
             raise
@@ -252,7 +252,7 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _stored(type_: pa.DataType) -> pa.DataType:
-    """A normal type with text for JSON."""
+    """Return a normal type with text in place of JSON."""
     if isinstance(type_, pa.JsonType):
         return pa.string()
     if pa.types.is_list(type_):
@@ -263,7 +263,7 @@ def _stored(type_: pa.DataType) -> pa.DataType:
 
 
 def _without_dictionary_of_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column, as categories of Polars are stored, that pyarrow can cast: it decodes no dictionary of views."""
+    """Cast a dictionary of views, as Polars stores categories, to one of text: pyarrow cannot decode views."""
     if not (pa.types.is_dictionary(column.type) and pa.types.is_string_view(column.type.value_type)):
         return column
     return pa.chunked_array(
@@ -273,9 +273,9 @@ def _without_dictionary_of_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def wide_columns(table: pa.Table) -> frozenset[str]:
-    """The columns of token lists in which an id is outside int32."""
+    """Return the columns of token lists with an id outside int32."""
     found = []
-    plain = pa.schema([(field.name, normal(field.type)) for field in table.schema])  # ids may be stored as a dictionary's
+    plain = pa.schema([(field.name, normal(field.type)) for field in table.schema])  # ids may be dictionary-encoded
     for name in may_be_wide(plain):
         bounds = [pc.min_max(chunk.flatten()).as_py() for chunk in table.column(name).cast(plain.field(name).type).chunks]
         lows, highs = ([b[end] for b in bounds if b[end] is not None] for end in ("min", "max"))
@@ -285,7 +285,7 @@ def wide_columns(table: pa.Table) -> frozenset[str]:
 
 
 def may_be_wide(schema: pa.Schema) -> list[str]:
-    """The columns of token lists whose type alone does not say that int32 holds them."""
+    """Return the columns of token lists whose type may hold ids outside int32."""
     return [field.name for field in schema if is_tokens(field.type) and not _fits(field.type.value_type)]
 
 

@@ -1,4 +1,4 @@
-"""The command `penstock import`."""
+"""Command `penstock import`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ID_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `import` to the commands of `penstock`."""
+    """Add `import` to the commands of `penstock`."""
     parser = commands.add_parser(
         "import",
         help="turn CSV, JSON lines, Arrow, Parquet or files of token ids into shards",
@@ -90,7 +90,7 @@ def _import(arguments: argparse.Namespace) -> int:
     if shard_bytes is None or shard_bytes < _MIN_SHARD_BYTES:
         print(f"penstock import: --shard-bytes must be at least 1MB, not {arguments.shard_bytes}", file=sys.stderr)
         return 2
-    # Told to stop, it stops as by Ctrl-C does, and leaves nothing half-written behind.
+    # SIGTERM stops it as Ctrl-C does, so that it removes half-written files.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     task = Import(
         files=arguments.files,
@@ -144,7 +144,7 @@ def _summary(done: Imported, out_dir: Path) -> str:
 
 
 def _values(lists: tuple[int, int] | None) -> str:
-    """How many values the lists of a column have: what a wrong type of ids, or a wrong end of documents, is seen by."""
+    """Describe the lengths of a column's lists: they reveal a wrong id type, or a wrong end of documents."""
     if lists is None:
         return ""
     total, longest = lists

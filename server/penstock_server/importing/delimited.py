@@ -1,4 +1,4 @@
-"""CSV and TSV. Fields have no types, so a column is of numbers only where every field of it is one, and text else."""
+"""CSV and TSV. Fields have no types, so a column has numbers only if every field is one; otherwise it is text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock_server.importing.source import Advance, ImportRefused, Survey
 from penstock_server.importing.stream import opened, portions
 from penstock_server.recipes.declaration import ANSWERS
 
-_ALWAYS_TEXT = ("text", "prompt", *ANSWERS, "chosen", "rejected")  # what the server takes for text without being told
-_DELIMITERS = (";", "\t", "|", ",")  # that a header of one column may have been meant to have
+_ALWAYS_TEXT = ("text", "prompt", *ANSWERS, "chosen", "rejected")  # columns that the server takes for text without a recipe
+_DELIMITERS = (";", "\t", "|", ",")  # the likely real delimiters of a header with a single column
 _RAGGED = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
-# Numbers that the type gives back, but for digits far after the point: 007, and a whole number of twenty digits, are text.
+# Numbers that survive a round trip, but for digits far after the point: 007, and a twenty-digit whole number, stay text.
 # float64 holds 15 digits of any number between 1e-307 and 1e308, whole numbers below 9.007e15, and their halves below 4.5e15.
 _FLOATS = (
     r"0(\.0+)?([eE][-+]?[0-9]{1,3})?",
@@ -35,7 +35,7 @@ _NUMBERS = {
 
 
 class Delimited:
-    """A file of values under a header, with a delimiter between them: `delimiter`, or else that of the file's ending.
+    """File of delimited values under a header. `delimiter` defaults to that of the file's ending.
 
     An empty field is null; columns in `text` are never numbers. `quoting` is as in `rows`.
     """
@@ -57,15 +57,15 @@ class Delimited:
         self._quoting = Quoting(quoting, self._delimiter)
 
     def survey(self, advance: Advance) -> Survey:
-        """The columns: int64 or float64 where all fields are such numbers, null where all are empty, else string.
+        """Return the columns: int64 or float64 if all fields are such numbers, null if all are empty, otherwise string.
 
-        Raises ImportRefused: a row has more or fewer fields than the header, is not UTF-8, or is not quoted as said.
+        Raises ImportRefused: a row has more or fewer fields than the header, is not UTF-8, or violates the quoting.
         """
         header = self._header()
         chosen = [name for name in header if self._columns is None or name in self._columns]
         fitting = {name: [] if name in self._text else list(_NUMBERS) for name in chosen}
         filled = set(self._text)
-        # All columns are read: what is not UTF-8 is so in a column that is not imported, too.
+        # Read all columns: text that is not UTF-8 is an error in a column that is not imported, too.
         for table in self._read(dict.fromkeys(header, pa.string()), advance):
             for name in chosen:
                 column = table.column(name)
@@ -76,11 +76,11 @@ class Delimited:
         return Survey(names=tuple(header), schema=pa.schema(list(zip(chosen, types, strict=True))))
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
-        """The rows, in the types of the survey. Raises ImportRefused: as `survey`."""
+        """Yield the rows, in the types of the survey. Raises ImportRefused: as `survey`."""
         return self._read(dict(zip(survey.schema.names, survey.schema.types, strict=True)), advance)
 
     def _header(self) -> list[str]:
-        """The names in the first row, none if there is no row."""
+        """Return the names in the first row; an empty list without a row."""
         with opened(self.path) as stream:
             header = next(row_portions(self.path, stream, self._quoting), None)
         if header is None:
@@ -103,7 +103,7 @@ class Delimited:
         return names
 
     def _read(self, types: Mapping[str, pa.DataType], advance: Advance) -> Iterator[pa.Table]:
-        """The rows with columns of these types."""
+        """Yield the rows with columns of these types."""
         if not types:
             return
         num_rows = 0
@@ -115,13 +115,13 @@ class Delimited:
                 advance(stream.position)
 
     def _parsed(self, portion: bytes, types: Mapping[str, pa.DataType], num_rows: int) -> pa.Table:
-        """The rows of a portion, which so many are before."""
+        """Parse the rows of a portion; `num_rows` rows of the file are before it."""
         try:
             return pcsv.read_csv(
                 pa.BufferReader(portion),
-                # With threads no row has a number.
+                # With threads pyarrow reports no row numbers.
                 read_options=pcsv.ReadOptions(use_threads=False, block_size=len(portion)),
-                # No handler of wrong rows: a thread of pyarrow's that lets it go when Python ends would abort Python.
+                # No handler of wrong rows: a pyarrow thread that releases it while Python exits would abort the process.
                 parse_options=pcsv.ParseOptions(
                     delimiter=self._delimiter,
                     quote_char=self._quoting.kind != "none" and '"',
@@ -139,7 +139,7 @@ class Delimited:
         if ragged := _RAGGED.search(str(error)):
             row, expected, found, text = ragged.groups()
             begin, cut = _first_line_of(text.removesuffix(" ...")), text.endswith(" ...")
-            begin = begin[:80] if cut else begin  # further on it may be cut within a character
+            begin = begin[:80] if cut else begin  # a cut further on may split a character
             return self._refused(
                 self._first_line(lambda line: line.startswith(begin) if cut else line.rstrip(b"\r") == begin)
                 or f"row {num_rows + int(row):,}",
@@ -159,7 +159,7 @@ class Delimited:
         return ImportRefused(f"{self.path}, {place}: {what}. Nothing was written. {advice}.")
 
     def _first_line(self, is_it: Callable[[bytes], bool]) -> str | None:
-        """The place of the first line for which this holds."""
+        """Return the place of the first line that satisfies `is_it`."""
         with opened(self.path) as stream:
             for portion in portions(self.path, stream):
                 for number, line in enumerate(portion.data.split(b"\n"), portion.first_line):

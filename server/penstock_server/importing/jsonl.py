@@ -1,4 +1,4 @@
-"""JSON lines: an object a line. Types are found portion by portion, so that a late change of type is no surprise."""
+"""JSON lines: an object per line. The survey infers types portion by portion, so it finds a late change of type."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _NO_OBJECT = re.compile(rb"\n[ \t\r]*[^{\s]")
 _COLUMN = re.compile(r"Column\(/?(.*?)\)(?: changed from (\w+) to (\w+))?")
 _MEND_COLUMN = "Mend it, or keep all of the column{} as it is written, as text, with --text, or leave it out with --columns"
 _TWICE = " was specified twice"
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # or one that is never closed: else each quote in that would be tried anew
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # also unclosed: otherwise each quote in it would be retried
 _NO_BRACKETS = bytes(set(range(256)) - set(b"{[]}"))
-_DEEPEST = 100  # objects and lists within each other; beyond some thousands pyarrow's parser crashes
+_DEEPEST = 100  # nesting depth of objects and lists; beyond some thousands pyarrow's parser crashes
 
 
 class _TooDeep(ValueError):
-    """A line has more objects and lists within each other than anything can read."""
+    """A line nests objects and lists too deeply for pyarrow's parser."""
 
 
 class JsonLines:
-    """A file of JSON lines, of which `columns` are imported, or all; of those in `text` the JSON itself, as text."""
+    """File of JSON lines. `columns` selects the columns, None all; those in `text` keep their JSON, as text."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None, text: Sequence[str]) -> None:
         self.path = path
@@ -46,9 +46,9 @@ class JsonLines:
         self._text = text
 
     def survey(self, advance: Advance) -> Survey:
-        """The columns and types of all lines. A text is string, also where it looks like a date.
+        """Return the columns and types of all lines. A text is string, also if it looks like a date.
 
-        Raises ImportRefused: a line is no JSON object, or has a type that does not go with the lines before it.
+        Raises ImportRefused: a line is not a JSON object, or its types are incompatible with the lines before it.
         """
         self._check_start()
         schema, names, wide, inexact = pa.schema([]), dict[str, None](), frozenset[str](), dict[str, Decimal]()
@@ -64,7 +64,7 @@ class JsonLines:
         return Survey(names=tuple(names), schema=schema, wide=wide, rounded=rounded)
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
-        """The lines as rows, in the types of the survey. Raises ImportRefused: as `survey`."""
+        """Yield the lines as rows, in the types of the survey. Raises ImportRefused: as `survey`."""
         told = _told(survey.schema)
         for portion in self._portions(advance):
             yield self._parsed(portion, partial(self._read, schema=told))
@@ -76,7 +76,7 @@ class JsonLines:
                 advance(stream.position)
 
     def _infer(self, data: bytes, known: pa.Schema) -> tuple[pa.Schema, pa.Table]:
-        """The types of some lines, which go with those known so far, and the lines as rows."""
+        """Return the types of some lines, merged with `known`, and the lines as rows."""
         _check_depth(data)
         data = self._chosen(data)
         table = _parse(data)
@@ -84,7 +84,7 @@ class JsonLines:
         merge(known, types)
         try:
             table.validate()
-        except pa.ArrowInvalid:  # pyarrow's types are right, but not its lists if the first of a column begins with null
+        except pa.ArrowInvalid:  # pyarrow infers right types, but fails on a column whose first list begins with null
             table = _parse(data, _told(types))
         return types, table
 
@@ -92,7 +92,7 @@ class JsonLines:
         return _parse(self._chosen(data), schema)
 
     def _chosen(self, data: bytes) -> bytes:
-        """The lines without what is not imported, which must not be able to fail, and with the JSON of what is kept as text."""
+        """Drop the keys that are not imported, so that they cannot fail, and keep the JSON of text columns as text."""
         return data if self._columns is None and not self._text else rewrite(data, self._columns, self._text)
 
     def _check_start(self) -> None:
@@ -106,14 +106,14 @@ class JsonLines:
     def _parsed(self, portion: Portion, parse: Callable[[bytes], T]) -> T:
         try:
             return parse(portion.data)
-        except ValueError as error:  # pyarrow's errors and those of decoding are of this kind
+        except ValueError as error:  # errors of pyarrow and of decoding are ValueErrors
             line, cause = _first_failure(portion, parse, error)
             raise ImportRefused(f"{self.path}, line {line:,}: {_reason(cause)}") from error
 
 
 def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
-    """The lines as rows, with the columns of `schema`, or all that there are. Raises ValueError: a line is no object."""
-    data.decode()  # pyarrow lets pass what is not UTF-8; and it takes null for a row, or crashes on it
+    """Parse lines to rows, with the columns of `schema`, None for all. Raises ValueError: a line is not an object."""
+    data.decode()  # pyarrow accepts invalid UTF-8; and it takes null for a row, or crashes on it
     data = data.removeprefix(BYTE_ORDER_MARK)
     begin = data.lstrip()[:1]
     if begin not in (b"", b"{") or _NO_OBJECT.search(data):
@@ -127,19 +127,19 @@ def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
             explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
         ),
     )
-    # An object over several lines would be torn where a portion ends.
+    # An object over several lines would be cut at the end of a portion.
     if table.num_rows != sum(1 for line in data.split(b"\n") if line.strip()):
         raise ValueError("it is not exactly one object")
     return table
 
 
 def _told(schema: pa.Schema) -> pa.Schema:
-    """The types as pyarrow can be told them; a column without a value is left out."""
+    """Return the schema in a form that pyarrow accepts, without columns that have no value."""
     return pa.schema([(field.name, _without_null(field.type)) for field in schema if not pa.types.is_null(field.type)])
 
 
 def _without_null(type_: pa.DataType) -> pa.DataType:
-    """The type with string for null: pyarrow makes lists of null, but not as they should be."""
+    """Return the type with string in place of null: pyarrow makes wrong lists of null."""
     if pa.types.is_list(type_):
         return pa.list_(_without_null(type_.value_type))
     if pa.types.is_struct(type_):
@@ -148,7 +148,7 @@ def _without_null(type_: pa.DataType) -> pa.DataType:
 
 
 def _check_depth(data: bytes) -> None:
-    """Raises _TooDeep: a line has more brackets open at once than is allowed; those in strings do not count."""
+    """Check the nesting depth, ignoring brackets in strings. Raises _TooDeep: a line has too many brackets open."""
     for line in data.split(b"\n"):
         if line.count(b"{") + line.count(b"[") > _DEEPEST:
             brackets = _STRING.sub(b"", line).translate(None, _NO_BRACKETS)
@@ -160,12 +160,12 @@ def _first_keys(data: bytes) -> dict[str, None]:
     try:
         row = json.loads(next((line for line in data.split(b"\n") if line.strip()), b"{}"))
     except (ValueError, RecursionError):
-        return {}  # it is refused when it is parsed
+        return {}  # parsing refuses it
     return dict.fromkeys(row) if isinstance(row, dict) else {}
 
 
 def _first_failure(portion: Portion, parse: Callable[[bytes], object], error: ValueError) -> tuple[int, ValueError]:
-    """The number of the first line that a portion cannot be parsed with, and the error that it makes."""
+    """Return the number of the first line that makes parsing a portion fail, and its error."""
     lines = portion.data.split(b"\n")
 
     def failure(data: bytes) -> ValueError | None:
@@ -183,7 +183,7 @@ def _first_failure(portion: Portion, parse: Callable[[bytes], object], error: Va
 
 
 def _reason(error: ValueError) -> str:
-    """What is wrong, what follows and what to do."""
+    """Describe what is wrong, the consequences and the remedy."""
     what, advice = str(error), "Each line must be one whole JSON object: mend it"
     if isinstance(error, UnicodeDecodeError):
         what = f"byte {error.start + 1:,} is not UTF-8"
@@ -192,7 +192,7 @@ def _reason(error: ValueError) -> str:
         advice = "Write them as text, or remove the line"
     elif isinstance(error, ColumnsDiffer):
         advice = _MEND_COLUMN.format("")
-    elif what.startswith(_EMPTY):  # as behind the comma of an array's line
+    elif what.startswith(_EMPTY):  # such as the end of an array's line after the comma
         what = "it is not exactly one object"
     elif found := _PARSE_ERROR.search(what):
         what, advice = _told_by_pyarrow(found[1], advice)
@@ -200,7 +200,7 @@ def _reason(error: ValueError) -> str:
 
 
 def _told_by_pyarrow(told: str, usual: str) -> tuple[str, str]:
-    """What is wrong by what pyarrow's parser tells, and what to do; `usual` is that where nothing else is known."""
+    """Translate a message of pyarrow's parser to a cause and a remedy; `usual` is the default remedy."""
     column = _COLUMN.search(told)
     if not column:
         return told[:1].lower() + told[1:], usual

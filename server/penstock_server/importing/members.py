@@ -1,4 +1,4 @@
-"""The members of JSON objects, as they are written: some are left out, and some become text."""
+"""Members of JSON objects, as they are written: some are left out, and some become text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _MARK = re.compile(r"[ \t\r]*([{}:,])[ \t\r]*")
 
 
 def rewrite(lines: bytes, columns: Collection[str] | None, text: Collection[str]) -> bytes:
-    """The lines with these keys alone, or all. Of those in `text` each value becomes a string: the JSON that it is written in.
+    """Return the lines with only the keys in `columns`, None for all.
 
-    A string and null stay what they are. Raises ValueError: a line is no JSON.
+    A value of a key in `text` becomes a string with its JSON; a string and null stay as they are.
+    Raises ValueError: a line is not JSON.
     """
 
     def rewritten(line: bytes) -> bytes:
         if not line.lstrip(b" \t\r").startswith(b"{"):
-            return line  # blank, or no object: whoever parses it says so
+            return line  # blank, or not an object: the parser reports it
         members = _members(line.decode())
         kept = (
             (key, json.dumps(value) if key in text and value[0] != '"' and value != "null" else value)
@@ -33,7 +34,7 @@ def rewrite(lines: bytes, columns: Collection[str] | None, text: Collection[str]
 
 
 def _members(line: str) -> Iterator[tuple[str, str]]:
-    """The keys of an object and the JSON of their values. Raises ValueError: it is not exactly one object."""
+    """Yield the keys of an object and the JSON of their values. Raises ValueError: it is not exactly one object."""
     mark, at = _mark(line, 0, "{")
     if line.startswith("}", at):
         mark, at = _mark(line, at, "}")
@@ -50,7 +51,7 @@ def _members(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _mark(line: str, at: int, expected: str) -> tuple[str, int]:
-    """The mark that stands there, and where what is behind it begins. Raises ValueError: it is not one of those expected."""
+    """Return the mark at `at`, and the offset of the text after it. Raises ValueError: the mark is not one of `expected`."""
     found = _MARK.match(line, at)
     if not found or found[1] not in expected:
         raise ValueError(f"{' or '.join(map(repr, expected))} is missing at character {at + 1:,}")

@@ -1,4 +1,4 @@
-"""Whole numbers that float64 rounds: JSON's may have any number of digits, and may stand in one column with decimal ones."""
+"""Whole numbers that float64 rounds: in JSON they may have any number of digits, and share a column with decimals."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LONG = re.compile(rb"(?<![\d.eE+-])-?\d{16,}(?![\d.eE])")
 
 
 def find_inexact(lines: bytes, table: pa.Table, known: Collection[str]) -> dict[str, Decimal]:
-    """One whole number of each column, by its path, that float64 does not hold exactly; the paths in `known` are left out.
+    """Find one whole number per column, by path, that float64 does not hold exactly, except for the paths in `known`.
 
-    `table` is what the JSON lines are parsed to. A path is "column", "column.field" or, in a list, "column[]".
+    `table` is the parsed JSON lines. A path is "column", "column.field" or, in a list, "column[]".
     """
     wanted = {path for path, values in _numbers(table) if path not in known and _reaches_far(values)}
     found: dict[str, Decimal] = {}
     for line in lines.split(b"\n") if wanted else ():
         if _LONG.search(line):
-            with suppress(ValueError):  # pyarrow reads more than JSON has, such as Inf
+            with suppress(ValueError):  # pyarrow reads more than JSON, such as Inf
                 for path, number in _whole_numbers("", json.loads(line, parse_int=Decimal)):
                     if path in wanted and Decimal(float(number)) != number:
                         found.setdefault(path, number)
@@ -35,7 +35,7 @@ def find_inexact(lines: bytes, table: pa.Table, known: Collection[str]) -> dict[
 
 
 def float_columns(schema: pa.Schema) -> set[str]:
-    """The paths of what is float64."""
+    """Return the paths of all float64 values."""
     return {path for path, values in _numbers(schema.empty_table()) if pa.types.is_floating(values.type)}
 
 
@@ -56,7 +56,7 @@ def _numbers_in(path: str, values: pa.Array) -> Iterator[tuple[str, pa.Array]]:
 
 def _reaches_far(values: pa.Array) -> bool:
     bounds = pc.min_max(values).as_py()
-    # The bound itself may be what the next number was rounded to.
+    # The bound itself may be the rounded form of the next number.
     return bounds["min"] is not None and (bounds["min"] <= -_EXACT or bounds["max"] >= _EXACT)
 
 

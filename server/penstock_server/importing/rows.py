@@ -1,4 +1,4 @@
-"""Where the rows of a CSV file end: a line break within quotes ends none."""
+"""Row ends in a CSV file: a line break within quotes does not end a row."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _MAX_ROW_BYTES = 4 << 20  # a longer one is refused: memory must be bounded
 
 
 class Quoting:
-    """How fields are quoted, for files with this delimiter: as pyarrow reads them, to the byte.
+    """Quoting of fields, for files with this delimiter: as pyarrow reads them, to the byte.
 
-    doubled    a quote at the start of a field opens it and must be closed; within, it is written twice
-    backslash  so, or as a backslash and a quote; a backslash also stands before a backslash, delimiter or line break
+    doubled    a quote at the start of a field opens it and must be closed; a quote within is written twice
+    backslash  likewise, or as a backslash and a quote; a backslash also escapes a backslash, delimiter or line break
     none       quotes are characters like any other
 
-    A quote within a field that begins otherwise is a character. `rows` matches all whole rows from where a row begins, `header`
-    the first that is not blank, `fields` all up to a quote or backslash that is wrong, or whose field does not end yet. Each
-    looks at the byte before. `quoted` matches a quoted field but for its last quote.
+    A quote within an unquoted field is a character. From the start of a row, `rows` matches all whole rows, `header` the first
+    row that is not blank, `fields` everything up to a quote or backslash that is wrong, or whose field has not ended. Each
+    looks at the byte before. `quoted` matches a quoted field without its last quote.
     """
 
     def __init__(self, kind: Kind, delimiter: str) -> None:
@@ -36,7 +36,7 @@ class Quoting:
         plain = rb"[^%b]" % special if special else rb"[\s\S]"
         inner = rb'""|' + escaped if kind == "backslash" else b'""'
         quoted = rb'"%b*+(?:(?:%b)%b*+)*+' % (plain, inner, plain)
-        # Only blanks may follow in the field: other text, which pyarrow would take, says that quotes mean something else here.
+        # Only blanks may follow in the field: pyarrow accepts other text, but it shows that quotes mean something else here.
         marked = rb'(?<=[%b])%b" *(?=[%b])|(?<![%b])"' % (edges, quoted, edges, edges)
         if kind == "backslash":
             marked += rb'|%b"*+' % escaped
@@ -48,14 +48,14 @@ class Quoting:
 
 
 def row_portions(path: Path, stream: Stream, quoting: Quoting) -> Iterator[bytes]:
-    """A CSV file about a MiB at a time: the header alone, then whole rows with the header before them; nothing if it is blank.
+    """Yield a CSV file about a MiB at a time: the header alone, then whole rows after the header; nothing if it is blank.
 
     pyarrow must not cut the file itself: it takes a CR at the end of a block and the LF that follows for one line break, and
     drops the LF, also within quotes.
 
-    Raises ImportRefused: fields are not quoted in this way, or a row is too long to be held in memory.
+    Raises ImportRefused: the fields violate the quoting, or a row is too long for memory.
     """
-    # The byte before a row is a line break, also before the first; so many of them, so many lines have begun.
+    # The byte before each row, also the first, is a line break: the number of line breaks is the number of started lines.
     header, num_lines, at_end = b"", 0, False
     rest = b"\n" + stream.bytes.read(len(BYTE_ORDER_MARK)).removeprefix(BYTE_ORDER_MARK)
     while not at_end:
@@ -75,7 +75,7 @@ def row_portions(path: Path, stream: Stream, quoting: Quoting) -> Iterator[bytes
 
 
 def _check(path: Path, line: int, quoting: Quoting, data: bytes, begin: int, at_end: bool) -> None:
-    """Raises ImportRefused: `data` has something wrong in the row that begins there, or so much of it that it is too long."""
+    """Check the row of `data` at `begin`. Raises ImportRefused: its quoting is wrong, or it is too long."""
     fields = quoting.fields.match(data, begin)
     opening = fields.end() if fields else begin
     quoted = quoting.quoted.match(data, opening)

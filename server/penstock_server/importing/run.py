@@ -1,4 +1,4 @@
-"""An import from end to end: a pass that surveys all files, one schema, a pass that writes."""
+"""Import from end to end: a pass that surveys all files, one schema, a pass that writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _ARROW = (".arrow", ".feather", ".ipc")
 _PARQUET = (".parquet",)
 _TOKENS = (".bin", ".npy", ".ds")
-_FOREIGN = {  # what other loaders read, by what their files' names have in them
+_FOREIGN = {  # files of other loaders, by a part of their names
     ".mds": "a shard of MosaicML's MDS",
     ".tar": "an archive (unpack it, unless it is a shard of WebDataset)",
     ".tfrecord": "TensorFlow's TFRecord",
@@ -43,10 +43,10 @@ _FOREIGN = {  # what other loaders read, by what their files' names have in them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Import:
-    """What to import. `columns` are all if None.
+    """Options of an import. `columns` None means all columns.
 
-    Those in `text` are text, in CSV whatever they look like, of JSON lines the JSON that is written there. The delimiter of CSV
-    is that of the file's ending if None; its quoting is as in `rows`. Files of token ids have `documents`.
+    Columns in `text` are text: in CSV whatever they look like, in JSON lines the JSON as written. `delimiter` None means the
+    delimiter of the file's ending; `quoting` is as in `rows`. `documents` applies to files of token ids.
     """
 
     files: Sequence[Path]
@@ -60,9 +60,9 @@ class Import:
     overwrite: bool = False
 
     def run(self) -> Imported:
-        """Writes the shards. Shows how far it is on stderr, if that is a terminal.
+        """Write the shards. Show progress on stderr, if that is a terminal.
 
-        Raises ImportRefused: the message says why. Nothing in `out_dir` has changed then.
+        Raises ImportRefused: the message gives the reason. `out_dir` is then unchanged.
         """
         old_shards(self.out_dir, overwrite=self.overwrite)
         sources = self._sources()
@@ -96,7 +96,7 @@ class Import:
         return sources
 
     def _check_options(self, sources: Sequence[Source]) -> None:
-        """Raises ImportRefused: an option has no effect on these files, so who gave it expects what will not be."""
+        """Check that each option applies to some file. Raises ImportRefused: an option has no effect on these files."""
         for name in self.text:
             if self.columns is not None and name not in self.columns:
                 raise ImportRefused(f"--text names {name!r}, which --columns leaves out. Name it in both, or in neither.")
@@ -116,7 +116,7 @@ class Import:
                 )
 
     def _source(self, path: Path) -> Source | str:
-        """The source that reads a file by its ending, or why there is none."""
+        """Return the source that reads a file by its ending, or the reason why the file cannot be imported."""
         try:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -151,12 +151,12 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """What an import did.
+    """Result of an import.
 
-    lacking   the files without a column, of every column; their rows have null there
+    lacking   for each column the files without it; their rows have null there
     left_out  columns of objects without fields, which Parquet cannot hold
     rounded   columns of float64, each with its file and a whole number in it that float64 does not hold
-    streams   files of token ids in which nothing tells documents apart
+    streams   files of token ids without document borders
     """
 
     schema: pa.Schema
@@ -178,13 +178,13 @@ def _tables(source: Source, survey: Survey, schema: pa.Schema, advance: Advance)
 
 
 def _endings_of(path: Path) -> tuple[str, str]:
-    """The ending that tells what a file holds, and that of its compression, "" for none."""
+    """Return the ending of a file's format, and that of its compression, "" without compression."""
     last = path.suffix.lower()
     return (Path(path.stem).suffix.lower(), last) if last in CODECS else (last, "")
 
 
 def _ending_in(folder: Path) -> str:
-    """What most files in a folder end in of those that an import reads; beside others .json is of their metadata."""
+    """Return the most common ending among a folder's importable files. Next to others, .json files are metadata."""
     found = Counter[str]()
     with suppress(OSError):
         endings = [_endings_of(path) for path in folder.iterdir() if path.is_file()]
@@ -193,9 +193,9 @@ def _ending_in(folder: Path) -> str:
 
 
 def _foreign(path: Path) -> str:
-    """What is said of a file of another loader, "" of one that is none by its name."""
+    """Return the message about a file of another loader; "" if the name is not one of another loader."""
     for part, kind in _FOREIGN.items():
-        if re.search(rf"\{part}s?(?![a-z])", path.name.lower()):  # behind it is -00000-of-00008, or an ending of compression
+        if re.search(rf"\{part}s?(?![a-z])", path.name.lower()):  # -00000-of-00008 or a compression ending may follow
             return (
                 f"{path} is {kind}, which is not read here. Write its rows as Parquet from Python, some thousand at a time: "
                 f'docs/data.md, "Other files than Parquet", has the lines for it.'
@@ -205,7 +205,7 @@ def _foreign(path: Path) -> str:
 
 @contextmanager
 def _progress(doing: str, sources: Sequence[Source]) -> Iterator[list[Advance]]:
-    """What each source tells its bytes to. Raises ImportRefused: a file cannot be read."""
+    """Show a progress bar; yields a callback per source. Raises ImportRefused: a file cannot be read."""
     sizes = [_size(source.path) for source in sources]
     with tqdm(total=sum(sizes), desc=doing, unit="B", unit_scale=True, disable=None) as bar:
 

@@ -1,4 +1,4 @@
-"""Writing shards: row groups and files of bounded size, in a hidden folder until the last row is written."""
+"""Writer of shards: row groups and files of bounded size, in a hidden folder until the last row is written."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _MAX_JOINED_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Bounds of what is written; only a single row may be larger.
+    """Size limits of shards and row groups; only a single row may exceed them.
 
     shard_bytes  data of a shard, neither encoded nor compressed
-    group_bytes  data of a row group, which is not larger than a shard; encoded, the default stays below the 8 MiB of
-                 which the server makes one block
+    group_bytes  data of a row group, at most that of a shard; encoded, the default stays below the 8 MiB that
+                 the server turns into one block
     group_rows   rows of a row group
     """
 
@@ -43,17 +43,17 @@ class Shape:
     group_rows: int = 65_536
 
     def holds(self, table: pa.Table) -> bool:
-        """Whether a table is no more than a row group."""
+        """Return whether a table fits into a row group."""
         return bool(table.num_rows <= self.group_rows and table.nbytes <= min(self.group_bytes, self.shard_bytes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written.
+    """Totals of the written shards.
 
     data_bytes  of the rows, neither encoded nor compressed
     file_bytes  of the shards
-    lists       of each column of lists: (how many values all its lists have, how many the longest one has)
+    lists       for each column of lists: (number of values in all lists, number in the longest list)
     """
 
     num_rows: int
@@ -65,7 +65,7 @@ class Written:
 
 
 def row_groups(tables: Iterable[pa.Table], shape: Shape) -> Iterator[pa.Table]:
-    """The rows of tables of one schema, in their order, a row group at a time; none is empty."""
+    """Yield the rows of tables of one schema, in their order, a non-empty row group at a time."""
     held: list[pa.Table] = []
     num_rows = nbytes = 0
     for table in tables:
@@ -91,12 +91,12 @@ def _rows_within(table: pa.Table, shape: Shape) -> int:
 
 
 def shard_name(number: int, count: int) -> str:
-    """The name of shard `number` of `count`; names sort as numbers do."""
+    """Return the name of shard `number` of `count`; names sort as numbers do."""
     return f"part-{number:0{max(5, len(str(count - 1)))}}.parquet"
 
 
 def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, shape: Shape) -> Written:
-    """Writes row groups as part-00000.parquet and so on.
+    """Write row groups as part-00000.parquet and so on.
 
     Raises OSError: the disk is full, or the folder cannot be written to.
     """
@@ -119,7 +119,7 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
         if writer is not None:
             writer.close()
     except BaseException:
-        with suppress(OSError):  # the footer of a file that is thrown away
+        with suppress(OSError):  # closing writes the footer of a discarded file
             if writer is not None:
                 writer.close()
         raise
@@ -135,9 +135,9 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
 
 
 def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
-    """The shards in a folder that new ones are to replace; there need be no such folder.
+    """Return the shards in a folder that new ones will replace; the folder need not exist.
 
-    Raises ImportRefused: there are some and they may not be replaced, or it is no folder of this machine.
+    Raises ImportRefused: shards exist and may not be replaced, or the path is not a local folder.
     """
     try:
         check_is_here(out_dir)
@@ -158,21 +158,21 @@ def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
 
 @contextmanager
 def staged(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A hidden folder, whose files are moved to `out_dir` when the block ends, in place of the shards there.
+    """Yield a hidden folder; when the block ends, its files replace the shards in `out_dir`.
 
-    By then the disk has written them. Whatever else ends the block leaves all as it was.
+    They are synced to disk first. An exception in the block leaves `out_dir` unchanged.
     Raises ImportRefused: as `old_shards`, or the disk is full or cannot be written to.
     """
     try:
         home = out_dir if may_be_there(out_dir) else out_dir.parent
         home.mkdir(parents=True, exist_ok=True)
-        staging = home / f".import-{token_hex(4)}"  # the server takes no hidden folder for data
+        staging = home / f".import-{token_hex(4)}"  # the server ignores hidden folders
         staging.mkdir()
         try:
             yield staging
             for path in staging.iterdir():
                 with path.open("r+b") as file:
-                    os.fsync(file.fileno())  # a full disk may say so only now
+                    os.fsync(file.fileno())  # a full disk may report its error only here
             sync_folder(staging)
             if home is out_dir:
                 _exchange(old_shards(out_dir, overwrite=overwrite), staging, out_dir)
@@ -199,13 +199,13 @@ def _unwritable(out_dir: Path, error: OSError) -> ImportRefused:
 
 
 def _exchange(old: list[Path], staging: Path, out_dir: Path) -> None:
-    """Moves shards away and new ones in. What could not be moved back is never removed.
+    """Move old shards away and new ones in. Shards that could not be moved back are never removed.
 
-    Raises OSError, with all as it was. Raises ImportRefused: it is not.
+    Raises OSError: the exchange failed and was undone. Raises ImportRefused: it could not be undone.
     """
     new = sorted(staging.iterdir())
     for path in new:
-        path.touch()  # a server that watches the folder waits until nothing in it is as new as this
+        path.touch()  # a server that watches the folder waits until its files are older
     aside = staging.with_name(f"{staging.name}-old")
     aside.mkdir()
     moves = [(path, aside / path.name) for path in old] + [(path, out_dir / path.name) for path in new]
@@ -232,4 +232,4 @@ def _exchange(old: list[Path], staging: Path, out_dir: Path) -> None:
                 ) from error
         raise
     with suppress(OSError):
-        aside.rename(staging / "old")  # from here on it is to be removed
+        aside.rename(staging / "old")  # from here on the old shards are discarded

@@ -1,4 +1,4 @@
-"""What a file must do to be imported: tell its columns, then give its rows, some MiB at a time."""
+"""Interface of an importable file: it reports its columns, then yields its rows, some MiB at a time."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Protocol
 
 import pyarrow as pa
 
-TABLE_BYTES = 4 << 20  # about what a source gives at a time
+TABLE_BYTES = 4 << 20  # approximate size of a source's tables
 
-Advance = Callable[[int], None]  # takes how many bytes of the file have been read
+Advance = Callable[[int], None]  # takes the number of bytes of the file read so far
 
 
 class ImportRefused(Exception):
-    """The files cannot be imported. The message says where and why, what follows and what to do."""
+    """The files cannot be imported. The message gives the place, the reason, the consequences and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What a whole file holds.
+    """Columns and types of a whole file.
 
-    `schema` is of the columns to import, in the types that `columns.normal` gives; `names` are all the file has.
-    `wide` are the columns of token lists with an id that int32 does not hold. `rounded` gives of each column of float64, by
-    its path, a whole number that the file holds and float64 does not. `is_stream`: its rows are pieces of one stream of ids.
+    `schema` has the columns to import, in the types of `columns.normal`; `names` are all columns of the file.
+    `wide` are the columns of token lists with an id outside int32. `rounded` maps the path of a float64 column to a whole
+    number of the file that float64 does not hold. `is_stream`: its rows are pieces of one stream of ids.
     """
 
     names: tuple[str, ...]
@@ -36,17 +36,17 @@ class Survey:
 
 
 class Source(Protocol):
-    """One file. Both passes begin at its start; neither holds more than a few portions of it."""
+    """One file. Both passes begin at its start; neither keeps more than a few portions of it in memory."""
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Return the path of the file."""
 
     def survey(self, advance: Advance) -> Survey:
-        """Finds the columns and their types. Raises ImportRefused: the file is damaged, or cannot be read."""
+        """Find the columns and their types. Raises ImportRefused: the file is damaged, or cannot be read."""
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
-        """The rows in the file's order, with the columns of `survey` that each portion has.
+        """Yield the rows in the file's order, with the columns of `survey` that each portion has.
 
-        Raises ImportRefused: as `survey`, which has read the same before.
+        Raises ImportRefused: as `survey`, which has read the same rows before.
         """

@@ -1,4 +1,4 @@
-"""The bytes of a text file: decompressed, counted, and cut at the ends of lines."""
+"""Byte stream of a text file: decompressed, counted, and cut at the ends of lines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pyarrow as pa
 from penstock_server.importing.source import TABLE_BYTES, ImportRefused
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-_MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # which such a file begins with
-_UNREAD = {"bzip2": b"BZh", "xz": b"\xfd7zX", "zip": b"PK\x03\x04"}  # other ways to compress
-# What texts of other encodings begin with. Without a mark some iconv take UTF-16 for little-endian, others for big-endian.
+_MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # first bytes of such a file
+_UNREAD = {"bzip2": b"BZh", "xz": b"\xfd7zX", "zip": b"PK\x03\x04"}  # unsupported compression formats
+# Byte order marks of other encodings. Without one, some versions of iconv take UTF-16 for little-endian, others for big-endian.
 _WIDE = {
     "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff"),
     "UTF-32BE": re.compile(rb"\0\0\0[^\0]"),
@@ -25,16 +25,16 @@ _WIDE = {
     "UTF-16BE": re.compile(rb"\0[^\0].*", re.DOTALL),
     "UTF-16LE": re.compile(rb"[^\0]\0.*", re.DOTALL),
 }
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # what Windows writes before UTF-8
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows writes it before UTF-8
 _MAX_LINE_BYTES = 16 << 20  # a longer one is refused: memory must be bounded
 _FIRST_PORTION_BYTES = 64 << 10
 
 
 class Stream:
-    """The bytes of a text file, decompressed where its name ends in .gz or .zst. Raises OSError: it cannot be read.
+    """Bytes of a text file, decompressed if its name ends in .gz or .zst. Raises OSError: it cannot be read.
 
-    Both files are pyarrow's own: a thread of pyarrow's that still reads one of Python's when Python ends would abort it.
-    Nor are they closed while such a thread may read; they close when nobody holds them.
+    Both files are pyarrow's: a pyarrow thread that still reads a Python file while Python exits would abort the process.
+    Nor are they closed explicitly, since such a thread may still read; they close with their last reference.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,17 +44,17 @@ class Stream:
 
     @property
     def position(self) -> int:
-        """Bytes read of the file itself, compressed as it is."""
+        """Return the number of bytes read of the file as stored, before decompression."""
         position: int = self._file.tell()
         return position
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Stream]:
-    """The stream of a file.
+    """Yield the stream of a file.
 
-    Raises ImportRefused: it cannot be read, or not be decompressed, or is compressed though its ending is another, or its
-    text is UTF-16 or UTF-32.
+    Raises ImportRefused: the file cannot be read or decompressed, is compressed despite its ending, or is UTF-16 or
+    UTF-32.
     """
     try:
         begin = Stream(path).bytes.read(4)
@@ -81,7 +81,7 @@ def opened(path: Path) -> Iterator[Stream]:
 
 
 def unreadable(path: Path, error: OSError) -> ImportRefused:
-    """The refusal of a file that cannot be read, or not be decompressed."""
+    """Return the error for a file that cannot be read or decompressed."""
     if error.errno:
         return ImportRefused(f"{path} cannot be read: {os.strerror(error.errno)}. Check the path and its permissions.")
     return ImportRefused(f"{path} cannot be read: {error}. It is damaged, or not what its ending says: copy or write it again.")
@@ -89,15 +89,15 @@ def unreadable(path: Path, error: OSError) -> ImportRefused:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Whole lines of a text file, the first of which has this number, counted from 1."""
+    """Whole lines of a text file, with the number of the first, counted from 1."""
 
     first_line: int
     data: bytes
 
 
 def portions(path: Path, stream: Stream) -> Iterator[Portion]:
-    """A text file some MiB at a time. Raises ImportRefused: a line is too long to be held in memory."""
-    # Small at first: objects whose keys are data are noticed before there are ten thousand columns in memory.
+    """Yield a text file some MiB at a time. Raises ImportRefused: a line is too long for memory."""
+    # Small at first, to detect objects whose keys are data before ten thousand columns are in memory.
     line, size, rest = 1, _FIRST_PORTION_BYTES, b""
     while block := stream.bytes.read(size):
         size = min(2 * size, TABLE_BYTES)

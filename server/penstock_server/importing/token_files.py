@@ -1,4 +1,4 @@
-"""Files of token ids, as pretraining writes them: a document becomes a row. What formats there are, see token_formats."""
+"""Files of token ids, as pretraining code writes them: a document becomes a row. token_formats lists the formats."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ADVICE = "Mend the file, or what is said of it"
 
 
 class TokenFile:
-    """A file of token ids, mapped into memory: a document is a row, and those without an id are left out.
+    """Memory-mapped file of token ids: a document is a row, and empty documents are left out.
 
-    Where nothing tells documents apart, rows are equal pieces of the file.
+    Without document borders, rows are equal pieces of the file.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] | None, documents: Documents) -> None:
@@ -28,7 +28,7 @@ class TokenFile:
         self._columns, self._documents = columns, documents
 
     def survey(self, advance: Advance) -> Survey:
-        """Lists of ids, and of what has loss. Raises ImportRefused: it is not what it says, or has no such documents."""
+        """Return the columns: ids, and their loss mask. Raises ImportRefused: the file contradicts its header or index."""
         with refusing(self.path, _ADVICE):
             found = find_documents(self.path, self._documents)
             schema = _batch(found, 0, 0, np.zeros(0, np.int64)).schema
@@ -36,7 +36,7 @@ class TokenFile:
         return replace(survey, is_stream=found.is_stream)
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
-        """The documents in the file's order. Raises ImportRefused: as `survey`."""
+        """Yield the documents in the file's order. Raises ImportRefused: as `survey`."""
         return self._tables(survey.schema.names, advance)
 
     def _tables(self, names: Sequence[str], advance: Advance) -> Iterator[pa.Table]:
@@ -50,7 +50,7 @@ class TokenFile:
 
 
 def _batch(found: Found, start: int, stop: int, lengths: IntArray) -> pa.RecordBatch:
-    """The documents of these lengths, which have the ids from `start` up to `stop`."""
+    """Return the documents of these lengths, made of the ids [start, stop)."""
     borders = pa.array(starts_of(lengths))
     columns = {"tokens": found.ids} | ({} if found.in_loss is None else {"loss_mask": found.in_loss})
     native = {name: values[start:stop].astype(values.dtype.newbyteorder("="), copy=False) for name, values in columns.items()}

@@ -1,10 +1,10 @@
-"""The formats of files of token ids: documents end to end, told apart by an index beside the file or by an id.
+"""Formats of files of token ids: documents end to end, separated by an index beside the file or by an id.
 
-corpus.bin, corpus.idx   Megatron-LM and NeMo: the index has the type, and where documents lie
-web.ds, web.ds.index     datatrove and nanotron: the index has where documents end; web.ds.loss, if it is there, what has loss
+corpus.bin, corpus.idx   Megatron-LM and NeMo: the index has the type, and the place of each document
+web.ds, web.ds.index     datatrove and nanotron: the index has the end of each document; web.ds.loss, if present, the loss mask
 shard_000.bin            llm.c and modded-nanogpt: a header has the type and the number of ids
 shard_000.npy            an array of numpy's, of one dimension
-train.bin                nanoGPT, OLMo: ids alone, of a type that somebody must know
+train.bin                nanoGPT, OLMo: ids alone; the user gives their type
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import numpy.typing as npt
 from penstock_server.order.arrays import IntArray, starts_of
 
 _INDEX_MAGIC, _INDEX_HEADER_BYTES = b"MMIDIDX\0\0", 34
-_INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are no whole numbers
-_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by the first numbers of llm.c's header, a format and its version
-_FORMATS = {20240520, 20240522, 20240801}  # the second is of questions for an evaluation
+_INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating point
+_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by the first two numbers of llm.c's header, format and version
+_FORMATS = {20240520, 20240522, 20240801}  # the second holds evaluation questions
 _HEADER_BYTES = 1024
 _NUMPY_MAGIC = b"\x93NUMPY"
-_STEP = 1 << 20  # ids that are looked at at a time
+_STEP = 1 << 20  # ids scanned at a time
 _MAX_DOCUMENTS = 1 << 16  # likewise
-_LONGEST = 1 << 26  # ids of a document; with more between two of them, the id that is looked for is another
+_LONGEST = 1 << 26  # ids of a document; a longer one means that the border id is wrong
 
-STREAM_ROW_IDS = 1 << 16  # ids of a row, where nothing tells documents apart
+STREAM_ROW_IDS = 1 << 16  # ids of a row, without document borders
 
 _NAME = (
     "Name the id that ends a document, or begins one, and the type that ids have; without an id the file is imported as one "
@@ -43,7 +43,7 @@ Array = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """What files without an index do not tell: the type of ids, where no header has it, and the id at each document's border.
+    """Facts missing in files without an index: the type of ids, unless a header has it, and the id at document borders.
 
     That id belongs to the document that it begins, `start`, or ends, `end`. Without both, a file is one stream of ids.
     """
@@ -54,10 +54,10 @@ class Documents:
 
 
 class Found(NamedTuple):
-    """All ids of a file, how many each document has, some thousand documents at a time, and which ids have loss, if it tells.
+    """Ids of a file, the lengths of its documents, some thousand at a time, and the loss mask, if it has one.
 
-    If `is_stream`, nothing tells documents apart, and lengths are those of equal rows. What is wrong with the lengths is raised
-    as they are taken, as ValueError.
+    If `is_stream`, there are no document borders, and lengths are those of equal rows. Iterating over the lengths raises
+    ValueError for wrong ones.
     """
 
     ids: Array
@@ -67,9 +67,9 @@ class Found(NamedTuple):
 
 
 def find_documents(path: Path, documents: Documents) -> Found:
-    """What a file holds, by its ending, by what lies beside it, and by its first bytes.
+    """Find a file's documents by its ending, the files beside it, and its first bytes.
 
-    Raises ValueError: it is not what it says, or nothing tells the type of its ids. Raises OSError.
+    Raises ValueError: the file contradicts its header or index, or the type of its ids is unknown. Raises OSError.
     """
     endings = {".bin": ".idx", ".BIN": ".IDX"}
     if path.suffix in endings and os.path.lexists(index := path.with_suffix(endings[path.suffix])):
@@ -110,26 +110,26 @@ def _mapped(path: Path, type_: npt.DTypeLike, offset: int = 0) -> Array:
     size, dtype = path.stat().st_size - offset, np.dtype(type_)
     if size < 0 or size % dtype.itemsize:
         raise ValueError(f"its {size:,} bytes of ids are no whole number of {dtype.name}")
-    return np.memmap(path, dtype, "r", offset) if size else np.zeros(0, dtype)  # nothing cannot be mapped
+    return np.memmap(path, dtype, "r", offset) if size else np.zeros(0, dtype)  # an empty file cannot be mapped
 
 
 def _loaded(path: Path) -> Array:
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OverflowError, TokenError) as error:  # what numpy makes of some damaged headers
+    except (OverflowError, TokenError) as error:  # numpy raises these for some damaged headers
         raise ValueError(f"its header is damaged: {error}") from error
     return array
 
 
 def _equal_rows(num_ids: int) -> Iterator[IntArray]:
-    """Rows of STREAM_ROW_IDS ids, the last one shorter: a row as long as the file would not fit into memory."""
+    """Yield row lengths of STREAM_ROW_IDS, the last one shorter: one row for the whole file may not fit into memory."""
     for begin in range(0, num_ids, STREAM_ROW_IDS):
         yield np.array([min(STREAM_ROW_IDS, num_ids - begin)])
 
 
 def _separated(ids: Array, documents: Documents) -> Iterator[IntArray]:
     border, behind = (documents.start, 0) if documents.end is None else (documents.end, 1)
-    first, is_there = 0, False  # the first id of the document that has not ended yet; whether the border is anywhere
+    first, is_there = 0, False  # start of the current document; whether the border id was seen
     for begin in range(0, len(ids), _STEP):
         stops = begin + behind + np.flatnonzero(ids[begin : begin + _STEP] == border)
         is_there |= len(stops) > 0
@@ -161,14 +161,14 @@ def _type_in(index: Path) -> str:
 
 
 def _indexed(path: Path, ids: Array) -> Iterator[IntArray]:
-    """The documents of an index.
+    """Yield the lengths of the documents of an index.
 
-    Behind its header it has of each sample its length and its first byte, and of each document its first sample.
+    After its header come the length and the first byte of each sample, and the first sample of each document.
     """
     header = np.fromfile(path, "u1", _INDEX_HEADER_BYTES)
     num_samples, num_borders = header[18:34].view("<u8").tolist()
     size, wanted = path.stat().st_size, _INDEX_HEADER_BYTES + 12 * num_samples + 8 * num_borders
-    if size not in (wanted, wanted + num_samples):  # behind it may stand of which kind each sample is
+    if size not in (wanted, wanted + num_samples):  # the mode of each sample may follow
         raise ValueError(f"{path.name} has {size:,} bytes, not the {wanted:,} that its header tells of")
     if not (num_samples and num_borders):
         if len(ids):
@@ -196,7 +196,7 @@ def _indexed(path: Path, ids: Array) -> Iterator[IntArray]:
 
 
 def _of_datatrove(path: Path, index: Path) -> Found:
-    """Its index has the number of the id behind each document; ids are of two bytes or of four."""
+    """Find documents in datatrove's format: the index has each document's end, in ids; ids have two or four bytes."""
     ends = _beside(index, "<u8")
     size, count = path.stat().st_size, int(ends[-1]) if len(ends) else 0
     types = [type_ for type_ in ("<u2", "<u4") if np.dtype(type_).itemsize * count == size]
@@ -221,7 +221,7 @@ def _ended(name: str, ends: Array) -> Iterator[IntArray]:
 
 
 def _beside(path: Path, type_: str) -> Array:
-    """All numbers of a file that lies beside one of ids."""
+    """Map all numbers of a file beside the file of ids."""
     try:
         return _mapped(path, type_)
     except OSError as error:

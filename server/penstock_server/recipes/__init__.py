@@ -1,1 +1,1 @@
-"""How the columns of a row become tokens: recipes, what they are read from, and what they do."""
+"""Recipes: how the columns of a row become tokens."""

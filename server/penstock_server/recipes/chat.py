@@ -1,4 +1,4 @@
-"""Chats: what a tokenizer's own template makes of messages."""
+"""Chats: messages rendered by a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _SANDBOX = Sandbox()
 
 
 class ChatTemplate:
-    """A tokenizer's chat template: a Jinja text, and the special tokens that it may write, by name, as `eos_token`.
+    """Chat template of a tokenizer: a Jinja text, and the special tokens that it may write, by name, such as `eos_token`.
 
-    `with_tools` is the one for chats with tools, where a tokenizer has two. `takes_tools`: it looks at definitions of tools.
-    `trial` is what it writes around an answer, as a chat of ours shows.
+    `with_tools` is the template for chats with tools, if a tokenizer has two. `takes_tools`: it reads tool definitions.
+    `trial` is the text that it writes around an answer, found with a chat of ours.
 
-    Raises TemplateError: the text is no template, or needs what is not there.
+    Raises TemplateError: the text is not a template, or refers to something missing.
     """
 
     def __init__(self, *, text: str, special_tokens: Mapping[str, str], with_tools: ChatTemplate | None = None) -> None:
@@ -53,19 +53,19 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
         names = {name.name for name in tree.find_all(nodes.Name)}
         self._is_marked, self.takes_tools = BEGIN in names, "tools" in names or with_tools is not None
-        self.forms = Forms()  # until they are found out: messages as they are given
+        self.forms = Forms()  # pass messages unchanged until find_forms has run
         self.forms = find_forms(self._write)
         self.trial = try_out(self._write)
 
     @property
     def closes(self) -> bool:
-        """Whether it ends what the assistant says with more than blanks, which teaches a model to stop."""
+        """Return whether the template ends an answer with more than blanks, which teaches a model to stop."""
         closes = self.trial.closes or bool(self.trial.tail.strip())
         return closes and (self._with_tools is None or self._with_tools.closes)
 
     @cached_property
     def leaves_end_out(self) -> bool:
-        """Whether it marks what the assistant says without what ends it, so that nothing teaches a model to stop."""
+        """Return whether its generation marks exclude the end of an answer, so that nothing teaches a model to stop."""
         if self._with_tools and self._with_tools.leaves_end_out:
             return True
         if not self._is_marked or not self.closes:
@@ -78,17 +78,17 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """A hash of all that the rendering and its loss depend on beside the messages."""
+        """Return a hash of everything but the messages that the rendered text and its loss depend on."""
         parts: list[object] = ["penstock chat v8", self._text, sorted(self._special_tokens.items())]
         content = json.dumps([*parts, self._with_tools.digest] if self._with_tools else parts)
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), first: int = 0) -> Rendered:
-        """The chat as text, and the spans of it that carry loss: what the assistant says and the mark that ends its turn.
+        """Render a chat as text, with the spans that have loss: the assistant's answers and the mark that ends each turn.
 
-        `tools` are the definitions of those that the assistant may call. In the messages before the `first` no token has loss.
+        `tools` are the definitions of callable tools. No token of the messages before the `first` has loss.
 
-        Raises ChatError: the template refuses the chat or fails on it, or what the assistant says cannot be told.
+        Raises ChatError: the template refuses the chat or fails on it, or the answers cannot be located in the text.
         """
         if tools and self._with_tools:
             return self._with_tools.render(messages, tools, first)
@@ -101,7 +101,7 @@ class ChatTemplate:
         except ChatError:
             if all("content" in message for message in chat):
                 raise
-            # A few templates ask whether the content of a call is none; others would write "None".
+            # A few templates test whether the content of a call is null; others would write "None".
             null, empty = (list[Message]({"content": content, **message} for message in chat) for content in (None, ""))
             with suppress(ChatError):
                 rendered = self._rendered(write, null, first)
@@ -139,17 +139,17 @@ class ChatTemplate:
             return chat_sandbox.render(self._template, variables)
         except Refused as error:
             raise ChatError(f"has a chat that its template refuses: {_reason(error)}") from error
-        except MemoryError:  # as a bad row it would be kept, and be one when there is memory again
+        except MemoryError:  # as a bad row it would stay bad when memory is free again
             raise
-        except Exception as error:  # a template is a program, and fails like one
+        except Exception as error:  # a template is a program, and may raise anything
             raise ChatError(f"has a chat that its template fails on: {_reason(error)}") from error
 
 
 def _check_is_written(write: Write, chat: list[Message], text: str, first: int) -> None:
-    """Raises ChatError: the chat would be the same text without what the assistant does where it says nothing.
+    """Check that the text depends on what the assistant does and says.
 
-    That is calls; or calls and thoughts, since many templates leave earlier thoughts out. Likewise without the words of a
-    message from the `first` on.
+    Raises ChatError: the text is the same without the calls of messages that say nothing, or without their calls and
+    thoughts, since many templates leave earlier thoughts out. Likewise without the words of a message from the `first` on.
     """
     without_calls, without_deeds = ([silenced(message, deeds) for message in chat] for deeds in (CALLS, DEEDS))
     if _is_same(write, without_calls, chat, text) or _is_same(write, without_deeds, without_calls, text):
@@ -167,7 +167,7 @@ def _check_is_written(write: Write, chat: list[Message], text: str, first: int) 
 
 
 def _is_same(write: Write, others: list[Message], known: list[Message], text: str) -> bool:
-    """Whether others than those that are known make the same text."""
+    """Return whether messages that differ from the known ones make the same text."""
     with suppress(ChatError):
         return others != known and write(others) == text
     return False

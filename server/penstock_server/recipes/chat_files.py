@@ -1,4 +1,4 @@
-"""What lies beside a tokenizer: its chat template, its special tokens, and the tokens that are added to it."""
+"""Files beside a tokenizer: its chat template, its special tokens, and the tokens that they add to it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FILES_BESIDE_TOKENIZER = ("chat_template.jinja", f"{_OTHERS}/tool_use.jinja", _J
 
 
 def load_chat_template(tokenizer_path: Path, name: str = "default") -> str | None:
-    """The chat template of a name beside a tokenizer.json, None for none: the default, or tool_use.
+    """Return the chat template of this name, the default or tool_use, beside a tokenizer.json; None without one.
 
-    That is chat_template.jinja, else what tokenizer_config.json has under "chat_template", else what chat_template.json has.
-    Others than the default are with it, or in the folder additional_chat_templates.
+    The first of these counts: chat_template.jinja, "chat_template" in tokenizer_config.json, chat_template.json.
+    Other templates than the default are in the same file, or in the folder additional_chat_templates.
 
-    `tokenizer_path` is where the tokenizer lies by name: in a folder of links, the template is where the link is.
+    `tokenizer_path` is not resolved: in a folder of symlinks, the template is beside the symlink.
 
-    Raises TemplateError: a file cannot be read, or has several templates and none of them is the default.
+    Raises TemplateError: a file cannot be read, or has several templates without a default.
     """
     default, others = tokenizer_path.with_name("chat_template.jinja"), tokenizer_path.with_name(_OTHERS)
     path = default if name == "default" else others / f"{name}.jinja"
@@ -40,9 +40,9 @@ def load_chat_template(tokenizer_path: Path, name: str = "default") -> str | Non
 
 
 def read_chat_template(path: Path, name: str = "default") -> str | None:
-    """The chat template of a file that a recipe names: its text, or, of a JSON file, what stands under "chat_template".
+    """Return the chat template of a file that a recipe names: its text, or the "chat_template" of a JSON file.
 
-    Raises TemplateError: it cannot be read, or has none, or several of which none is the default.
+    Raises TemplateError: it cannot be read, or has no template, or several without a default.
     """
     text = _read(path)
     try:
@@ -56,7 +56,7 @@ def read_chat_template(path: Path, name: str = "default") -> str | None:
 
 
 def _templates_in(content: dict[str, Any], path: Path) -> dict[str, str]:
-    """The chat templates of a file by their names; a single one is the default."""
+    """Return the chat templates of a file by name; a single one is the default."""
     given = content.get("chat_template")
     if isinstance(given, list):
         given = {str(each.get("name")): each.get("template") for each in given if isinstance(each, dict)}
@@ -70,29 +70,29 @@ def _templates_in(content: dict[str, Any], path: Path) -> dict[str, str]:
 
 
 def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
-    """The special tokens that the files beside a tokenizer.json name: eos_token and others, of those that are there.
+    """Return the special tokens that the files beside a tokenizer.json name, such as eos_token.
 
     Raises TemplateError: a file cannot be read.
     """
     config = _read_json(tokenizer_path.with_name("tokenizer_config.json"))
     files = [_read_json(tokenizer_path.with_name("special_tokens_map.json")), config]
-    if "added_tokens_decoder" not in config:  # written before tokenizer_config.json had all of them
+    if "added_tokens_decoder" not in config:  # older files: tokenizer_config.json did not have all tokens
         files.reverse()
     tokens: dict[str, str] = {}
-    extra = (file.get("extra_special_tokens") for file in files)  # by names, or a list of those that have none
+    extra = (file.get("extra_special_tokens") for file in files)  # a mapping by name, or a list of tokens without names
     for name, value in (item for each in [*extra, *files] if isinstance(each, dict) for item in each.items()):
         token = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(token, str):
             tokens[name] = token
-    if any(file.get("bos_token", "") is None for file in files):  # as transformers writes that there is none
+    if any(file.get("bos_token", "") is None for file in files):  # transformers writes null for no BOS
         tokens.setdefault("bos_token", "")
     return tokens
 
 
 class NamedToken(NamedTuple):
-    """A token that a file beside a tokenizer.json adds to it, as `tokenizers.AddedToken` describes it.
+    """Token that a file beside a tokenizer.json adds to it, with the fields of `tokenizers.AddedToken`.
 
-    `id` is None where the file gives no id.
+    `id`: None without an id in the file.
     """
 
     id: int | None
@@ -105,20 +105,20 @@ class NamedToken(NamedTuple):
 
     @classmethod
     def of(cls, id_: int | None, token: AddedToken) -> NamedToken:
-        """An id and a token of `tokenizers`."""
+        """Make one from an id and a token of `tokenizers`."""
         flags = (token.special, token.single_word, token.lstrip, token.rstrip, token.normalized)
         return cls(id_, token.content, *flags)
 
     @property
     def token(self) -> AddedToken:
-        """The token as `tokenizers` takes it."""
+        """Return the token as `tokenizers` takes it."""
         return AddedToken(**{name: value for name, value in self._asdict().items() if name != "id"})
 
 
 class NamedTokens(NamedTuple):
-    """The tokens that the files beside a tokenizer.json add to it, in the order in which transformers adds them.
+    """Tokens that the files beside a tokenizer.json add to it, in the order that transformers adds them.
 
-    `restated` replace tokens of the same content; `others` are added only where the tokenizer has no such added token.
+    `restated` replace tokens of the same content; `others` are added only if the tokenizer has no such added token.
     """
 
     restated: tuple[NamedToken, ...]
@@ -126,7 +126,7 @@ class NamedTokens(NamedTuple):
 
 
 def load_added_tokens(tokenizer_path: Path) -> NamedTokens:
-    """The tokens that transformers' AutoTokenizer adds to a tokenizer.json because the files beside it name them.
+    """Return the tokens that transformers' AutoTokenizer adds to a tokenizer.json because the files beside it name them.
 
     Those are in added_tokens_decoder of tokenizer_config.json. Older files have none: there special_tokens_map.json and
     added_tokens.json count as well. Special tokens, such as eos_token, are added too.
@@ -154,7 +154,7 @@ def load_added_tokens(tokenizer_path: Path) -> NamedTokens:
 
 
 def _special_tokens(config: dict[str, Any]) -> tuple[NamedToken, ...]:
-    """The special tokens that a configuration names: those with a usual name first, then others."""
+    """Return the special tokens that a configuration names: those with a usual name first, then others."""
     values = [config.get(name) for name in _SPECIAL]
     values += [value for name, value in config.items() if name.endswith("_token") and name not in _SPECIAL]
     for name in ("extra_special_tokens", "additional_special_tokens"):

@@ -1,4 +1,4 @@
-"""Which forms of contents and of arguments a chat template takes, found out with small chats, and messages in those forms.
+"""Forms of contents and arguments that a chat template takes, found with small chats, and messages in those forms.
 
 A template of a text model may write a list of parts as Python spells it, one of a vision model may skip plain texts. Likewise
 one template quotes arguments that are JSON text, and another writes objects as Python spells them.
@@ -26,11 +26,11 @@ _AS_JSON = re.compile(r'(?<!\\)"city": ?"Rome"')
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The one form that a template takes; where it takes both, or nothing is known, messages stay as they are.
+    """Form that a template takes. If it takes both, or nothing is known, messages stay as they are.
 
     contents       by role: "text", or "nested" for lists of parts
     arguments      of calls: "text" for JSON text, or "nested" for objects
-    drops_system   whether it writes nothing of what a system message says
+    drops_system   whether it drops the text of a system message
     """
 
     contents: Mapping[str, Form] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Forms:
     drops_system: bool = False
 
     def of(self, number: int, message: Message) -> Message:
-        """A message in the form that the template takes. Raises ChatError: its content has parts that are not text."""
+        """Convert a message to the form that the template takes. Raises ChatError: its content has parts that are not text."""
         made = dict(message)
         form, content = self.contents.get(message["role"]), message.get("content")
         if form == "nested" and isinstance(content, str):
@@ -76,7 +76,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def find_forms(write: Write) -> Forms:
-    """The forms that a template takes, which writes its chats as they are given."""
+    """Find the forms that a template takes. `write` must pass chats unchanged."""
     contents: dict[str, Form] = {}
     asked: list[Message] = []
     question = ""
@@ -114,7 +114,7 @@ def _form_of_arguments(write: Write, asked: Sequence[Message]) -> Form | None:
 
 
 def _written(write: Write, chat: Sequence[Message], *, drop: bool = False) -> str | None:
-    """What is written of a chat, after an opening if the template demands one; None if it refuses all."""
+    """Render a chat, after an opening if the template demands one; None if it refuses all."""
     for opening in OPENINGS[: 1 if drop else None]:
         try:
             return write([*opening, *chat])

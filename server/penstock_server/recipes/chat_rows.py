@@ -1,4 +1,4 @@
-"""Rows of chats to tokens: messages as lists or as JSON, rendered with the tools of each row."""
+"""Rows of chats to tokens: messages, as lists or as JSON, rendered with the tools of each row."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from penstock_server.recipes.turns import Lists
 from penstock_server.recipes.values import json_values
 
 Chat = list[Any]  # its messages
-Tools = list[Any]  # the definitions of those that a chat may call
+Tools = list[Any]  # definitions of the tools that a chat may call
 
 
 def read_chats(rows: Rows, role: str) -> list[Chat]:
-    """The chats of a field, [] for a bad one."""
+    """Return the chats of a field, [] for a bad one."""
     source, found = rows.field(role), []
     for row, value in enumerate(_nested(rows, source)):
         try:
@@ -40,7 +40,7 @@ def read_chats(rows: Rows, role: str) -> list[Chat]:
 
 
 def read_tools(rows: Rows) -> list[Tools]:
-    """The definitions of tools that each row has; [] for none, and for bad ones."""
+    """Return the tool definitions of each row; [] without any, and for a bad row."""
     source = rows.recipe.tools
     if source is None:
         return [[]] * len(rows)
@@ -58,10 +58,10 @@ def read_tools(rows: Rows) -> list[Tools]:
 def tokenized_chats(
     rows: Rows, role: str, chats: Sequence[Chat], tools: Sequence[Tools], prompts: Sequence[Chat] | None = None
 ) -> Lists:
-    """The chats of a field, rendered with the tools of each and tokenized. What the assistant says in them has loss.
+    """Render the chats of a field with the tools of each row, and tokenize them. The assistant's answers have loss.
 
-    What it says in the `prompts` before them is not. So is the EOS of a chat that the assistant ends. BOS and EOS are added
-    where a chat does not begin and end with them.
+    Answers in the `prompts` before them do not. The EOS of a chat that the assistant ends has loss. BOS and EOS are added
+    unless a chat begins and ends with them.
     """
     recipe = rows.recipe
     assert recipe.tokenizer
@@ -81,7 +81,7 @@ def tokenized_chats(
     for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, note)):
         if not len(tokens):
             note(row, "has no tokens")
-        # The template may write them itself.
+        # The template may write them already.
         opening = [] if tokens[:1].tolist() == bos else bos
         closing = (
             [] if tokens[-1:].tolist() == eos or _is_closed(texts[row], spans[row] if answered[row] else (), recipe) else eos
@@ -94,7 +94,7 @@ def tokenized_chats(
 
 
 def _is_closed(text: str, spans: Sequence[Span], recipe: Recipe) -> bool:
-    """Whether a chat, or what has loss last in it, ends with the EOS, but for blanks."""
+    """Return whether a chat, or its last span with loss, ends with the EOS, ignoring blanks."""
     assert recipe.tokenizer
     token = None if recipe.eos_id is None else recipe.tokenizer.tokenizer.id_to_token(recipe.eos_id)
     ends = [text, *(text[start:stop] for start, stop in spans[-1:])]
@@ -102,7 +102,7 @@ def _is_closed(text: str, spans: Sequence[Span], recipe: Recipe) -> bool:
 
 
 def _from_json(value: Any) -> list[Any] | None:
-    """A list as it is, or what a text says; None for null or no text. Raises ValueError, RecursionError: it says no list."""
+    """Parse a list from JSON text. A list stays, other values become None. Raises ValueError, RecursionError: not a list."""
     made = (_parsed(value) if value else None) if isinstance(value, str) else value
     if not isinstance(made, list | None):
         raise ValueError("it is no list")
@@ -110,7 +110,7 @@ def _from_json(value: Any) -> list[Any] | None:
 
 
 def _parsed(text: str) -> Any:
-    """What JSON says. Raises ValueError, RecursionError: it is no JSON, or has half of a surrogate pair, which is no text."""
+    """Parse JSON. Raises ValueError, RecursionError: invalid JSON, or half of a surrogate pair, which is not text."""
     made = json.loads(text)
     if "\\u" in text:
         json.dumps(made, ensure_ascii=False).encode()
@@ -118,7 +118,7 @@ def _parsed(text: str) -> Any:
 
 
 def _nested(rows: Rows, source: Field) -> list[Any]:
-    """The values of a nested column, or of a text, as JSON would have them, None for a bad one."""
+    """Return the values of a nested column, or of a text column, as JSON values; None for a bad one."""
     array, note = rows.values(source), partial(rows.note, of=source.text)
     try:
         return json_values(array)
@@ -139,7 +139,7 @@ def _one_nested(one: pa.Array, row: int, note: Note) -> Any:
 
 
 def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[str, tuple[Span, ...]]:
-    """The text of a chat after a prompt, and the spans that have loss. Raises ChatError: there is none of them."""
+    """Render a chat after a prompt, with the spans that have loss. Raises ChatError: no span has loss."""
     assert recipe.chat
     if None in [*prompt, *chat]:
         raise ChatError("has a message that is null")
@@ -148,7 +148,7 @@ def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[s
     said = list(filter(has_loss, answers))
     if answers and not said:
         raise ChatError("has a chat in which every message of the assistant has weight 0, so no token has loss")
-    if not rendered.spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would have loss
+    if not rendered.spans or (said and not any(map(says_something, said))):  # only the end of its turn would have loss
         roles = dict.fromkeys(message["role"] for message in chat)
         raise ChatError(f"has a chat in which the assistant says nothing, so no token has loss; its roles: {', '.join(roles)}")
     return rendered.text, rendered.spans

@@ -1,13 +1,12 @@
-"""Where chat templates run: Jinja's sandbox, with what Hugging Face gives to templates and nothing impure.
+"""Sandbox of chat templates: Jinja's, with the helpers that Hugging Face gives to templates and nothing impure.
 
-A template sees its variables and no more: it reaches no attribute that begins with an underscore, changes none of the
-messages, opens no file and loads no other template. What depends on the clock or on chance is not there: `strftime_now`,
+A template sees only its variables: it reaches no attribute that begins with an underscore, changes none of the messages,
+opens no file and loads no other template. Functions that depend on the clock or on chance are missing: `strftime_now`,
 which Hugging Face has, `lipsum` and the filter `random`.
 
-A template can still take long or use much memory, and Jinja cannot stop it. Bounded are what it writes, what all its ranges
-together run through, and what *, ** and the methods that pad a text make. Not bounded are loops in loops over the messages
-themselves, a text that is joined to itself again and again, and filters and formats that pad. Serve templates that you have
-read.
+A template can still take long or use much memory, and Jinja cannot stop it. The sandbox bounds the output, the total length
+of all ranges, and the results of *, ** and the methods that pad a text. It does not bound nested loops over the messages,
+a text that is repeatedly joined to itself, and filters and formats that pad. Serve only templates that you have read.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from jinja2.utils import Namespace
 MAX_CHARACTERS = 1 << 24
 MAX_RANGE = 100_000
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes")
-BEGIN, END = "penstock_generation_begins", "penstock_generation_ends"  # variables that are written around a generation
+BEGIN, END = "penstock_generation_begins", "penstock_generation_ends"  # variables written around a generation
 
 
 class Refused(jinja2.TemplateError):
-    """The template itself says that it cannot render a chat, by raise_exception."""
+    """The template refuses a chat by calling raise_exception."""
 
 
 class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: around what the model is to generate."""
+    """Tags {% generation %} ... {% endgeneration %}: around text that the model generates."""
 
     tags = {"generation"}  # noqa: RUF012 - as Extension declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body, in a scope of its own, between two variables: empty texts, or marks to find it by."""
+        """Parse the body, in a separate scope, between two variables: empty texts, or marks that locate it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (BEGIN, END))
@@ -50,7 +49,7 @@ class Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of all chat templates."""
+    """Environment of all chat templates."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -63,11 +62,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """An error at once. Jinja's own is one when it is used, and an empty text when it is written."""
+        """Raise at once. Jinja's own undefined value raises only on use, and renders as an empty text."""
         raise SecurityError(f"{attribute!r} of a {type(obj).__name__} is out of reach")
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """A product or a power. Raises SecurityError: it is too large."""
+        """Compute a product or a power. Raises SecurityError: it is too large."""
         for value, times in ((left, right), (right, left)):
             size = value.bit_length() if isinstance(value, int) else len(value) if isinstance(value, (str, list, tuple)) else 0
             repeats = operator == "**" or not isinstance(value, int)
@@ -76,7 +75,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """A call. Raises SecurityError: it pads a text past all bounds."""
+        """Call a function. Raises SecurityError: it would pad a text beyond the limit."""
         numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, int)]
         if getattr(__obj, "__name__", "") in _PADDING and max(numbers, default=0) > MAX_CHARACTERS:
             raise SecurityError("a text is padded too far")
@@ -84,7 +83,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """What a template of a Sandbox writes. Raises SecurityError: more than MAX_CHARACTERS. Anything else: it is a program."""
+    """Render a template of a Sandbox. Raises SecurityError: over MAX_CHARACTERS. A template may raise any other error, too."""
     parts: list[str] = []
     left = MAX_CHARACTERS
     for part in template.generate(variables, range=_bounded_range()):
@@ -101,7 +100,7 @@ def _bounded_range() -> Callable[..., Sequence[int]]:
     def bounded(*args: int) -> Sequence[int]:
         nonlocal left
         numbers = range(*args)
-        left -= len(numbers[: left + 1])  # not of all of them: a length past 2^63 is an error of its own
+        left -= len(numbers[: left + 1])  # not len(numbers): a length past 2^63 raises OverflowError
         if left < 0:
             raise SecurityError(f"its ranges have more than {MAX_RANGE:,} numbers in all")
         return numbers
@@ -110,7 +109,7 @@ def _bounded_range() -> Callable[..., Sequence[int]]:
 
 
 def _written(value: Any) -> Any:
-    """What is written of a value. Raises SecurityError: it is a method, as `items` is of any mapping, told by its address."""
+    """Check a value before it is written. Raises SecurityError: it is a method, such as `items`: its text has an address."""
     if isinstance(value, (BuiltinMethodType, MethodType, FunctionType)):
         raise SecurityError(
             f"{value.__name__} is a method, and is written without a call: for a key write ['{value.__name__}']"
@@ -125,25 +124,25 @@ def _raise_exception(message: object) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own escapes < > & and ' for HTML, which would put \u003c where the model is to see <.
+    # Jinja's tojson escapes < > & and ' for HTML: the model would see \u003c in place of <.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_number
     )
 
 
 def _number(value: object) -> int | float:
-    if isinstance(value, Decimal):  # JSON has but one kind of number
+    if isinstance(value, Decimal):  # JSON has only one kind of number
         return int(value) if value.as_tuple().exponent == 0 else float(value)
     raise TypeError(f"a {type(value).__name__} has no place in JSON")
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    # The type itself has dict.update, by which a template would change a message.
+    # The type has dict.update: a template could change a message with it.
     return dict(*args, **kwargs)
 
 
 class _Namespace(Namespace):
-    """A namespace without names that begin with an underscore, which mean something to Python."""
+    """Namespace without names that begin with an underscore, which have a meaning in Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *given = args

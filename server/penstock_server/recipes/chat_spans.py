@@ -1,8 +1,8 @@
-"""Which part of a chat's text the assistant says.
+"""Spans of the assistant's answers in a chat's text.
 
-A template may mark that with {% generation %} and {% endgeneration %}. In one that does not, it is what a message of the
-assistant adds to the chat before it with the prompt to answer; that is told only of templates that render a chat as the
-beginning of the same chat that goes on.
+A template may mark them with {% generation %} and {% endgeneration %}. Without marks, an answer is the text that a message of
+the assistant adds to the previous chat with the prompt to answer. That works only if the template renders a chat as a prefix
+of the same chat with more messages.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from penstock_server.recipes.messages import DEEDS, ChatError, Message, content_
 Span = tuple[int, int]
 
 LOST = "has a chat in which the assistant calls tools or thinks, and its template writes none of it"
-_MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text has them
+_MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: they occur in no text
 _WAY_OUT = "Mark what the assistant says in the template, with {% generation %} and {% endgeneration %}"
-_LONG = 64  # characters, and no header is: what begins with so many of an answer's is the answer
+_LONG = 64  # characters; no header is as long: text that begins with 64 characters of an answer is the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A chat as text. `spans` are the half-open ranges of characters that carry loss, in their order, disjoint, not empty."""
+    """Chat as text. `spans` are the half-open character ranges that have loss, sorted, disjoint, not empty."""
 
     text: str
     spans: tuple[Span, ...]
 
 
 def rendered_by_marks(write: Write, chat: Sequence[Message], first: int = 0) -> Rendered:
-    """A chat by a template that marks what the assistant says. In the messages before the `first` no token has loss.
+    """Render a chat with a template that marks the answers. No token of the messages before the `first` has loss.
 
-    Raises ChatError: the marks are not around what is written, or do not tell what is said before the first.
+    Raises ChatError: the marks do not surround the written text, or do not separate the answers before the first.
     """
     text, spans = _marked(write, chat)
     answers = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
     if all(number >= first and has_loss(chat[number]) for number in answers):
         return Rendered(text, spans)
-    # Which spans are of which message the marks do not tell: as many as there are just before the next answer.
+    # Marks do not say which message a span belongs to: count the spans of the chat just before the next answer.
     said, kept, start = [text[slice(*span)] for span in spans], list[Span](), 0
     for carries_loss, run in groupby(answers, lambda number: number >= first and has_loss(chat[number])):
         *_, last = run
         after = next((number for number in answers if number > last), len(chat))
         before, known = _marked(write, chat[:after]) if after < len(chat) else (text, spans)
-        # Without a question between them one answer may end with the other.
+        # Two answers without a question between them may end together.
         if after > last + 1 and said[: len(known)] != [before[slice(*span)] for span in known]:
             raise ChatError(
                 "has a chat whose template changes what the assistant said in a message without loss when the chat goes on, "
@@ -81,12 +81,12 @@ def _marked(write: Write, chat: Sequence[Message]) -> tuple[str, tuple[Span, ...
 
 
 def rendered_in_steps(write: Write, trial: Trial, chat: Sequence[Message], first: int) -> Rendered:
-    """A chat by a template without marks, as it is after each answer. In the messages before the `first` no token has loss.
+    """Render a chat with a template without marks, after each answer. No token of the messages before the `first` has loss.
 
-    Raises ChatError: what the assistant says cannot be told.
+    Raises ChatError: the answers cannot be located in the text.
     """
     spans: list[Span] = []
-    longest = text = ""  # of all steps the longest, which the others begin: of a long chat all of them are gigabytes
+    longest = text = ""  # the longest step; the others are its prefixes, and for a long chat would take gigabytes
     goes_on = True
     for number, message in enumerate(chat):
         if message["role"] == "assistant" and number >= first:
@@ -101,7 +101,7 @@ def rendered_in_steps(write: Write, trial: Trial, chat: Sequence[Message], first
         text = write(chat)
     elif (
         trial.tail.strip() and text.endswith(trial.tail) and not trial.closes and has_loss(chat[-1])
-    ):  # nothing else teaches to stop
+    ):  # nothing else teaches the model to stop
         spans[-1] = (spans[-1][0], len(text.rstrip()))
     if not (goes_on and text.startswith(longest)):
         raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_WAY_OUT}")
@@ -109,10 +109,10 @@ def rendered_in_steps(write: Write, trial: Trial, chat: Sequence[Message], first
 
 
 def _before(write: Write, trial: Trial, chat: Sequence[Message], text: str) -> str:
-    """What is written before an answer to a chat, which is written to `text` with it."""
+    """Return the text before an answer to a chat; `text` is the chat with the answer."""
     if chat:
         return write(chat, prompt=True)
-    # Of no messages at all many templates make nothing.
+    # Many templates cannot render an empty chat.
     others = (write([{"role": "assistant", "content": other}]) for other in "AB")
     before = text[: min(num_alike(text, other) for other in others)]
     begin, prompt, blanks = before.rpartition(trial.prompt) if trial.prompt else (before, "", "")
@@ -122,7 +122,7 @@ def _before(write: Write, trial: Trial, chat: Sequence[Message], text: str) -> s
 
 
 def _said(write: Write, trial: Trial, chat: Sequence[Message], before: str, step: str) -> str:
-    """What the last message of a chat says, which is written to `step` with it, and to `before` with the prompt for it."""
+    """Return the last message's text: `step` is the chat with it, and `before` the chat with the prompt for it."""
     number, message = len(chat) - 1, chat[-1]
     if not step.startswith(before):
         raise ChatError(f"has a chat whose template does not begin message {number} as it asks for it. {_WAY_OUT}")
@@ -138,9 +138,9 @@ def _said(write: Write, trial: Trial, chat: Sequence[Message], before: str, step
 
 
 def _begins_at_once(write: Write, chat: Sequence[Message], before: str, said: str) -> bool:
-    """Whether the last answer begins right behind the chat before it, without a header that a prompt should have written.
+    """Return whether the last answer follows the previous chat directly, without a header that a prompt should have.
 
-    That is told by a plain answer in its place, but for a long one, which is told by itself.
+    A plain answer in its place shows it; a long answer is compared directly.
     """
     *asked, message = chat
     content = content_of(message)
@@ -149,13 +149,13 @@ def _begins_at_once(write: Write, chat: Sequence[Message], before: str, said: st
     plain = [{"type": "text", "text": ANSWER}] if isinstance(message.get("content"), list) else ANSWER
     try:
         text = write([*asked, {**without(message, DEEDS), "content": plain}])
-    except ChatError:  # as of templates that want answers of some kind
+    except ChatError:  # such as a template that demands answers of some kind
         return bool(content) and said.lstrip().startswith(content or "")
     return text.startswith(before) and text[len(before) :].lstrip().startswith(ANSWER)
 
 
 def _without_blanks_behind_the_end(trial: Trial, said: str, message: Message) -> str:
-    """What the assistant says up to the mark that ends it. Where blanks are all that ends it, they are the mark."""
+    """Return an answer up to the mark that ends it. If only blanks end it, they are the mark."""
     if not trial.closes:
         return said
     content, stripped = content_of(message), said.rstrip()

@@ -1,4 +1,4 @@
-"""What a chat template writes around an answer: found out by a chat of ours, of which it is known what the assistant says."""
+"""Text that a chat template writes around an answer, found with a trial chat whose answers are known."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class Write(Protocol):
-    """What a template makes of a chat, given some tools: see ChatTemplate. Raises ChatError: nothing."""
+    """Renderer of chats with given tools: see ChatTemplate. Raises ChatError: the template fails."""
 
     def __call__(self, chat: Sequence[Message], *, prompt: bool = False, marks: tuple[str, str] = ("", "")) -> str:
-        """The text, with a prompt for an answer or without; `marks` are written around what is marked as generated."""
+        """Render a chat, with or without a prompt for an answer; `marks` surround the text of generation tags."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a template writes around an answer.
+    """Text that a template writes around an answer.
 
-    prompt  to ask for one; "" if it does not do so
-    tail    behind a chat that ends, as Phi-3 does an EOS
-    behind  between an answer and that
-    closes  whether that is more than blanks; True if the template refuses all chats of ours, and nothing is known
-    opening what it was given before the question
+    prompt  the prompt for an answer; "" without one
+    tail    after the end of a chat, such as the EOS of Phi-3
+    behind  between an answer and the tail
+    closes  whether that is more than blanks; True if the template refuses all trial chats, and nothing is known
+    opening the messages before the question
     """
 
     prompt: str = ""
@@ -45,7 +45,7 @@ class Trial:
 
 
 def try_out(write: Write) -> Trial:
-    """What a template writes around an answer. Raises TemplateError: it writes today's date."""
+    """Find the text that a template writes around an answer. Raises TemplateError: it writes today's date."""
     for opening in OPENINGS:
         try:
             return _tried(write, opening)
@@ -61,10 +61,10 @@ def try_out(write: Write) -> Trial:
 def _tried(write: Write, opening: tuple[Message, ...]) -> Trial:
     asked, prompted = write([*opening, *_ASKED]), write([*opening, *_ASKED], prompt=True)
     once = again = write([*opening, *ANSWERED])
-    with suppress(ChatError):  # some render one question and its answer, and no more
+    with suppress(ChatError):  # some templates render only one question and its answer
         again = write([*opening, *_ASKED_AGAIN])
     end = num_alike(once, again)
-    for token in _TOKEN.finditer(once):  # two tokens may begin alike
+    for token in _TOKEN.finditer(once):  # two tokens may share a prefix
         end = token.start() if token.start() < end < token.end() else end
     tail = once[end:] if again.endswith(once[end:]) else ""
     asked = asked.removesuffix(tail)
@@ -74,5 +74,5 @@ def _tried(write: Write, opening: tuple[Message, ...]) -> Trial:
 
 
 def num_alike(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -45,7 +45,7 @@ from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.mask_columns import NAMES
 
 FILE_NAME = "penstock.toml"
-ROLES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")  # of fields
+ROLES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")  # roles of fields
 ANSWERS = ("response", "completion")  # columns that may hold the answer to a prompt
 
 
@@ -81,9 +81,9 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:
-    """What penstock.toml says, each value of the right kind; nothing if there is no such file. Raises DatasetInvalid."""
+    """Return the validated values of penstock.toml; empty if there is no such file. Raises DatasetInvalid."""
     path = folder / FILE_NAME
-    if not may_be_there(path):  # a link to nothing is a recipe that is away: without it other rows would be served
+    if not may_be_there(path):  # a broken symlink is a missing recipe: without it other rows would be served
         return {}
     given = read_toml(path)
     unknown = [key for key in given if key not in _KEYS]
@@ -104,7 +104,7 @@ def read_declaration(folder: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a file of TOML says. Raises DatasetInvalid: it cannot be read, or is none."""
+    """Parse a TOML file. Raises DatasetInvalid: it cannot be read, or is not TOML."""
     try:
         return tomllib.loads(read_text(path, "utf-8-sig"))  # editors on Windows write a byte order mark
     except (OSError, ValueError, RecursionError) as error:

@@ -24,18 +24,18 @@ from penstock_server.recipes.split_hashes import Place, split_hashes
 from penstock_server.recipes.texts import tokenized
 from penstock_server.recipes.turns import Lists, with_turns
 
-REASON = "bad"  # why a row cannot be used, null where it can
-ROW = "row"  # which row of the block it is; the filter leaves some out
-SPLIT = "split"  # its hash, by which it is of one split or the other; see split_hashes
+REASON = "bad"  # why a row cannot be used, null if it can
+ROW = "row"  # number of the row in the block, before the filter
+SPLIT = "split"  # hash that decides the split; see split_hashes
 TURNS = "_turns"  # after a feature's name: the lengths of a row's prompt, response, prompt, ...
 DOCUMENTS = "_documents"  # likewise: the lengths of the documents that are packed into a row
-COLUMN = "column:"  # before the name of a column that travels
+COLUMN = "column:"  # before the name of a passthrough column
 
 LONGEST_ROW = (1 << 31) - 1  # tokens: lengths are kept in 31 bits
 
 
 class Selected(NamedTuple):
-    """Rows of a block that the recipe keeps, filtered and transformed: what tokens are made of.
+    """Rows of a block that the recipe keeps, filtered and transformed, before tokenization.
 
     rows     shape [num_rows]
     numbers  the number of each row in the block as it is stored, shape [num_rows]
@@ -48,7 +48,7 @@ class Selected(NamedTuple):
 
     @classmethod
     def of(cls, rows: pa.RecordBatch, recipe: Recipe, place: Place, first: int = 0) -> Selected:
-        """The rows that the recipe keeps of stored rows; `place` and `first`, their number in the block, are of the first row.
+        """Filter and transform stored rows; `place` and `first`, the number in the block, are those of the first row.
 
         Raises ValueError: the filter or the transform fails, or the transform returns rows that the recipe cannot read.
         """
@@ -59,12 +59,12 @@ class Selected(NamedTuple):
         return cls(rows, kept + first, hashes)
 
     def take(self, rows: npt.NDArray[np.int64]) -> Selected:
-        """Some of the rows, by ascending indices."""
+        """Return some of the rows, by ascending indices."""
         return Selected(take_rows(self.rows, rows), self.numbers[rows], self.hashes[rows])
 
     @staticmethod
     def joined(parts: Sequence[Selected]) -> Selected:
-        """The rows of several, one after the other. All have one schema."""
+        """Concatenate the rows of several parts of one schema."""
         if len(parts) == 1:
             return parts[0]
         batches, numbers, hashes = zip(*parts, strict=True)
@@ -72,9 +72,9 @@ class Selected(NamedTuple):
 
 
 def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: int) -> pa.RecordBatch:
-    """The tokens of rows, in the rows' order. A row that cannot be used is null in every feature.
+    """Tokenize rows, in their order. A row that cannot be used is null in every feature.
 
-    Each row's tokens depend on that row alone, so rows may be encoded in any company. Text is encoded without the tokenizer's
+    Each row's tokens depend on that row alone, so rows may be encoded in any batches. Text is encoded without the tokenizer's
     special tokens; the recipe's BOS opens and its EOS closes it. Token ids must be in [0, token_bound).
 
     Raises ValueError: the tokenizer fails on any text.
@@ -102,7 +102,7 @@ def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: in
 def select(
     rows: pa.RecordBatch, recipe: Recipe, place: Place
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
-    """The rows that the filter keeps, their numbers among all of these, and their split hashes."""
+    """Return the rows that the filter keeps, their numbers among all of these, and their split hashes."""
     kept = np.arange(rows.num_rows)
     if recipe.filter:
         kept = kept[recipe.filter.keep(rows)]
@@ -111,10 +111,10 @@ def select(
 
 
 def bytes_beside(recipe: Recipe) -> int:
-    """About the bytes that a row of `encode` takes beside its tokens and what travels with them.
+    """Estimate the bytes of a row of `encode` beside its tokens and passthrough columns.
 
-    They are where each of its lists ends and its turns and documents, taken to be two; where its reason ends; its split hash
-    and number.
+    They are the end offsets of its lists, its turns and documents, two assumed, the end offset of its reason, its split hash
+    and its number.
     """
     a_feature = 8 + (recipe.has_turns + recipe.has_documents) * (8 + 2 * 4)
     return len(recipe.features) * a_feature + 4 + 4 + 4 * (recipe.filter is not None)

@@ -1,7 +1,7 @@
-r"""Fields: what a recipe reads of a row. A column, a field inside a nested one, or a text over several of them.
+r"""Fields that a recipe reads of a row: a column, a field inside a nested one, or a text made of several.
 
 content                 a column
-meta.body               a field of a struct, unless a column has that very name
+meta.body               a field of a struct, unless a column has exactly that name
 {title}\n\n{meta.body}  a template: text, with the values of columns in braces; {{ and }} are braces themselves
 """
 
@@ -20,14 +20,14 @@ _Path = tuple[str, ...]
 
 
 class FieldError(ValueError):
-    """The field is not in the data, or not of a type that will do; the message says what is."""
+    """The field is not in the data, or has an unsuitable type; the message says what there is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A column or a template, as declared in `text`.
+    """Column or template, as declared in `text`.
 
-    `parts` are (text, path of the column after it); after the last there may be none. Before a column alone the text is "".
+    `parts` are (text, path of the column after it); the last text may have no column. A single column has the text "".
     """
 
     text: str
@@ -35,7 +35,7 @@ class Field:
 
     @classmethod
     def parse(cls, text: str, schema: pa.Schema) -> Field:
-        """The field that a recipe names, in data of this schema. Raises FieldError: see the class."""
+        """Parse a field that a recipe names, in data of this schema. Raises FieldError: see the class."""
         if text in schema.names or "{" not in text:
             return cls(text, (("", _resolve(text, schema)),))
         try:
@@ -53,16 +53,16 @@ class Field:
 
     @property
     def is_template(self) -> bool:
-        """Whether its value is a text made from columns, rather than a column's own."""
+        """Return whether its value is a text made from columns, not a column's value."""
         return len(self.parts) > 1 or self.parts[0][0] != ""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The top-level columns that it reads."""
+        """Return the top-level columns that it reads."""
         return tuple(dict.fromkeys(path[0] for _, path in self.parts if path))
 
     def type(self, schema: pa.Schema) -> pa.DataType:
-        """The type of its values. Raises FieldError: the schema has no such column."""
+        """Return the type of its values. Raises FieldError: the schema has no such column."""
         types = [_type(path, schema) for _, path in self.parts if path]
         if not self.is_template:
             return types[0]
@@ -71,7 +71,7 @@ class Field:
         return pa.string()
 
     def array(self, rows: pa.RecordBatch) -> pa.Array:
-        """Its values, shape [num_rows]; a template's are null where one of its columns is.
+        """Return its values, shape [num_rows]; a template is null in rows with a null in one of its columns.
 
         Raises FieldError: the rows have no such column.
         """
@@ -87,7 +87,7 @@ class Field:
         return pc.binary_join_element_wise(*strings, pa.scalar("", pa.large_string()))
 
     def nulls(self, rows: pa.RecordBatch) -> dict[str, list[bool]]:
-        """Of each column of a template whether it is null in each row."""
+        """Return for each column of a template whether it is null in each row."""
         paths = dict.fromkeys(path for _, path in self.parts if path)
         return {".".join(path): _as_text(_values(path, rows)).is_null().to_pylist() for path in paths}
 
@@ -124,4 +124,4 @@ def _values(path: _Path, rows: pa.RecordBatch) -> pa.Array:
 
 def _as_text(values: pa.Array) -> pa.Array:
     values = without_json_type(values)
-    return pc.cast(values, pa.large_string(), safe=False)  # bytes that are no UTF-8 make a bad row, and not a bad block
+    return pc.cast(values, pa.large_string(), safe=False)  # bytes that are not UTF-8 make a bad row, not a bad block

@@ -1,4 +1,4 @@
-"""What two terms of a filter are compared as: numbers as a type that holds both, texts as the times or texts beside them."""
+"""Casts for comparisons of a filter: numbers to a type that holds both, texts to the times or texts that they meet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BOTH_WHOLE = pa.decimal128(20, 0)  # holds every int64 and every uint64
 
 
 def alike(a: Term, b: Term) -> tuple[Term, Term]:
-    """The two as one type that they can be compared in. Raises Mismatch: there is none."""
+    """Cast two terms to one type for comparison. Raises Mismatch: they have no common type."""
     if a.type in NUMBERS and b.type in NUMBERS:
         a, b = _as_whole(a, b), _as_whole(b, a)
         common = common_number(a, b)
@@ -35,7 +35,7 @@ def alike(a: Term, b: Term) -> tuple[Term, Term]:
 
 
 def common_number(a: Term, b: Term) -> pa.DataType:
-    """The type that holds both of two numbers; of int64 and uint64 it is a decimal."""
+    """Return the type that holds both of two numbers; for int64 and uint64 it is a decimal."""
     if a.type == b.type:
         return a.type
     if pa.float64() in (a.type, b.type):
@@ -47,13 +47,13 @@ def common_number(a: Term, b: Term) -> pa.DataType:
 
 
 def cast(term: Term, type_: pa.DataType) -> Term:
-    """The term as another type. Raises Mismatch: it is a text that does not say a time."""
+    """Cast a term to another type. Raises Mismatch: it is a text that is not a time."""
     if term.type == type_:
         return term
     if term.literal is None:
         return Term(value=term.value.cast(type_, safe=False), type=type_)
     if not is_text(term.type):
-        return literal(pc.cast(term.literal, type_, safe=False))  # past 2^53 to the nearest float, as columns are
+        return literal(pc.cast(term.literal, type_, safe=False))  # beyond 2^53 to the nearest float, as columns are
     try:
         return literal(pc.cast(term.literal, type_))
     except pa.ArrowInvalid as error:
@@ -62,7 +62,7 @@ def cast(term: Term, type_: pa.DataType) -> Term:
             raise Mismatch(f"takes {text!r} for a {type_}, which it is not{_zone_hint(text, type_)}") from error
         with suppress(pa.ArrowInvalid):
             made = pc.cast(found, type_)
-            if pc.cast(made, found.type) == found:  # a date would be the day, whatever the hour
+            if pc.cast(made, found.type) == found:  # a date would drop the hour
                 return literal(made)
         raise Mismatch(f"compares {text!r} with a {type_}, which can be no such time: write one that it can be") from error
     except pa.ArrowNotImplementedError as error:
@@ -70,7 +70,7 @@ def cast(term: Term, type_: pa.DataType) -> Term:
 
 
 def _timestamp(text: str, type_: pa.DataType) -> pa.Scalar | None:
-    """The time that a text says, to the microsecond, where a type is one of dates or timestamps; None for none."""
+    """Parse a time, to the microsecond, if `type_` is a date or timestamp; None if the text is not a time."""
     if pa.types.is_timestamp(type_) or pa.types.is_date(type_):
         with suppress(pa.ArrowInvalid):
             return pc.cast(pa.scalar(text), pa.timestamp("us", type_.tz if pa.types.is_timestamp(type_) else None))
@@ -78,7 +78,7 @@ def _timestamp(text: str, type_: pa.DataType) -> pa.Scalar | None:
 
 
 def _as_whole(term: Term, other: Term) -> Term:
-    """A literal such as 1e6 as a whole number, where it is compared with one: as floats the largest run together."""
+    """Convert a literal such as 1e6 to a whole number for comparison with one: large numbers coincide as floats."""
     value = term.literal.as_py() if term.literal is not None else None
     if isinstance(value, float) and value.is_integer() and -(2**63) <= value < 2**64 and other.type in WHOLE:
         return number(int(value))
@@ -92,7 +92,7 @@ def _can_become(term: Term, type_: pa.DataType) -> bool:
 
 
 def _zone_hint(text: str, type_: pa.DataType) -> str:
-    """How to write a time that lacks nothing but the zone that its type has; "" for any other text."""
+    """Return how to write a time that lacks only the zone of its type; "" for any other text."""
     if not (pa.types.is_timestamp(type_) and type_.tz):
         return ""
     for zoned in (f"{text}Z", f"{text}T00:00:00Z"):

@@ -1,4 +1,4 @@
-"""Conditions of a filter: comparisons of terms, and and, or and not, with what a file's statistics can rule out of them."""
+"""Conditions of a filter: comparisons, AND, OR and NOT, with the bounds that a file's statistics can rule out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPPOSITES: dict[Comparison, Comparison] = {
 
 
 def truth(term: Term) -> Term:
-    """A term that is true, false or null. Raises Mismatch: it is something else."""
+    """Return a term that is true, false or null. Raises Mismatch: it is something else."""
     if pa.types.is_null(term.type):
         return literal(pa.scalar(None, pa.bool_()))
     if not pa.types.is_boolean(term.type):
@@ -35,23 +35,23 @@ def truth(term: Term) -> Term:
 
 
 def all_of(a: Term, b: Term) -> Term:
-    """True if both conditions are, false if one is false."""
+    """Combine two conditions by AND: true if both are true, false if one is false."""
     return condition(pc.and_kleene(a.value, b.value), a.true_in & b.true_in, a.false_in | b.false_in)
 
 
 def any_of(a: Term, b: Term) -> Term:
-    """True if one condition is, false if both are false."""
+    """Combine two conditions by OR: true if one is true, false if both are false."""
     return condition(pc.or_kleene(a.value, b.value), a.true_in | b.true_in, a.false_in & b.false_in)
 
 
 def opposite(term: Term) -> Term:
-    """True where a condition is false, and the other way round."""
+    """Negate a condition: true becomes false, and false true."""
     term = truth(term)
     return condition(~term.value, term.false_in, term.true_in)
 
 
 def compared(by: Comparison, a: Term, b: Term) -> Term:
-    """One of = <> < <= > >= of two numbers, texts, truths or times. Raises Mismatch: they are not alike."""
+    """Compare two numbers, texts, booleans or times by = <> < <= > >=. Raises Mismatch: their types differ."""
     a, b = alike(a, b)
     value = by(a.value, b.value)
     if (a.stored is None or b.literal is None) and (a.literal is None or b.stored is None):
@@ -61,7 +61,7 @@ def compared(by: Comparison, a: Term, b: Term) -> Term:
 
 
 def among(term: Term, *items: Term) -> Term:
-    """Whether a term is one of some literals. Raises Mismatch: they are not alike, or one is null."""
+    """Test whether a term is one of some literals. Raises Mismatch: their types differ, or one is null."""
     found: list[pc.Expression] = []
     true_in: list[pc.Expression] = []
     by_type: dict[pa.DataType, tuple[Term, list[pa.Scalar]]] = {}
@@ -76,7 +76,7 @@ def among(term: Term, *items: Term) -> Term:
         value, values = subject.value, pa.array(scalars, type_)
         least, largest = pc.min_max(values).values()
         if type_ == pa.float64():
-            value, values = pc.add(value, 0.0), pc.add(values, 0.0)  # 0 and -0, which are equal, are two in a set
+            value, values = pc.add(value, 0.0), pc.add(values, 0.0)  # 0 and -0 are equal, but differ in a set
         found.append(pc.if_else(pc.is_valid(value), pc.is_in(value, values), pa.scalar(None, pa.bool_())))
         stored = subject.stored
         true_in.append(ANYWHERE if stored is None else (stored >= least) & (stored <= largest))
@@ -84,10 +84,10 @@ def among(term: Term, *items: Term) -> Term:
 
 
 def is_null(term: Term) -> Term:
-    """Whether there is nothing: true or false, never null."""
+    """Test for null: the result is true or false, never null."""
     value = pc.is_null(term.value)
-    # Arrow does not compare what statistics tell of extension types, such as UUIDs.
+    # Arrow does not compare the statistics of extension types, such as UUIDs.
     if term.stored is None or pa.types.is_nested(term.type) or isinstance(term.type, pa.BaseExtensionType):
         return condition(value)
-    # NaN is null, and in the file it is not.
+    # NaN is null here, but not in the file.
     return condition(value, ANYWHERE if term.type == pa.float64() else pc.is_null(term.stored), pc.is_valid(term.stored))

@@ -1,7 +1,7 @@
-"""What a filter's condition may calculate: + - * / %, length, lower and upper, and what texts may be compared with: patterns.
+"""Functions of a filter's condition: + - * / %, length, lower and upper, and patterns for texts.
 
-`/` divides as numbers do, 7 / 2 is 3.5; a division by zero is null. Whole numbers never wrap: what does not fit 64 bits
-fails when it is calculated.
+`/` is true division, 7 / 2 is 3.5; a division by zero is null. Whole numbers never wrap: a result that does not fit 64 bits
+is an error when it is calculated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list,
 
 
 def calculated(by: Literal["add", "subtract", "multiply"], a: Term, b: Term) -> Term:
-    """A sum, difference or product. Raises Mismatch: they are no numbers."""
+    """Return a sum, difference or product. Raises Mismatch: a term is not a number."""
     a, b = _numbers(a, b)
     if a.type == pa.float64():
         return Term(value=unless_nan(getattr(pc, by)(a.value, b.value)), type=a.type)
@@ -28,13 +28,13 @@ def calculated(by: Literal["add", "subtract", "multiply"], a: Term, b: Term) -> 
 
 
 def quotient(a: Term, b: Term) -> Term:
-    """One number divided by another, null by zero. Raises Mismatch: they are no numbers."""
+    """Divide one number by another; by zero is null. Raises Mismatch: a term is not a number."""
     a, b = cast(_number(a), pa.float64()), cast(_number(b), pa.float64())
     return Term(value=unless_nan(pc.divide(a.value, _unless_zero(b.value, b.type))), type=a.type)
 
 
 def remainder(a: Term, b: Term) -> Term:
-    """What is left of one whole number divided by another, with the sign of the first, null by zero. Raises Mismatch."""
+    """Return the remainder of whole numbers, with the sign of the first; by zero is null. Raises Mismatch."""
     a, b = _numbers(a, b)
     if a.type not in WHOLE:
         raise Mismatch("takes the remainder of a number that need not be whole")
@@ -43,7 +43,7 @@ def remainder(a: Term, b: Term) -> Term:
 
 
 def negated(term: Term) -> Term:
-    """Minus a number. Raises Mismatch: it is none."""
+    """Negate a number. Raises Mismatch: the term is not a number."""
     if term.literal is not None and term.type in NUMBERS:
         return number(-term.literal.as_py())
     term = _filled(term, pa.int64())
@@ -53,17 +53,17 @@ def negated(term: Term) -> Term:
 
 
 def like(term: Term, pattern: Term, *, ignore_case: bool = False) -> Term:
-    """Whether a text is LIKE a pattern. Raises Mismatch: they are no text and no literal text."""
+    """Test whether a text is LIKE a pattern. Raises Mismatch: they are not a text and a literal text."""
     term, text = _pattern(term, pattern)
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise Mismatch(r"has a pattern that ends with \, which takes the next character as it is. Write \\ for one")
-    if "\\" in text:  # pyarrow takes it for a character of its own where the rest is plain, as in 'a\\\\%'
+    if "\\" in text:  # pyarrow does not treat it as an escape in an otherwise plain pattern, such as 'a\\\\%'
         return condition(pc.match_substring_regex(term.value, pattern=_as_regex(text), ignore_case=ignore_case))
     return condition(pc.match_like(term.value, pattern=text, ignore_case=ignore_case))
 
 
 def _as_regex(pattern: str) -> str:
-    """A pattern of LIKE in RE2's syntax."""
+    """Convert a LIKE pattern to RE2's syntax."""
     parts = (
         re.escape(escaped) if escaped else {"%": ".*", "_": "."}.get(plain) or re.escape(plain)
         for escaped, plain in re.findall(r"\\(.)|(.)", pattern, re.DOTALL)
@@ -72,13 +72,13 @@ def _as_regex(pattern: str) -> str:
 
 
 def starts_with(term: Term, pattern: Term) -> Term:
-    """Whether a text begins with another. Raises Mismatch: they are no text and no literal text."""
+    """Test whether a text begins with another. Raises Mismatch: they are not a text and a literal text."""
     term, text = _pattern(term, pattern)
     return condition(pc.starts_with(term.value, pattern=text))
 
 
 def regexp_like(term: Term, pattern: Term) -> Term:
-    """Whether a regular expression is found in a text, in RE2's syntax. Raises Mismatch: they are no text, or it is none."""
+    """Search a text for a regular expression in RE2's syntax. Raises Mismatch: not texts, or an invalid expression."""
     term, text = _pattern(term, pattern)
     try:
         pc.match_substring_regex("", pattern=text)
@@ -88,7 +88,7 @@ def regexp_like(term: Term, pattern: Term) -> Term:
 
 
 def cased(how: Literal["utf8_lower", "utf8_upper"], term: Term) -> Term:
-    """A text in lower or upper case. Raises Mismatch: it is none."""
+    """Convert a text to lower or upper case. Raises Mismatch: the term is not a text."""
     term = _filled(term, pa.string())
     if not is_text(term.type):
         raise Mismatch(f"changes the case of {term.noun}")
@@ -96,7 +96,7 @@ def cased(how: Literal["utf8_lower", "utf8_upper"], term: Term) -> Term:
 
 
 def length(term: Term) -> Term:
-    """The characters of a text, or the items of a list. Raises Mismatch: it is neither."""
+    """Return the number of characters of a text, or of items of a list. Raises Mismatch: the term is neither."""
     term = _filled(term, pa.string())
     if is_text(term.type):
         return Term(value=pc.utf8_length(term.value).cast(pa.int64()), type=pa.int64())
@@ -106,7 +106,7 @@ def length(term: Term) -> Term:
 
 
 def _pattern(term: Term, pattern: Term) -> tuple[Term, str]:
-    """A text, and what it is compared with. Raises Mismatch: it is no text, or the pattern is no literal text."""
+    """Return a text, and its pattern. Raises Mismatch: the term is not a text, or the pattern is not a literal text."""
     term = _filled(term, pa.string())
     if pattern.literal is None or not is_text(pattern.type):
         raise Mismatch("needs a literal text for a pattern, as 'en%'")
@@ -116,7 +116,7 @@ def _pattern(term: Term, pattern: Term) -> tuple[Term, str]:
 
 
 def _numbers(a: Term, b: Term) -> tuple[Term, Term]:
-    """Two numbers as one type. Raises Mismatch: one is none, or no type holds both."""
+    """Cast two numbers to one type. Raises Mismatch: one is not a number, or no type holds both."""
     a, b = _number(a), _number(b)
     common = common_number(a, b)
     if common not in NUMBERS:
@@ -125,7 +125,7 @@ def _numbers(a: Term, b: Term) -> tuple[Term, Term]:
 
 
 def _number(term: Term) -> Term:
-    """A number. Raises Mismatch: it is none."""
+    """Return a term that is a number. Raises Mismatch: it is not a number."""
     term = _filled(term, pa.int64())
     if term.type not in NUMBERS:
         raise Mismatch(f"calculates with {term.noun}")
@@ -133,7 +133,7 @@ def _number(term: Term) -> Term:
 
 
 def _filled(term: Term, type_: pa.DataType) -> Term:
-    """A column of no type, as that of a shard in which it is all null, as nulls of a type; other terms as they are."""
+    """Cast a column of null type, as in a shard with only nulls, to nulls of a type; other terms stay."""
     return cast(term, type_) if pa.types.is_null(term.type) and term.literal is None else term
 
 

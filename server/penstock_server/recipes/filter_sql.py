@@ -1,4 +1,4 @@
-"""The words of a filter: SQL's, as in a WHERE. The parsing is sqlglot's; here is what each part means, and what is no part."""
+"""SQL of a filter, as in a WHERE: sqlglot parses it, this module gives each part a meaning, or refuses it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _KNOWN = (
     "length(x), lower(x), upper(x), starts_with(x, 'text') and regexp_like(x, 'expression')"
 )
 SHOWN = 200  # characters of a filter in a message
-# sqlglot keeps what else a part may have in further arguments. To pass over one would be to do something else than was asked.
+# sqlglot keeps further parts of an expression in other arguments. To ignore one would change the meaning of the filter.
 _ARGUMENTS = {"this", "expression", "expressions", "low", "high", "negate", "is_string", "quoted", "table", "db", "catalog"}
 
 
 class _Words(Dialect):
-    """sqlglot's own dialect, but that `a = b is null` asks whether a = b is null, as SQLite and DuckDB read it."""
+    """sqlglot's default dialect, except that `a = b is null` tests whether a = b is null, as in SQLite and DuckDB."""
 
     class Parser(sqlglot_parser.Parser):
-        """Its parser."""
+        """Parser of the dialect."""
 
         IS_PREDICATE_PRECEDENCE = sqlglot_parser.IsPredicatePrecedence.LOW
 
@@ -42,7 +42,7 @@ class FilterError(ValueError):
 
 
 def parse(text: str) -> exp.Expr:
-    """The syntax tree of a condition. Raises FilterError: it is none."""
+    """Return the syntax tree of a condition. Raises FilterError: the text is not a condition."""
     if not text.strip():
         raise FilterError("the filter is empty. Write a condition, as \"lang = 'en' and score > 0.5\", or leave it out.")
     try:
@@ -60,21 +60,21 @@ def parse(text: str) -> exp.Expr:
 
 
 class Meaning:
-    """What syntax trees mean over a schema's columns. `columns` are the top-level ones met so far, in their order."""
+    """Meaning of syntax trees over a schema's columns. `columns` are the top-level ones met so far, in their order."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self.columns: list[str] = []
         self._schema = schema
 
     def condition(self, tree: exp.Expr) -> Term:
-        """What is true, false or null of each row. Raises FilterError: a part of the tree means nothing here."""
+        """Return a term that is true, false or null for each row. Raises FilterError: a part of the tree is unsupported."""
         try:
             return self._apply(tree, conditions.truth, tree)
         except RecursionError as error:
             raise _too_deep() from error
 
     def term(self, node: exp.Expr) -> Term:
-        """What a part means. Raises FilterError: nothing."""
+        """Return the term of a part. Raises FilterError: the part is unsupported."""
         further = {name for name, value in node.args.items() if value not in (None, False, [])} - _ARGUMENTS
         if further or type(node) not in _MEANINGS:
             raise FilterError(f"the filter's {_quoted(node)} is nothing that a filter can have. {_KNOWN}.")
@@ -88,16 +88,16 @@ class Meaning:
             raise FilterError(f"the filter's {_quoted(node)} {error}.") from error
 
     def _chain(self, node: exp.Expr, what: Callable[[Term, Term], Term]) -> Term:
-        """What and, or or, makes of two or of thousands."""
+        """Combine two or thousands of conditions by AND, or by OR."""
         parts = [self._apply(node, conditions.truth, part) for part in node.flatten(unnest=False)]
-        while len(parts) > 1:  # in pairs: one after the other, each would be nested in the next
+        while len(parts) > 1:  # in pairs: a plain loop would nest each in the next
             parts = [what(*parts[at : at + 2]) if at + 1 < len(parts) else parts[at] for at in range(0, len(parts), 2)]
         return parts[0]
 
     def _literal(self, node: exp.Expr) -> Term:
         if node.is_string:
             return terms.literal(pa.scalar(node.name))
-        # Of more digits than any 64 bits have, the first ones are too large already; Python refuses to read thousands.
+        # 21 digits already exceed 64 bits; Python refuses to parse thousands of digits.
         value = int(node.name.lstrip("0")[:21] or 0) if node.name.isdecimal() else float(node.name)
         return self._apply(node, lambda: terms.number(value))
 
@@ -189,7 +189,7 @@ _MEANINGS: dict[type[exp.Expr], Callable[[Meaning, exp.Expr], Term]] = {
 
 
 def _path(node: exp.Expr) -> list[str]:
-    """The names of a column and of the fields in it, the outermost first. Raises FilterError: one is no name."""
+    """Return the names of a column and of the fields in it, outermost first. Raises FilterError: one is not a name."""
     if isinstance(node, exp.Dot):
         return [*_path(node.this), *_path(node.expression)]
     names = node.parts if isinstance(node, exp.Column) else [node]

@@ -1,7 +1,7 @@
-"""What a filter's condition is made of, as Arrow expressions: columns, literals, and what is made of them.
+"""Terms of a filter's condition, as Arrow expressions: columns, literals, and combinations of them.
 
-A condition that is neither true nor false of a row is null there, and null spreads as in SQL. NaN is null, as in pandas and
-SQLite: a comparison and its opposite leave it out alike. So a file's statistics, which pass over NaN, rule out no row that
+A condition that is neither true nor false for a row is null, and null propagates as in SQL. NaN is null, as in pandas and
+SQLite: a comparison and its opposite both exclude it. So a file's statistics, which ignore NaN, rule out no row that
 is kept.
 """
 
@@ -17,23 +17,23 @@ import pyarrow.compute as pc
 from penstock_server.recipes.column_types import is_text
 
 WHOLE = (pa.int64(), pa.uint64())
-_DIGITS = 18  # of which int64 holds every number
+_DIGITS = 18  # int64 holds every number of 18 digits
 NUMBERS = (*WHOLE, pa.float64())
 ANYWHERE, NOWHERE = pc.scalar(True), pc.scalar(False)
 
 
 class Mismatch(ValueError):
-    """Something is done with terms that cannot be done with their types; the message goes on after the part's text."""
+    """An operation does not support the types of its terms; the message continues after the part's text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Term:
-    """A part of a condition.
+    """Part of a condition.
 
-    `value` computes it. Numbers are int64, uint64 or float64; other types are the column's own. `stored` is what the file
-    holds, where the part is no more than a column, and `literal` is what the condition says, where it is no more than that.
-    Every row of which a condition is true is in `true_in`, every row of which it is false in `false_in`, and others may be.
-    Those two are made of columns and literals alone, so that a file's statistics can rule them out.
+    `value` computes it. Numbers are int64, uint64 or float64; other types are the column's own. `stored` is the column in the
+    file, if the part is just a column. `literal` is the value, if the part is just a literal. `true_in` is a superset of the
+    rows that make a condition true, and `false_in` of those that make it false. Both consist of columns and literals alone, so
+    that a file's statistics can rule them out.
     """
 
     value: pc.Expression
@@ -45,7 +45,7 @@ class Term:
 
     @property
     def noun(self) -> str:
-        """What it is, in a message."""
+        """Return the kind of term, for a message."""
         if self.type in NUMBERS:
             return "a number"
         if is_text(self.type):
@@ -56,7 +56,7 @@ class Term:
 
 
 def literal(scalar: pa.Scalar) -> Term:
-    """What the condition says: a text, true, false or null."""
+    """Make a term of a literal: a text, true, false or null."""
     says = scalar.as_py() if pa.types.is_boolean(scalar.type) else None
     return Term(
         value=pc.scalar(scalar),
@@ -68,7 +68,7 @@ def literal(scalar: pa.Scalar) -> Term:
 
 
 def number(value: float) -> Term:
-    """A number that the condition says. Raises Mismatch: it does not fit 64 bits."""
+    """Make a term of a literal number. Raises Mismatch: it does not fit 64 bits."""
     if isinstance(value, float) and not math.isinf(value):
         return literal(pa.scalar(value, pa.float64()))
     for type_, least in ((pa.int64(), -(2**63)), (pa.uint64(), 0)):
@@ -78,9 +78,9 @@ def number(value: float) -> Term:
 
 
 def column(path: Sequence[str], type_: pa.DataType) -> Term:
-    """A column, or a field of a struct column."""
+    """Make a term of a column, or of a field of a struct column."""
     value = pc.field(*path)
-    if isinstance(type_, pa.BaseExtensionType) and is_text(type_):  # whose statistics Arrow does not compare
+    if isinstance(type_, pa.BaseExtensionType) and is_text(type_):  # Arrow does not compare its statistics
         return Term(value=value.cast(pa.large_string()), type=pa.large_string())
     if pa.types.is_dictionary(type_):
         type_ = type_.value_type
@@ -97,18 +97,18 @@ def column(path: Sequence[str], type_: pa.DataType) -> Term:
         value = value.cast(pa.float64())
         return Term(value=unless_nan(value), type=pa.float64(), stored=value)
     if pa.types.is_decimal(type_):
-        if type_.scale == 0 and type_.precision <= _DIGITS:  # of 32 bits pyarrow casts none at once
+        if type_.scale == 0 and type_.precision <= _DIGITS:  # pyarrow cannot cast a 32-bit decimal directly
             return Term(value=value.cast(pa.decimal128(_DIGITS, 0)).cast(pa.int64()), type=pa.int64())
-        # By way of its text, to the nearest: by itself Arrow makes 0.9500000000000001 of 0.95, which no literal is.
+        # Cast through text, to the nearest float: directly Arrow makes 0.9500000000000001 of 0.95, which equals no literal.
         return Term(value=value.cast(pa.string()).cast(pa.float64()), type=pa.float64())
     return Term(value=value, type=type_, stored=value)
 
 
 def condition(value: pc.Expression, true_in: pc.Expression = ANYWHERE, false_in: pc.Expression = ANYWHERE) -> Term:
-    """What is true, false or null."""
+    """Make a boolean term, which may be null."""
     return Term(value=value, type=pa.bool_(), true_in=true_in, false_in=false_in)
 
 
 def unless_nan(value: pc.Expression) -> pc.Expression:
-    """A float64, null for NaN."""
+    """Replace NaN by null in a float64."""
     return pc.if_else(pc.is_nan(value), pa.scalar(None, pa.float64()), value)

@@ -1,8 +1,8 @@
-"""Filters: which rows of a dataset there are, said by a condition in SQL's words.
+"""Filters: a condition in SQL selects the rows of a dataset.
 
 filter = "lang = 'en' and score > 0.5"      # in penstock.toml
 
-A row is kept where the condition is true; where it is false or null, the dataset is as if it had no such row.
+A row is kept if the condition is true. If it is false or null, the dataset behaves as if it had no such row.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _UNITS = ("s", "ms", "us", "ns")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filter:
-    """A condition on rows, by the types that they have: a column of integers may be one of floats in another shard.
+    """Condition on rows, bound to the types of each shard: a column may be integers in one shard and floats in another.
 
-    `columns` are the top-level columns that it reads, `types` theirs in the first shard.
+    `columns` are the top-level columns that it reads, `types` their types in the first shard.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Filter:
     types: tuple[pa.DataType, ...] = field(compare=False, repr=False)
 
     def check(self, schema: pa.Schema) -> None:
-        """Whether the filter can be used on a shard of this schema, which has its columns. Raises FilterError: it cannot."""
+        """Check that the filter works on a shard of this schema, which has its columns. Raises FilterError: it does not."""
         types = tuple(schema.field(name).type for name in self.columns)
         if types == self.types:
             return
@@ -50,10 +50,10 @@ class Filter:
             raise FilterError(f"{str(error).rstrip('.')}; {told}.") from error
 
     def keep(self, rows: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-        """Which rows are kept, shape [num_rows].
+        """Return a mask of the rows that are kept, shape [num_rows].
 
         Raises FilterError: the rows lack a column, or have another type in it; a whole number does not fit 64 bits; a text
-        whose case is changed is not valid UTF-8.
+        is not valid UTF-8 and its case is changed.
         """
         try:
             rows = pa.record_batch({name: without_json_type(rows.column(name)) for name in self.columns})
@@ -64,7 +64,7 @@ class Filter:
             raise FilterError(f"the filter {cut(self.text, SHOWN)!r} fails: {_reason(error)}.") from error
 
     def groups_that_may_match(self, path: Path, file: pa.NativeFile) -> list[int]:
-        """The row groups of a Parquet file, opened, that can hold a row that is kept, by the statistics in its footer.
+        """Return the row groups of an open Parquet file that may hold a kept row, by the statistics in its footer.
 
         Raises FilterError: the file at `path` lacks a column, or has another type in it. OSError: it cannot be read.
         """
@@ -79,14 +79,14 @@ class Filter:
         return [group.id for group in matching.row_groups]
 
     def _condition(self, schema: pa.Schema) -> Term:
-        """What the filter means by the types of this schema. Raises KeyError: it lacks a column."""
+        """Bind the filter to the types of this schema. Raises KeyError: the schema lacks a column."""
         return _bound(self.text, self.columns, tuple(schema.field(name).type for name in self.columns), self.types)
 
 
 def parse_filter(text: str, schema: pa.Schema) -> Filter:
-    """The filter that a text says of rows with this schema.
+    """Parse a filter for rows of this schema.
 
-    Raises FilterError: it is no condition, reads a column that is not there, or compares what cannot be compared.
+    Raises FilterError: it is not a condition, reads a missing column, or compares incompatible types.
     """
     meaning = Meaning(schema)
     meaning.condition(parse(text))
@@ -100,9 +100,9 @@ def parse_filter(text: str, schema: pa.Schema) -> Filter:
 
 @lru_cache(maxsize=256)
 def _bound(text: str, columns: tuple[str, ...], types: tuple[pa.DataType, ...], first: tuple[pa.DataType, ...]) -> Term:
-    """What a text means by the types of its columns, or, where that is nothing, by those that they have in the first shard.
+    """Bind a filter's text to the types of its columns; if that fails, to their types in the first shard.
 
-    So whole numbers that are stored as floats are still calculated with as in the first shard, and their remainder is taken.
+    So whole numbers that a shard stores as floats are calculated with as in the first shard, and have a remainder.
     """
     try:
         return Meaning(pa.schema(list(zip(columns, types, strict=True)))).condition(parse(text))
@@ -113,7 +113,7 @@ def _bound(text: str, columns: tuple[str, ...], types: tuple[pa.DataType, ...], 
 
 
 def _can_be_taken_for(own: pa.DataType, first: pa.DataType) -> bool:
-    """Whether values of a type may be compared as if they were of another: times, if that is as fine."""
+    """Return whether values of `own` may be compared as type `first`; times only if `first` is at least as fine."""
     if own == first:
         return True
     if pa.types.is_timestamp(first) and (pa.types.is_timestamp(own) or pa.types.is_date(own)):
@@ -122,12 +122,12 @@ def _can_be_taken_for(own: pa.DataType, first: pa.DataType) -> bool:
 
 
 def _nulls(columns: tuple[str, ...], types: tuple[pa.DataType, ...]) -> pa.RecordBatch:
-    """One row of nulls, not none: what only the data would show, as times with and without a zone, is found as well."""
+    """Return one row of nulls: with no row, errors that only data shows, such as times with and without a zone, stay hidden."""
     return pa.record_batch({name: pa.nulls(1, type_) for name, type_ in zip(columns, types, strict=True)})
 
 
 def _evaluate(table: pa.Table, expression: pc.Expression) -> npt.NDArray[np.bool_]:
-    # Acero itself: a scanner over the same rows takes two to three times as long to set up, and an order to keep.
+    # Use Acero directly: a scanner over the same rows takes two to three times as long to set up, and must keep an order.
     source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
     project = acero.Declaration("project", acero.ProjectNodeOptions([expression], ["keep"]))
     kept = acero.Declaration.from_sequence([source, project]).to_table(use_threads=False)["keep"]
@@ -141,12 +141,12 @@ def _reason(error: Exception) -> str:
 
 
 def not_null(column: str) -> str:
-    """The text of the filter that keeps the rows in which a column is not null."""
+    """Return the text of a filter that drops rows with a null in a column."""
     return f"{_named(column)} is not null"
 
 
 def not_empty(column: str) -> str:
-    """The text of the filter that keeps the rows in which a column of texts or lists is neither null nor empty."""
+    """Return the text of a filter that drops rows with a null or empty text or list in a column."""
     return f"length({_named(column)}) > 0"
 
 

@@ -1,4 +1,4 @@
-"""Which types of columns can be what a recipe takes them for: the fields of a row, tools, and what travels."""
+"""Checks that columns have types that suit their use in a recipe: fields of a row, tools, passthrough columns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock_server.recipes.fields import Field, FieldError
 
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
 
-Fields = tuple[tuple[str, Field], ...]  # by their roles
+Fields = tuple[tuple[str, Field], ...]  # by role
 
-# Which types the fields of a row may have, and how that is said.
+# The types that the fields of a row may have, and their names in messages.
 _FITTING: Mapping[Kind, tuple[Callable[[pa.DataType], bool], str]] = {
     "tokens": (is_tokens, "lists of integers"),
     "text": (is_text, "text"),
@@ -28,19 +28,19 @@ _FITTING: Mapping[Kind, tuple[Callable[[pa.DataType], bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column that travels beside the tokens, as values of one type, whatever shards have."""
+    """Passthrough column, sent with the tokens as values of one type, whatever the shards' types."""
 
     field: Field
     type: pa.DataType
 
     @property
     def name(self) -> str:
-        """What it is called in penstock.toml, and in a batch."""
+        """Return its name in penstock.toml and in a batch."""
         return self.field.text
 
 
 def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None:
-    """Whether a field can play a role. Raises FieldError: it is not there, or of a type that will not do."""
+    """Check that a field suits a role. Raises FieldError: it is missing, or has an unsuitable type."""
     type_ = source.type(schema)
     fits, wanted = _FITTING[kind]
     if not fits(type_):
@@ -51,7 +51,7 @@ def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None
 
 
 def check_tools(source: Field, schema: pa.Schema) -> None:
-    """Whether a field can hold definitions of tools. Raises FieldError: it is not there, or of a type that will not do."""
+    """Check that a field can hold tool definitions. Raises FieldError: it is missing, or has an unsuitable type."""
     if not _may_be_tools(type_ := source.type(schema)):
         raise FieldError(
             f"column {source.text!r} is {type_}, but tools must be lists of definitions, or such lists as JSON texts"
@@ -59,22 +59,22 @@ def check_tools(source: Field, schema: pa.Schema) -> None:
 
 
 def holds_tools(schema: pa.Schema) -> bool:
-    """Whether there is a column with definitions of tools by its name and type."""
+    """Return whether a column has tool definitions by its name and type."""
     return any(field.name == "tools" and is_tools(field.type) for field in schema)
 
 
 def may_hold_tools(schema: pa.Schema) -> bool:
-    """Whether there may be one: in this shard that column may be null throughout."""
+    """Return whether a column may have tool definitions: in this shard it may be null throughout."""
     return any(field.name == "tools" and _may_be_tools(field.type) for field in schema)
 
 
 def _may_be_tools(type_: pa.DataType) -> bool:
-    """Whether a column holds definitions of tools, or nothing throughout a shard."""
+    """Return whether a column of this type holds tool definitions, or only nulls in a shard."""
     return is_tools(type_) or is_of_nothing(type_)
 
 
 def travelling_column(name: str, schema: pa.Schema) -> Column:
-    """The column of that name: numbers, lists of a fixed number of them, text or bytes. Raises FieldError: it cannot travel."""
+    """Return a passthrough column: numbers, fixed-size lists of them, text or bytes. Raises FieldError: another type."""
     source = Field.parse(name, schema)
     type_ = source.type(schema)
     if name in TENSOR_NAMES:

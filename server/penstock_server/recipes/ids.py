@@ -18,12 +18,12 @@ from penstock_server.recipes.turns import Lists, every, first_marked, with_turns
 
 
 def pretokenized(rows: Rows, bound: int) -> dict[str, Lists]:
-    """The features of rows of ids, opened and closed by the recipe's BOS and EOS unless they begin and end with them.
+    """Return the features of rows of ids, with the recipe's BOS and EOS added unless they begin and end with them.
 
     Ids outside [0, bound), null ids and lists without an id make a bad row.
     """
     recipe = rows.recipe
-    # Where there is but one list of ids, what is said of a row needs no name of a column.
+    # With a single list of ids, a message about a row needs no column name.
     notes = {role: partial(rows.note, of="" if role == "tokens" else source.text) for role, source in recipe.fields}
     ids = {role: _stored(rows.values(source), notes[role]) for role, source in recipe.fields}
     if recipe.masks:
@@ -40,8 +40,8 @@ def pretokenized(rows: Rows, bound: int) -> dict[str, Lists]:
 
 
 def _stored(array: pa.Array, note: Note) -> Lists:
-    """Lists of ids as they are, 0 for null."""
-    # A null of fixed-size lists has items all the same; flattening drops them.
+    """Return lists of ids as they are, 0 for null."""
+    # A null in fixed-size lists still has items; flattening drops them.
     lengths, items = list_lengths(array), array.flatten()
     if items.null_count:
         for row, _ in first_marked(items.is_null().to_numpy(zero_copy_only=False), lengths):
@@ -68,9 +68,9 @@ def _closed(lists: Lists, token: int | None) -> Lists:
 
 
 def _bounded(lists: Lists, token: int | None, *, at_end: bool) -> Lists:
-    """The lists, each opened by a token unless it begins with it; `at_end`: closed unless it ends with it.
+    """Prepend a token to each list that does not begin with it; with `at_end`, append it unless the list ends with it.
 
-    It has loss as the one beside it is.
+    The token has loss if its neighbour has.
     """
     values, lengths = lists.values, lists.lengths
     if token is None or not len(values):
@@ -78,9 +78,9 @@ def _bounded(lists: Lists, token: int | None, *, at_end: bool) -> Lists:
     ends = np.cumsum(lengths)
     begins = ends - lengths
     borders, items = (ends, ends - 1) if at_end else (begins, begins)
-    # An empty list has no item: what is looked at in its place is another's, or clipped, and does not count.
+    # An empty list has no item: the value read in its place is another list's, or clipped, and is ignored.
     bare = (lengths > 0) & (values[items.clip(0, len(values) - 1)] != token)
-    # Ids that fit into bytes may be closed by one that does not.
+    # The ids may fit into bytes while the token does not.
     longer = np.insert(values.astype(np.int64, copy=False), borders[bare], token)
     turns, documents = (parts and _with_longer(*parts, bare, at_end=at_end) for parts in (lists.turns, lists.documents))
     return Lists(longer, lengths + bare, turns, documents)
@@ -89,7 +89,7 @@ def _bounded(lists: Lists, token: int | None, *, at_end: bool) -> Lists:
 def _with_longer(
     turns: IntArray, num_turns: IntArray, longer: npt.NDArray[np.bool_], *, at_end: bool
 ) -> tuple[IntArray, IntArray]:
-    """The turns, or documents, of lists that are a token longer: in the first that has any, or `at_end` in the last one."""
+    """Lengthen the turns, or documents, of lists by a token: the first non-empty one, or with `at_end` the last."""
     starts, turns = starts_of(num_turns), turns.copy()
     if at_end:
         own = starts[1:][longer] - 1

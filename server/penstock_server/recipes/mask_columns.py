@@ -1,7 +1,7 @@
-"""Which columns of pre-tokenized rows are masks: those that penstock.toml names, or else those with a usual name.
+"""Mask columns of pre-tokenized rows: those that penstock.toml names, by default those with a usual name.
 
-labels          the id where it has loss, -100 where not; not shifted, as Hugging Face's models take them
-loss_mask       1 where an id has loss, 0 where not
+labels          the id if it has loss, otherwise -100; not shifted, as Hugging Face's models take them
+loss_mask       1 if an id has loss, otherwise 0
 attention_mask  0 at padding, which is left out of the row
 seq_lengths     of rows that hold several documents: the ids of each document, as TRL packs them
 position_ids    or the position of each id in its document, from 0 on
@@ -29,13 +29,13 @@ OF_DOCUMENTS = ("seq_lengths", "position_ids")  # likewise
 _BOOLEAN = ("loss_mask", "attention_mask")  # roles whose columns may be lists of booleans
 _EITHER = {OF_LOSS: "which ids have loss", OF_DOCUMENTS: "where documents begin"}
 
-Masks = tuple[tuple[str, Field], ...]  # by what they are, as `NAMES` has it
+Masks = tuple[tuple[str, Field], ...]  # by role, in the order of `NAMES`
 
 
 def find_masks(given: Mapping[str, Any], schema: pa.Schema) -> Masks:
-    """The masks that are declared, and of those of which nothing is said, the ones that are there.
+    """Return the declared masks, and for undeclared roles the masks present under a usual name.
 
-    Raises FieldError: a column is not there, there twice, or of a type that will not do.
+    Raises FieldError: a column is missing, occurs twice, or has an unsuitable type.
     """
     for roles, what in _EITHER.items():
         if all(given.get(role) for role in roles):
@@ -48,11 +48,11 @@ def find_masks(given: Mapping[str, Any], schema: pa.Schema) -> Masks:
             sources = (Field.parse(name, schema) for name in NAMES[role] if name in schema.names)
             if guess := next((source for source in sources if _fits(role, source.type(schema))), None):
                 found[role] = guess
-    return tuple((role, found[role]) for role in NAMES if role in found)  # in one order: snapshots have their names of it
+    return tuple((role, found[role]) for role in NAMES if role in found)  # in a fixed order: the fingerprint depends on it
 
 
 def unused_masks(given: Mapping[str, Any], schema: pa.Schema, used: Masks) -> tuple[str, ...]:
-    """The columns that are masks by their names, and of which nothing is said or made."""
+    """Return the columns that are masks by name, but neither declared nor used."""
     settled = {role for role in NAMES if role in given}
     for roles in _EITHER:
         if roles[0] in dict(used) or any(given.get(role) for role in roles):
@@ -63,12 +63,12 @@ def unused_masks(given: Mapping[str, Any], schema: pa.Schema, used: Masks) -> tu
 
 
 def mask_of(name: str) -> str | None:
-    """The mask that a column is by its name; None for another column."""
+    """Return the mask role of a column's name; None for any other name."""
     return next((role for role in NAMES if name in NAMES[role] or name.endswith(f"_{role}")), None)
 
 
 def masks_of_turns(given: Mapping[str, Any], schema: pa.Schema, used: Sequence[str]) -> tuple[str, ...]:
-    """The columns beside prompts and answers, in `used`, that would be masks of them, and of which nothing is said."""
+    """Return the undeclared columns that would be masks of the prompts and answers in `used`."""
     unsaid = [role for role in NAMES if role not in given]
     names = {name for role in unsaid for name in NAMES[role]}
     endings = tuple(f"_{role}" for role in unsaid)
@@ -76,7 +76,7 @@ def masks_of_turns(given: Mapping[str, Any], schema: pa.Schema, used: Sequence[s
 
 
 def way_without(reason: str, masks: Masks, ids: str) -> str:
-    """What is said of a row with such `ids` that a mask makes bad, to do without that mask; "" if it is bad by itself."""
+    """Return advice to disable the mask that makes a row with these `ids` bad; "" if no mask is the cause."""
     for role, source in masks:
         if reason.startswith((f"{source.text} is ", f"{source.text} has ")):
             told = f" If no mask is meant, {role} = false does without, before a run begins: it makes another snapshot."
@@ -91,7 +91,7 @@ def _is_wanted(role: str, found: Mapping[str, Field]) -> bool:
 
 
 def check_mask(role: str, source: Field, schema: pa.Schema) -> None:
-    """Whether a field can be a mask. Raises FieldError: it is not there, or of a type that will not do."""
+    """Check that a field can be a mask. Raises FieldError: it is missing, or has an unsuitable type."""
     if not _fits(role, type_ := source.type(schema)):
         wanted = "lists of integers or booleans" if role in _BOOLEAN else "lists of integers"
         raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted}")

@@ -1,6 +1,6 @@
-"""Masks of pre-tokenized rows, applied. `mask_columns` finds them.
+"""Application of the masks of pre-tokenized rows. `mask_columns` finds them.
 
-Padding is left out, what has loss becomes turns, and documents that were packed into a row are told apart.
+Padding is removed, ids with loss become turns, and documents packed into a row are separated.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _Marks = npt.NDArray[np.bool_]
 
 
 def masked(ids: Lists, rows: Rows) -> Lists:
-    """Rows of ids without their padding, with turns where a mask tells which ids have loss, and with their documents.
+    """Remove padding from rows of ids; add turns if a mask selects the ids with loss, and the documents.
 
-    The first id of a document does not follow from the document before it, so it has no loss. The first of a row is, as in
-    rows of one document.
-    A row is bad if a mask does not fit it, or if nothing of it is left or has loss.
+    The first id of a document does not follow from the document before it, so it has no loss. The first id of a row may have
+    loss, as in rows of one document.
+    A row is bad if a mask does not fit it, if nothing of it is left, or if no id has loss.
     """
     notes = {role: partial(rows.note, of=source.text) for role, source in rows.recipe.masks}
     columns = {role: rows.values(source) for role, source in rows.recipe.masks}
@@ -63,7 +63,7 @@ def masked(ids: Lists, rows: Rows) -> Lists:
 
 
 def _by_lengths(array: pa.Array, lengths: IntArray, note: Note) -> IntArray:
-    """The number of the document that each id is of, counted through all rows; a bad row is one document."""
+    """Return the document number of each id, counted through all rows; a bad row is one document."""
     counts = list_lengths(array)
     items = array.flatten()
     sizes = pc.fill_null(items, -1).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -83,7 +83,7 @@ def _by_lengths(array: pa.Array, lengths: IntArray, note: Note) -> IntArray:
 
 
 def _by_positions(positions: npt.NDArray[Any], lengths: IntArray, note: Note) -> IntArray:
-    """The same by the position of each id in its document: a document begins where the position is 0."""
+    """Return the same from the position of each id in its document: position 0 begins a document."""
     is_first = np.zeros(len(positions), np.bool_)
     is_first[starts_of(lengths)[:-1][lengths > 0]] = True
     begins = positions == 0
@@ -94,7 +94,7 @@ def _by_positions(positions: npt.NDArray[Any], lengths: IntArray, note: Note) ->
 
 
 def _of_ids(array: pa.Array, lengths: IntArray, note: Note) -> npt.NDArray[Any]:
-    """The value of each id, in rows of these lengths; 0 where there is none, and the row is bad."""
+    """Return the mask value of each id, in rows of these lengths. A row with missing values is bad and has 0."""
     own = list_lengths(array)
     fitting = own == lengths
     for row in np.flatnonzero(~fitting).tolist():
@@ -115,7 +115,7 @@ def _of_ids(array: pa.Array, lengths: IntArray, note: Note) -> npt.NDArray[Any]:
 
 
 def _ones(values: npt.NDArray[Any], lengths: IntArray, note: Note) -> _Marks:
-    """Where a mask of 0 and 1 is 1; a row with anything else is bad."""
+    """Return the ids with 1 in a mask of 0 and 1; a row with any other value is bad."""
     marks: _Marks = values == 1
     for row, at in first_marked(~marks & (values != 0), lengths):
         note(row, f"has {values[at]} where 0 or 1 is meant")
@@ -123,7 +123,7 @@ def _ones(values: npt.NDArray[Any], lengths: IntArray, note: Note) -> _Marks:
 
 
 def _labelled(labels: npt.NDArray[Any], ids: Lists, attended: _Marks, note: Note) -> _Marks:
-    """Where labels say that an id has loss; a row with labels that are no ids of it is bad."""
+    """Return the ids with loss by their labels; a row with a label that differs from its id is bad."""
     marks: _Marks = (labels != IGNORED) & attended
     for row, at in first_marked(marks & (labels != ids.values), ids.lengths):
         told = f"has {labels[at]} at id {ids.values[at]}"
@@ -137,7 +137,7 @@ def _note_rows_without(marks: _Marks, lengths: IntArray, note: Note, reason: str
 
 
 def _counts(marks: _Marks, lengths: IntArray) -> IntArray:
-    """How many ids of each row are marked."""
+    """Count the marked ids of each row."""
     found, some = np.zeros(len(lengths), np.int64), lengths > 0
     if some.any():
         found[some] = np.add.reduceat(marks, starts_of(lengths)[:-1][some], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Messages of a chat: what one must have, what it says, and what it does beside that: calls of tools, and thoughts."""
+"""Messages of a chat: their required keys, their text, and their deeds: tool calls and thoughts."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from penstock.text import cut
 
 Message = Mapping[str, Any]
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # data has it by one name, templates look for one of the first two
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # data has one of these keys, templates read one of the first two
 CALLS = ("tool_calls", "function_call")
 DEEDS = (*CALLS, *_REASONING)
 
 
 class TemplateError(ValueError):
-    """A chat template cannot be used, whatever the chat; the message says why and what to do."""
+    """A chat template cannot be used for any chat; the message gives the reason and the remedy."""
 
 
 class ChatError(ValueError):
-    """A chat cannot be rendered; the message goes on after the name of its row."""
+    """A chat cannot be rendered; the message continues after the name of its row."""
 
 
 def checked(number: int, message: object) -> Message:
-    """A message without its keys that are null, as transformers gives it to templates; thoughts under all their names.
+    """Return a message without null keys, as transformers gives it to templates, with thoughts under all their names.
 
-    Raises ChatError: it is none, the message of that number, or has no role, or no content and does nothing.
+    Raises ChatError: `message`, the one of that number, is not a message, has no role, or has neither content nor deeds.
     """
     plain = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if not isinstance(plain.get("role"), str):
@@ -41,12 +41,12 @@ def checked(number: int, message: object) -> Message:
 
 
 def has_loss(message: Message) -> bool:
-    """Whether a message of the assistant may carry loss: not with a weight of 0."""
+    """Return whether a message of the assistant may have loss: not with a weight of 0."""
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def content_of(message: Message) -> str | None:
-    """The text of a message; None where that is not all of it, or there is none."""
+    """Return the text of a message; None if it has other parts, or no text."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
@@ -54,30 +54,30 @@ def content_of(message: Message) -> str | None:
 
 
 def silenced(message: Message, deeds: Sequence[str]) -> Message:
-    """A message of the assistant without some of what it does, if it says nothing."""
+    """Return a message of the assistant without these deeds, if it says nothing."""
     if message["role"] != "assistant" or has_words(message) or not any(message.get(name) for name in deeds):
         return message
     return without(message, deeds)
 
 
 def without(message: Message, deeds: Sequence[str]) -> Message:
-    """A message that does none of these."""
+    """Return a message without these deeds."""
     return {key: value for key, value in message.items() if key not in deeds}
 
 
 def says_something(message: Message) -> bool:
-    """Whether a message has more than blanks in it, or calls a tool, or thinks."""
+    """Return whether a message has more than blanks in it, or calls a tool, or thinks."""
     return has_words(message) or any(message.get(name) for name in DEEDS)
 
 
 def has_words(message: Message) -> bool:
-    """Whether a message has more than blanks in it."""
+    """Return whether a message has more than blanks in it."""
     content = message.get("content")
     return not all(map(_is_blank, content if isinstance(content, list) else [content]))
 
 
 def _is_blank(part: Any) -> bool:
-    """Whether a content, or a part of one, is nothing but blanks: not where it is an image or a call."""
+    """Return whether a content, or a part of one, is only blanks; an image or a call is not."""
     if isinstance(part, dict) and part.get("type", "text") == "text":
         part = part.get("text")
     return part is None or (isinstance(part, str) and not part.strip())

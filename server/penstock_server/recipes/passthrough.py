@@ -1,4 +1,4 @@
-"""The columns that travel beside the tokens of a block's rows."""
+"""Passthrough columns: sent beside the tokens of a block's rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_server.recipes.tokenizer import Note
 
 
 def travelling(rows: Rows, column: Column) -> pa.Array:
-    """A column that travels, without nulls: NaN and empty texts stand for them; where nothing can, the row is bad.
+    """Return a passthrough column without nulls: NaN or an empty text replaces them; if the type has neither, the row is bad.
 
     Numbers and fixed-size lists of them stay, text is a large_string and bytes are a large_binary.
     """
@@ -39,7 +39,7 @@ def travelling(rows: Rows, column: Column) -> pa.Array:
 def _vectors(array: pa.Array, note: Note) -> pa.Array:
     size, item = array.type.list_size, array.type.value_type
     if not (array.null_count or array.flatten().null_count):
-        return array.cast(pa.list_(item, size))  # whether the file says that there are no nulls or not
+        return array.cast(pa.list_(item, size))  # whether or not the file declares that it has no nulls
     vectors = []
     for row, value in enumerate(array.to_pylist()):
         if value is None or None in value:

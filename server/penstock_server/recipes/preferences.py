@@ -1,4 +1,4 @@
-"""Preference pairs to tokens, of texts or of chats: each side is an answer to the prompt of both."""
+"""Preference pairs of texts or chats to tokens: each side is an answer to a common prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock_server.recipes.turns import Lists, every, with_turns
 
 
 def preferences(rows: Rows) -> dict[str, Lists]:
-    """Both sides of each pair, after its prompt; chats without a prompt come after the messages that both begin with."""
+    """Return both sides of each pair, after its prompt. Chats without a prompt share their common first messages as one."""
     roles = dict(rows.recipe.fields)
     if rows.recipe.chat:
         chats, tools = {role: read_chats(rows, role) for role in roles}, read_tools(rows)
@@ -23,7 +23,7 @@ def preferences(rows: Rows) -> dict[str, Lists]:
 
 
 def _parted(chats: dict[str, list[Chat]], side: str) -> tuple[list[Chat], list[Chat]]:
-    """The answers of one side, and the messages before them, which have no loss."""
+    """Split the chats of one side into the answers and the messages before them, which have no loss."""
     if "prompt" in chats:
         return chats[side], chats["prompt"]
     shared = map(_shared, chats["chosen"], chats["rejected"])
@@ -32,6 +32,6 @@ def _parted(chats: dict[str, list[Chat]], side: str) -> tuple[list[Chat], list[C
 
 
 def _shared(chosen: Chat, rejected: Chat) -> int:
-    """How many messages both begin with; at least the last one of each is an answer."""
+    """Return the number of common first messages; at least the last message of each chat is an answer."""
     longest = max(0, min(len(chosen), len(rejected)) - 1)
     return next((i for i in range(longest) if chosen[i] != rejected[i]), longest)

@@ -1,4 +1,4 @@
-"""The recipe: how a dataset's rows become tokens. `recipe_file` reads it from a dataset's penstock.toml."""
+"""Recipe: how a dataset's rows become tokens. `recipe_file` reads it from a dataset's penstock.toml."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from penstock_server.recipes.roles import FirstShard
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.recipes.transform import Transform
 
-# To be raised where equal recipes come to make other tokens of equal rows: all runs end then, and all rows are tokenized anew.
+# Raise this if equal recipes make other tokens of equal rows than before: it ends all runs and tokenizes all rows again.
 _READING = 1
-_JSON_READING = 1  # likewise where equal values of Parquet's JSON type come to be read otherwise, for recipes that read some
-_FILTERING = 3  # likewise where equal filters come to keep other rows, for those that have one
+_JSON_READING = 1  # likewise if equal values of Parquet's JSON type are read differently, for recipes that read some
+_FILTERING = 3  # likewise if equal filters keep other rows, for recipes with one
 
-FEATURES = ("tokens", "chosen", "rejected")  # all token lists that a row may become: see `Recipe.features`
-DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: with another the rows of every run would be split anew
+FEATURES = ("tokens", "chosen", "rejected")  # all possible token lists of a row: see `Recipe.features`
+DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: another value would change the splits of every run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recipe:
-    """How rows become tokens. Equal identities make equal tokens of equal rows.
+    """Conversion of rows to tokens. Equal identities make equal tokens of equal rows.
 
-    kind, fields  what a row is, and which fields hold it, by their role: tokens, text, prompt, response, messages, chosen
+    kind, fields  the kind of row, and the fields that hold it, by their role: tokens, text, prompt, response, messages, chosen
                   and rejected. Rows of ids are of kind "tokens" whatever the roles: a prompt and a response of ids, too
-    masks         of pre-tokenized rows: which fields tell what of their ids has loss or padding, and where documents begin,
+    masks         of pre-tokenized rows: the fields that mark the ids with loss, the padding, and the start of documents,
                   see `mask_columns`
-    vocab_size    bounds the ids of pre-tokenized rows; None if nothing is known of them
+    vocab_size    bounds the ids of pre-tokenized rows; None if unknown
     bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
     eos_id        closes a text or a response, likewise
     chat          renders messages
-    tools         the definitions of tools that it is given, if rows have any
-    columns       what travels beside the tokens
+    tools         the tool definitions for `chat`, if rows have any
+    columns       the passthrough columns
     reads_json    whether columns that are read are of Parquet's JSON type, or hold it, in the first shard
-    first         the columns of the first shard: no other shard may have more that tell what has loss
-    unused        columns that tell what has loss, by their names, and are not used. Of ids they are masks; of texts, of which
-                  every token has loss, chats or answers; of preference pairs, a prompt of another type than the answers;
-                  of chats, tools that their template does not look at; of prompts and responses, the label of KTO's data
-    unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
-    guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
-    filter        which rows are served; None for all
-    splits        whether the shards' names give the splits, or a hash does; None: as the names are
+    first         the columns of the first shard: no other shard may have further columns that select the tokens with loss
+    unused        unused columns that, by name, select the tokens with loss. Beside ids they are masks; beside texts, whose
+                  tokens all have loss, chats or answers; in preference pairs, a prompt of another type than the answers;
+                  beside chats, tools that their template ignores; beside prompts and responses, the label of KTO's data
+    unsaid_bos    the token that the tokenizer itself would open a text with, if penstock.toml does not set bos
+    guessed_eos   candidates for the EOS in the tokenizer, if no file names it; the first of several is taken
+    filter        selects the rows that are served; None for all
+    splits        whether the shards' names give the splits, or a hash; None: the names decide
     validation    the share of rows that are held out for validation, by the hash of `split_by`, a field, or of the row's place;
                   None: the default of the rule that gives the splits
-    split_type    what `split_by` is in the first shard
+    split_type    type of `split_by` in the first shard
     max_bad_share more bad rows than this share of those kept are not replaced: the dataset is refused
     """
 
@@ -86,37 +86,37 @@ class Recipe:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The token lists that a row becomes."""
+        """Return the names of a row's token lists."""
         return ("chosen", "rejected") if "chosen" in dict(self.fields) else ("tokens",)
 
     @property
     def has_turns(self) -> bool:
-        """Whether only parts of a row have loss: responses, not prompts."""
+        """Return whether only parts of a row have loss: responses, not prompts."""
         return not dict(self.fields).keys() <= {"tokens", "text"} or self.has_loss_mask
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a row is a prompt and a response to it, or two."""
+        """Return whether a row is a prompt and one or two responses to it."""
         return "prompt" in dict(self.fields) and self.chat is None
 
     @property
     def has_many_turns(self) -> bool:
-        """Whether a row may have more than a prompt and the response behind it."""
+        """Return whether a row may have more than a prompt and its response."""
         return self.chat is not None or self.has_loss_mask
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether a column of pre-tokenized rows tells which ids have loss. The first of a packed document never is."""
+        """Return whether a mask selects the ids with loss of pre-tokenized rows; never a packed document's first id."""
         return any(role in OF_LOSS for role, _ in self.masks) or self.has_documents
 
     @property
     def has_documents(self) -> bool:
-        """Whether a column of pre-tokenized rows tells which documents are packed into each row."""
+        """Return whether a column of pre-tokenized rows separates the documents packed into each row."""
         return any(role in OF_DOCUMENTS for role, _ in self.masks)
 
     @property
     def adds_eos_to_chats(self) -> bool:
-        """Whether an EOS is put behind chats: not where their template writes it there."""
+        """Return whether an EOS is appended to chats: not if their template writes it."""
         if not (self.chat and self.tokenizer) or self.eos_id is None:
             return False
         token = self.tokenizer.tokenizer.id_to_token(self.eos_id)
@@ -124,14 +124,14 @@ class Recipe:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """The top-level columns that a row must have values in, since its tokens are made of them."""
+        """Return the top-level columns that must have a value in each row, since its tokens are made of them."""
         return tuple(dict.fromkeys(column for _, source in self.fields for column in source.columns))
 
     @property
     def filter_of_missing(self) -> str:
-        """The line of penstock.toml that leaves out rows without a value that tokens are made of, or with an empty one.
+        """Return the line of penstock.toml that drops rows with a missing or empty value that tokens are made of.
 
-        "" where no filter can ask: for what lies inside a column, and for what a transform makes.
+        "" if no filter can test it: for a value inside a column, and for the output of a transform.
         """
         if self.transform:
             return ""
@@ -144,25 +144,25 @@ class Recipe:
         return f"filter = {json.dumps(' and '.join([*kept, *terms]), ensure_ascii=False)}" if terms else ""
 
     def calls_missing(self, reason: str) -> bool:
-        """Whether a row is bad because a value is missing, or empty, that its tokens are made of."""
+        """Return whether a row is bad because a value that its tokens are made of is missing or empty."""
         names = ("", *(f"{source.text} " for _, source in self.fields))
         return reason.startswith(tuple(f"{name}is {what}" for name in names for what in ("null", "empty")))
 
     @property
     def selecting_columns(self) -> list[str]:
-        """The top-level columns, as they are stored, that tell whether the filter keeps a row and of which split it is."""
+        """Return the top-level stored columns that decide whether the filter keeps a row, and its split."""
         by_filter, by_split = (self.filter.columns if self.filter else ()), (self.split_by.columns if self.split_by else ())
         return list(dict.fromkeys([*by_filter, *by_split]))
 
     @property
     def encoded_columns(self) -> list[str]:
-        """The top-level columns that tokens are made of, and those that say how: masks and tools."""
+        """Return the top-level columns that tokens are made of, and those that control it: masks and tools."""
         masks = (name for _, source in self.masks for name in source.columns)
         return list(dict.fromkeys([*self.token_columns, *masks, *(self.tools.columns if self.tools else ())]))
 
     @property
     def read_columns(self) -> list[str] | None:
-        """The top-level columns that are read from a shard; None for all, which a transform may use."""
+        """Return the top-level columns to read from a shard; None for all, since a transform may use them."""
         if self.transform:
             return None
         travelling = (name for column in self.columns for name in column.field.columns)
@@ -170,9 +170,9 @@ class Recipe:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that changes a row's tokens or what travels with them; snapshots and cached blocks have their names of it.
+        """Return all that changes a row's tokens or passthrough columns; it names snapshots and cached blocks.
 
-        What is not set is left out, so that a setting that comes later renames only what uses it.
+        Unset settings are left out, so that a new setting renames only snapshots and blocks that use it.
         """
         settings = {
             "reading": _READING,
@@ -195,19 +195,19 @@ class Recipe:
         return {key: value for key, value in settings.items() if value is not None}
 
     def is_like(self, other: Recipe) -> bool:
-        """Whether another recipe makes the same of each row: tokens, a split, an error or a replacement."""
+        """Return whether another recipe gives each row the same tokens, split, error or replacement."""
         mine, theirs = ((r.identity, r.splits, r.validation, r.on_bad_row, r.max_bad_share) for r in (self, other))
         return mine == theirs
 
     def check(self, schema: pa.Schema) -> None:
-        """Whether a shard of this schema has all that is read. Raises FieldError, FilterError: it has not."""
+        """Check that a shard of this schema has all columns that are read. Raises FieldError, FilterError: it has not."""
         for name in self.selecting_columns:
             Field.parse(name, schema)
         if self.filter:
             self.filter.check(schema)
         if self.split_by and self.split_type:
             self._check_split(self.split_by, self.split_type, schema)
-        if not self.transform:  # what it makes of the columns is seen when a block is made
+        if not self.transform:  # the output of a transform is checked when a block is made
             self.check_made(schema)
 
     def _check_split(self, source: Field, first: pa.DataType, schema: pa.Schema) -> None:
@@ -218,7 +218,7 @@ class Recipe:
             )
 
     def check_made(self, schema: pa.Schema) -> None:
-        """Whether rows of this schema, transformed, have all that tokens are made of. Raises FieldError: they have not."""
+        """Check that transformed rows of this schema have all columns that tokens need. Raises FieldError: they have not."""
         for role, source in self.fields:
             check_field(self.kind, role, source, schema)
         for role, source in self.masks:
@@ -232,7 +232,7 @@ class Recipe:
                 raise FieldError(f"column {column.name!r} is {own}, but {column.type} in the first shard")
 
     def describe(self) -> str:
-        """The recipe in a line, for people."""
+        """Describe the recipe in a line, for people."""
         parts = [" + ".join(source.text for _, source in self.fields).replace("\n", "\\n")]
         if self.tokenizer:
             split = ", special tokens split" if self.tokenizer.splits_special_tokens else ""

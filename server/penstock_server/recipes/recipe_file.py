@@ -1,4 +1,4 @@
-"""The recipe of a dataset: what penstock.toml declares, and where it says nothing, what the columns' names and types do."""
+"""Reader of a dataset's recipe: penstock.toml decides, and for undeclared settings the columns' names and types."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from penstock_server.recipes.transform import OF_NO_ROWS, Transform, TransformEr
 
 
 def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None) -> Recipe:
-    """The recipe of a dataset folder whose first shard has this schema.
+    """Read the recipe of a dataset folder whose first shard has this schema.
 
-    Raises DatasetInvalid: penstock.toml is wrong, no column can be used, or a tokenizer is missing or is none.
+    Raises DatasetInvalid: penstock.toml is wrong, no column can be used, or a tokenizer is missing or invalid.
     """
     given = read_declaration(folder)
     try:
@@ -43,7 +43,7 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
 
 
 def _transformed(transform: Transform, schema: pa.Schema) -> pa.Schema:
-    """The columns that a transform makes. Raises TransformError: it fails."""
+    """Return the columns that a transform makes. Raises TransformError: it fails."""
     try:
         return transform(pa.RecordBatch.from_pylist([], schema=schema)).schema
     except TransformError as error:
@@ -51,7 +51,7 @@ def _transformed(transform: Transform, schema: pa.Schema) -> pa.Schema:
 
 
 class _Reader:
-    """One recipe in the making: what is declared, and the data that it is for."""
+    """Builder of one recipe from the declaration and the schema of its data."""
 
     def __init__(self, folder: Path, given: dict[str, Any], schema: pa.Schema, default_tokenizer: Path | None) -> None:
         self._folder, self._given, self._default_tokenizer = folder, given, default_tokenizer
@@ -70,7 +70,7 @@ class _Reader:
         vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
         special = SpecialTokens(self._folder, given, self._tokenizer_path(kind), tokenizer, vocab_size)
         chat = self._chat(kind, fields, special)
-        # Pre-tokenized rows are taken as they are, and a chat template closes its turns, unless the recipe says otherwise.
+        # By default pre-tokenized rows stay as they are, and a chat template closes its turns.
         is_closed = kind == "tokens" or chat is not None
         eos_id = special.eos_id(is_closed=is_closed)
         masks = self._masks(fields)
@@ -122,7 +122,7 @@ class _Reader:
         return ("tools",) if holds_tools(self._schema) and chat and not chat.takes_tools and "tools" not in self._given else ()
 
     def _unused_label(self, fields: Fields, row_filter: Filter | None) -> tuple[str, ...]:
-        """The column that tells good answers from bad ones, as KTO's data has it, where nothing looks at it."""
+        """Return the unused label column that marks good and bad answers, as in KTO's data."""
         if self._transform or "response" not in dict(fields) or "label" in self._given.get("columns", []):
             return ()
         is_there = any(field.name == "label" and pa.types.is_boolean(field.type) for field in self._schema)
@@ -143,7 +143,7 @@ class _Reader:
         return tokenizer
 
     def _check_split(self, kind: Kind, fields: Fields, tokenizer: TokenizerFile | None) -> None:
-        """Whether special tokens are to be split where none are meant. Raises DatasetInvalid: some are."""
+        """Check split_special_tokens. Raises DatasetInvalid: rows are ids, or a template's special tokens would split."""
         remedy = "Remove it, and take spellings of special tokens out of what people wrote with a transform."
         reason = ""
         if kind == "tokens":
@@ -187,19 +187,19 @@ class _Reader:
         return ChatTemplate(text=text, special_tokens=special.of_template(text), with_tools=with_tools)
 
     def _template(self, name: str) -> str | None:
-        """The chat template of a name, of the file that is declared or beside the tokenizer; None: there is none."""
+        """Return the chat template of a name, from the declared file or from beside the tokenizer; None without one."""
         if named := self._given.get("chat_template"):
             return read_chat_template(self._folder / named, name)
         path = self._tokenizer_path("messages")
-        assert path  # only token ids go without
+        assert path  # only rows of token ids have no tokenizer
         return load_chat_template(path, name)
 
     def _takes_tools(self, chat: ChatTemplate | None) -> bool:
-        """Whether tools of a chat would be rendered, if any shard had them."""
+        """Return whether tools of a chat would be rendered, if any shard had them."""
         return chat is not None and (chat.takes_tools or self._template("tool_use") is not None)
 
     def _tools(self, chat: ChatTemplate | None) -> Field | None:
-        """The column of tools that is declared, or is there and is one; None where the template looks at none."""
+        """Return the column of tools, declared or found by name and type; None if the template does not read tools."""
         declared = self._given.get("tools")
         if declared:
             if not chat:

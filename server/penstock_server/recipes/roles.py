@@ -1,4 +1,4 @@
-"""What a row is: the fields that hold it, as penstock.toml names them, or else by the names and types of the columns."""
+"""Roles of a row's fields: as penstock.toml names them, by default from the names and types of the columns."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 def read_fields(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
-    """What rows of this schema are, and which fields hold them, by their roles.
+    """Return the kind of rows of this schema, and the fields that hold them, by role.
 
-    Raises FieldError: a field that is declared is not there, or of a type that will not do.
-    Raises DatasetInvalid: what is declared is no row, or nothing is and no column can be used.
+    Raises FieldError: a declared field is missing, or has an unsuitable type.
+    Raises DatasetInvalid: the declared fields do not make a row, or none is declared and no column can be used.
     """
     named = [role for role in ROLES if role in given]
     if not named:
@@ -57,14 +57,14 @@ def read_fields(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tu
 
 
 def are_chats(kind: Kind, fields: Fields, given: Mapping[str, Any], schema: pa.Schema) -> bool:
-    """Whether rows are rendered by a chat template."""
-    # A text of a preference pair may be anything: it is taken for a chat as JSON where a template of chats is declared.
+    """Return whether rows are rendered by a chat template."""
+    # A text of a preference pair may be anything: it is taken for a chat as JSON if a chat template is declared.
     is_said = "chat_template" in given
     return kind == "messages" or (kind == "preference" and (is_said or is_messages(dict(fields)["chosen"].type(schema))))
 
 
 def unused_columns(kind: Kind, fields: Fields, masks: Masks, given: Mapping[str, Any], schema: pa.Schema) -> tuple[str, ...]:
-    """The columns that would tell something of these rows, and are not looked at; but for tools."""
+    """Return the columns that would matter to these rows, but are not used; tools excepted."""
     if "tokens" in dict(fields):
         return unused_masks(given, schema, masks)
     if kind == "tokens":
@@ -76,16 +76,16 @@ def unused_columns(kind: Kind, fields: Fields, masks: Masks, given: Mapping[str,
         texts = [name for name in ("prompt", *ANSWERS) if name in types and is_text(types[name])]
         pair = [name for name in ("chosen", "rejected") if name in types and is_chats(types[name])]
         return (*chats, *(texts[:2] if "prompt" in texts[:-1] else ()), *(pair if len(pair) == 2 else ()))
-    # Had the pairs been of its type, it would be their prompt.
+    # If the pairs had its type, it would be their prompt.
     has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
     return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstShard:
-    """The columns of the first shard and what penstock.toml says, which decide what the rows of all shards are.
+    """Columns of the first shard and the declaration, which decide the rows of all shards.
 
-    `takes_tools` tells whether a chat template of the dataset looks at tools.
+    `takes_tools`: a chat template of the dataset reads tools.
     """
 
     folder: Path
@@ -95,12 +95,12 @@ class FirstShard:
 
     @property
     def key(self) -> str:
-        """What decides which columns other shards may have beside those of the first one."""
+        """Return the key that decides which further columns other shards may have."""
         known = [(field.name, str(field.type)) for field in self.schema if _is_known(field.name)]
         return json.dumps([self.given, known, self.takes_tools], default=str)
 
     def check(self, schema: pa.Schema) -> None:
-        """Raises FieldError: a shard has a column that rows would be made of, had the first shard had it."""
+        """Check a shard's columns. Raises FieldError: a column would be used if the first shard had it."""
         read = self._read(self.schema)
         more = {field.name: field for field in schema if _is_known(field.name) and not is_of_nothing(field.type)}
         names = more.keys() - read
@@ -117,7 +117,7 @@ class FirstShard:
             )
 
     def _read(self, schema: pa.Schema) -> set[str]:
-        """The columns that rows of this schema are made of, with those that tell what of them has loss."""
+        """Return the columns that rows of this schema are made of, and those that select the tokens with loss."""
         kind, fields = read_fields(self.folder, self.given, schema)
         masks = find_masks(self.given, schema) if [role for role, _ in fields] == ["tokens"] else ()
         read = {name for _, source in (*fields, *masks) for name in source.columns}
@@ -132,12 +132,12 @@ class FirstShard:
 
 
 def _is_known(name: str) -> bool:
-    """Whether a column may play a role by its name."""
+    """Return whether a column may have a role by its name."""
     return name in ("input_ids", "tools", *ROLES, *ANSWERS) or mask_of(name) is not None
 
 
 def _guess(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
-    """What the columns' names and types say, when nothing is declared."""
+    """Guess kind and fields from the columns' names and types, when nothing is declared."""
     ids, text, chats = ({field.name for field in schema if fits(field.type)} for fits in (is_tokens, is_text, is_messages))
     pairs = [{role: role for role in roles} for roles in (("prompt", "chosen", "rejected"), ("chosen", "rejected"))]
     answers = [{"prompt": "prompt", "response": answer} for answer in ANSWERS]
@@ -158,7 +158,7 @@ def _guess(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[K
 
 
 def _why_no_guess(schema: pa.Schema, text: set[str], chats: set[str]) -> str:
-    """What is said of columns of which none can be used; `text` and `chats` are those of such a type."""
+    """Return why none of the columns can be used; `text` and `chats` are the columns of these types."""
     columns = [f"{field.name} ({field.type})" for field in schema]
     found = listed(columns, most=8) or "none"
     known = [field for field in schema if field.name in ("input_ids", *ROLES, *ANSWERS)]

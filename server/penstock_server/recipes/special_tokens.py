@@ -1,4 +1,4 @@
-"""Special tokens of a recipe: as penstock.toml names them, else as the files beside the tokenizer do, else the usual ones."""
+"""Special tokens of a recipe: from penstock.toml, otherwise from the files beside the tokenizer, otherwise the usual ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 
 
 class SpecialTokens:
-    """What opens, closes and fills the rows of a dataset folder, of which `given` is declared.
+    """Tokens that open, close and pad the rows of a dataset folder; `given` is its declaration.
 
-    `path` is the tokenizer's as it is given: a link may lead to a store where nothing lies beside the file. Without a tokenizer
+    `path` is the tokenizer's, unresolved: a symlink may lead to a store without files beside it. Without a tokenizer
     the rows are token ids, below `vocab_size` if that is known.
 
-    guessed_eos  the tokens of which the first was taken for the EOS, where the tokenizer has several and nothing names one
+    guessed_eos  candidates for the EOS in the tokenizer, if no file names it; the first of several is taken
 
-    Raises DatasetInvalid: a token that is named is not in the vocabulary, or nothing says which it is.
+    Raises DatasetInvalid: a named token is not in the vocabulary, or the token is unknown.
     Raises TemplateError: a file beside the tokenizer cannot be read.
     """
 
@@ -35,11 +35,11 @@ class SpecialTokens:
         self.guessed_eos: tuple[str, ...] = ()
 
     def bos_id(self) -> int | None:
-        """What opens a text, a prompt or a row of ids; None for nothing."""
+        """Return the id that opens a text, a prompt or a row of ids; None for nothing."""
         return self._declared("bos") if self._given.get("bos", False) is not False else None
 
     def eos_id(self, *, is_closed: bool) -> int | None:
-        """What closes a text, a response or a row of ids; None for nothing: rows are closed already, or it says so."""
+        """Return the id that closes a text, a response or a row of ids; None if rows are closed already, or eos is false."""
         if "eos" in self._given:
             return None if self._given["eos"] is False else self._declared("eos")
         if is_closed:
@@ -55,15 +55,15 @@ class SpecialTokens:
         return found
 
     def pad_id(self, eos_id: int | None) -> int:
-        """What fills lines; it is masked in any case."""
+        """Return the id of padding; padding is masked in any case."""
         if "pad" in self._given:
             return self._declared("pad")
         usual = next((found for name in _PAD_NAMES if (found := self._id_of(name)) is not None), eos_id)
         return 0 if usual is None else usual
 
     def of_template(self, template: str) -> dict[str, str]:
-        """The texts of the special tokens that a chat template may write, by their names there, as `eos_token`."""
-        assert self._path  # only token ids go without
+        """Return the texts of the special tokens that a chat template may write, by name, such as `eos_token`."""
+        assert self._path  # only rows of token ids have no tokenizer
         tokens = load_special_tokens(self._path)
         for name, key in (("eos_token", "eos"), ("bos_token", "bos")):
             if name in template and name not in tokens:
@@ -71,7 +71,7 @@ class SpecialTokens:
         return tokens
 
     def _written(self, name: str, key: str) -> str:
-        """The text of a special token that a template writes and no file beside the tokenizer names."""
+        """Return the text of a special token that a template writes but no file beside the tokenizer names."""
         declared = self._given.get(key)
         if key == "bos" and declared is False:
             return ""
@@ -88,13 +88,13 @@ class SpecialTokens:
         )
 
     def _usual_eos(self) -> str | None:
-        """The first of the usual end-of-text tokens that the tokenizer has; None: it has none."""
+        """Return the first of the usual end-of-text tokens in the tokenizer; None without one."""
         found = [name for name in _EOS_NAMES if self._id_of(name) is not None]
         self.guessed_eos = tuple(found) if len(found) > 1 else ()
         return found[0] if found else None
 
     def _declared(self, key: str) -> int:
-        """The id of a token that is declared, by its id or its text."""
+        """Return the id of a token declared by its id or its text."""
         token, size = self._given[key], self._vocab_size or 2**32
         if _is_id(token) and token < size:
             return token

@@ -1,7 +1,7 @@
-"""Splits: which rows are train, validation and test, by the names of the shards or by a stable hash of each row.
+"""Splits: train, validation and test rows, by the names of the shards or by a stable hash of each row.
 
 By hash, every shard is a train shard, and a share of its rows is held out for validation. By names, a share is held out of the
-train shards only where penstock.toml sets one. In both cases a shard's split and a row's hash decide.
+train shards only if penstock.toml sets one. In both cases a shard's split and a row's hash decide.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ _KEYWORDS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where rows come from: `first_row` is the first one's number in the shard called `shard`."""
+    """Origin of rows: `first_row` is the first one's number in the shard called `shard`."""
 
     shard: str
     first_row: int
 
 
 def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """A uniform hash of each row, shape [num_rows]: of its place, or of the value of the field that the recipe names.
+    """Return a uniform hash of each row, shape [num_rows]: of its place, or of the field that the recipe names.
 
-    A row's place is the name of its shard and its number in it, so shards that come to the dataset move no row to the other
+    A row's place is the name of its shard and its number in it, so new shards in the dataset move no row to the other
     split. `kept` are the rows' numbers, counted from `place.first_row`.
 
-    It decides a row's split and nothing else: what else is left to chance needs a hash of its own, or it would go by the split.
+    The hash decides a row's split and nothing else: any other random choice needs a separate hash, to be independent of the
+    split.
     """
     if recipe.split_by is None:
         key = xxhash.xxh3_64_intdigest(place.shard.encode())
         return permute((place.first_row + kept) % _HASHES, _HASHES, key).astype(np.uint32)
     found = recipe.split_by.array(rows)
-    if is_text(found.type):  # as its bytes: those that are no UTF-8 have a split, too
+    if is_text(found.type):  # hash its bytes: text that is not UTF-8 has a split, too
         contents = [str(raw).encode() if raw is None else raw for raw in raw_texts(found).to_pylist()]
     else:
         contents = [str(value).encode() for value in _values(found)]
@@ -61,9 +62,9 @@ def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.N
 
 
 def splits_of_shards(names: Iterable[str], rule: SplitRule | None) -> tuple[str, ...] | None:
-    """The split of each shard by its file name: train, validation, test or none; None where the rule is the hash.
+    """Return the split of each shard by its file name: train, validation, test or none; None if the rule is the hash.
 
-    Without a rule, names decide where they tell shards of test or validation from others. A shard without a keyword is train,
+    Without a rule, names decide if some name test or validation shards, but not all. A shard without a keyword is train,
     unless other shards are named train. A shard with several keywords is held out: test before validation before train.
 
     >>> splits_of_shards(["test-00000-of-00001.parquet", "train-00000-of-00001.parquet"], None)
@@ -80,7 +81,7 @@ def splits_of_shards(names: Iterable[str], rule: SplitRule | None) -> tuple[str,
 
 
 def select_rows(split: str, shard_split: str, share: float) -> Selection:
-    """The rows of a shard that are in a split; `share` of a train shard's rows is held out for validation."""
+    """Return the rows of a shard that are in a split; `share` of a train shard's rows is held out for validation."""
     if shard_split != "train" or split == "all":
         return "all" if split in ("all", shard_split) else "none"
     if split == "train":
@@ -89,14 +90,14 @@ def select_rows(split: str, shard_split: str, share: float) -> Selection:
 
 
 def is_selected(held_out: npt.NDArray[np.bool_], selection: Selection) -> npt.NDArray[np.bool_]:
-    """Which rows a selection has, of rows that the hash holds out or not; shape of `held_out`."""
+    """Return the mask of a selection's rows, shape of `held_out`; the hash holds out rows with True there."""
     if selection in ("all", "none"):
         return np.full_like(held_out, selection == "all")
     return held_out if selection == "validation" else ~held_out
 
 
 def is_validation(hashes: npt.NDArray[np.uint32], share: float) -> npt.NDArray[np.bool_]:
-    """Which rows the hash holds out for validation, if it is to have that share of all rows; shape of `hashes`."""
+    """Return the mask of rows that the hash holds out for validation, a `share` of all rows; shape of `hashes`."""
     return hashes < np.uint64(round(share * _HASHES))
 
 
@@ -106,7 +107,7 @@ def _split_named(name: str) -> str:
 
 
 def _values(array: pa.Array) -> list[Any]:
-    """The values as Python objects; a date that Python has not as its number, and what holds such a date as a text."""
+    """Convert values to Python objects. A date outside Python's range becomes its number, a value that contains one a text."""
     try:
         return python_values(array)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Text to tokens: columns of text, one of them or a prompt and its answer."""
+"""Text to tokens: a column of text, or a prompt and its answer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LOOKED_AT = 20  # characters on each side of the border between a prompt and it
 
 
 def tokenized(rows: Rows, role: str, *, opens: bool = False, closes: bool = False) -> Lists:
-    """The ids of a field of text, each opened by the recipe's BOS and closed by its EOS where asked for."""
+    """Tokenize a field of text; `opens` prepends the recipe's BOS to each, and `closes` appends its EOS."""
     recipe, source = rows.recipe, rows.field(role)
-    assert recipe.tokenizer  # text has one, or the dataset was refused
+    assert recipe.tokenizer  # a dataset of text without a tokenizer is refused
     note = partial(rows.note, of=source.text)
     found = Lists(*recipe.tokenizer.encode(_texts(rows, source), note))
     for row in np.flatnonzero(found.lengths == 0).tolist():
@@ -30,14 +30,14 @@ def tokenized(rows: Rows, role: str, *, opens: bool = False, closes: bool = Fals
 
 
 def have_bare_borders(rows: Rows) -> bool:
-    """Whether in each of some rows the words of prompt and response run together. A row without either does not count."""
+    """Return whether prompt and response run together in each of some rows. A row without either does not count."""
     prompts, responses = (_texts(rows, rows.field(role)) for role in ("prompt", "response"))
     pairs = [(p[-_LOOKED_AT:], r[:_LOOKED_AT]) for p, r in zip(prompts, responses, strict=True) if p and r]
     return bool(pairs) and all(_run_together(rows, *pair) for pair in pairs)
 
 
 def _run_together(rows: Rows, prompt: str, response: str) -> bool:
-    # Other scripts have no blanks between words, and a prompt may end with a mark such as [/INST].
+    # Other scripts have no blanks between words, and a prompt may end with a marker such as [/INST].
     last, first = prompt[-1], response[0]
     if not ((last + first).isascii() and (last.isalnum() or last in ".,:;!?") and first.isalnum()):
         return False
@@ -48,12 +48,12 @@ def _run_together(rows: Rows, prompt: str, response: str) -> bool:
 
 
 def special(token: int | None) -> list[int]:
-    """A special token as the ids that it adds to a text, none for None."""
+    """Return the ids that a special token adds to a text; none for None."""
     return [] if token is None else [token]
 
 
 def _texts(rows: Rows, source: Field) -> list[str]:
-    """The field's texts, "" for a bad one."""
+    """Return the field's texts, "" for a bad one."""
     texts: list[str] = []
     stored = rows.values(source)
     found, no_strings = raw_texts(stored), _no_strings(stored)
@@ -72,7 +72,7 @@ def _texts(rows: Rows, source: Field) -> list[str]:
 
 
 def _no_strings(stored: pa.Array) -> set[int]:
-    """The rows of a JSON column whose values are neither strings nor null; none of any other column."""
+    """Return the rows of a JSON column whose values are neither strings nor null; none for any other column."""
     if not isinstance(stored.type, pa.JsonType):
         return set()
     texts = [(raw or b"").decode(errors="replace") for raw in pc.cast(stored, pa.large_binary()).to_pylist()]
@@ -80,7 +80,7 @@ def _no_strings(stored: pa.Array) -> set[int]:
 
 
 def _text(raw: bytes | None) -> tuple[str, str]:
-    """A text, and why it is bad, "" if it is not."""
+    """Decode a text; also return why it is bad, "" for a good one."""
     if raw is None:
         return "", "is null"
     if not raw:

@@ -1,4 +1,4 @@
-"""The tokenizer: a file of the `tokenizers` library, and texts to token ids with it."""
+"""Tokenizer: a file of the `tokenizers` library, and encoding of texts with it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat_files import NamedToken, NamedTokens, load_added_tokens
 from penstock_server.recipes.messages import TemplateError
 
-_PORTION_CHARACTERS = 1 << 17  # tokenized at a time by a thread: an encoding takes some hundred bytes a token
+_PORTION_CHARACTERS = 1 << 17  # per thread at a time: an encoding takes some hundred bytes per token
 
 Ids = npt.NDArray[np.int64]
-Note = Callable[[int, str], None]  # told of bad rows: which one, and what is to be said of it
+Note = Callable[[int, str], None]  # receives a bad row's number and the reason
 _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFile:
-    """A `tokenizers` file and what it holds.
+    """Tokenizer loaded from a `tokenizers` file.
 
-    `digest` is the hash of its bytes, of the tokens that the files beside it add, and of how it is used. `vocab_size` is one
+    `digest` is the hash of its bytes, of the tokens that the files beside it add, and of its options. `vocab_size` is one
     more than the largest id, added tokens included.
     """
 
@@ -45,13 +45,13 @@ class TokenizerFile:
     vocab_size: int
 
     def encode(self, texts: list[str], note: Note) -> tuple[Ids, Ids]:
-        """The ids of texts, end to end, and how many are each text's; without the tokenizer's special tokens.
+        """Return the ids of texts, end to end, and the length of each; without the tokenizer's special tokens.
 
-        A text that the tokenizer fails on has no ids, and `note` is told. Raises ValueError: it fails on any text.
+        A text that the tokenizer fails on has no ids, and `note` is called. Raises ValueError: it fails on any text.
         """
 
         def ids_of(own: list[str], _: slice) -> tuple[Ids, list[int]]:
-            # Not an array a text: that takes the lock from others who encode for twice as long.
+            # Not an array per text: that would hold the GIL, which other encoding threads need, twice as long.
             ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(own, add_special_tokens=False)]
             lengths = list(map(len, ids))
             return np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths)), lengths
@@ -61,11 +61,11 @@ class TokenizerFile:
         return np.concatenate([values for values, _ in found]), np.fromiter(lengths, np.int64, len(texts))
 
     def encode_marked(self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], note: Note) -> list[tuple[Ids, Ids]]:
-        """Each text's ids, and the lengths of the runs of them that lie outside and inside its spans, in turn.
+        """Return each text's ids, and the lengths of their runs outside and inside its spans, alternating.
 
-        Spans are half-open ranges of characters, sorted and disjoint. A token is inside if any of its characters is: behind
-        "Assistant: " the first word of an answer has the blank before it in its token. Runs are an even number, at least two;
-        some may be of length 0. A text that the tokenizer fails on has no ids, and `note` is told.
+        Spans are half-open ranges of characters, sorted and disjoint. A token is inside if any of its characters is: after
+        "Assistant: " the first token of an answer contains the blank before it. Runs are an even number, at least two;
+        some may have length 0. A text that the tokenizer fails on has no ids, and `note` is called.
         Raises ValueError: it fails on any text.
         """
 
@@ -77,46 +77,46 @@ class TokenizerFile:
 
     @property
     def splits_special_tokens(self) -> bool:
-        """Whether a text that spells a special token becomes plain tokens, not that one."""
+        """Return whether a text that spells a special token becomes plain tokens, not that one."""
         return self.tokenizer.encode_special_tokens
 
     def spelled(self, text: str) -> list[str]:
-        """The special tokens that a text spells."""
+        """Return the special tokens that a text spells."""
         special = (token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special)
         return [content for content in special if content in text]
 
     @property
     def opening(self) -> str | None:
-        """The token that the tokenizer, asked to add its special tokens, puts before a text; None for none."""
+        """Return the token that the tokenizer puts before a text when it adds special tokens; None without one."""
         with_special, plain = self._example
         return with_special[0] if plain and with_special[1 : len(plain) + 1] == plain else None
 
     @property
     def closing(self) -> str | None:
-        """The one that it puts behind a text; None for none."""
+        """Return the token that the tokenizer puts after a text when it adds special tokens; None without one."""
         with_special, plain = self._example
         return with_special[-1] if plain and with_special[-len(plain) - 1 : -1] == plain else None
 
     @property
     def _example(self) -> tuple[list[str], list[str]]:
-        """The tokens of a text, with the special ones that the tokenizer adds if asked to, and without."""
+        """Return the tokens of a sample text, with the special tokens that the tokenizer adds, and without."""
         try:
             with library_errors():
                 encoded = [self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False)]
-        except LibraryError:  # it has no token for that text
+        except LibraryError:  # the tokenizer has no token for that text
             return [], []
         with_special, plain = encoded
         return with_special, plain
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         with library_errors():
             return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _by_portion(self, make: Callable[[list[str], slice], _Made], texts: list[str], note: Note) -> list[_Made]:
-        """What is made of the texts, about a hundred thousand characters at a time, on all cores.
+        """Process the texts on all cores, about a hundred thousand characters at a time.
 
-        A text that the tokenizer fails on is taken for an empty one.
+        A text that the tokenizer fails on counts as empty.
         """
 
         def made(at: slice) -> _Made:
@@ -124,7 +124,7 @@ class TokenizerFile:
             try:
                 with library_errors():
                     return make(own, at)
-            except LibraryError:  # it does not say which text it was
+            except LibraryError:  # the error does not name the text
                 own = [self._encodable(text, at.start + n, note) for n, text in enumerate(own)]
             try:
                 with library_errors():
@@ -135,7 +135,7 @@ class TokenizerFile:
         return list(map_ordered(_threads(), num_cores(), made, _portions(texts)))
 
     def _encodable(self, text: str, number: int, note: Note) -> str:
-        """The text, or "" where the tokenizer fails on it, as where it has no token for a character, nor an unknown one."""
+        """Return the text, or "" if the tokenizer fails on it: it may lack a token for a character, and an unknown token."""
         try:
             with library_errors():
                 self.tokenizer.encode(text, add_special_tokens=False)
@@ -146,18 +146,18 @@ class TokenizerFile:
 
 
 def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> TokenizerFile:
-    """Reads a tokenizer.json. Its own truncation and padding are switched off: the spec decides both.
+    """Load a tokenizer.json, without its truncation and padding: the spec decides both.
 
-    So is its dropout, with which a text has other tokens each time. Tokens that the files beside it add are added.
+    Its dropout is also off: with it a text has other tokens each time. Tokens that the files beside it add are added.
     With `split_special_tokens` a text that spells a special token becomes plain tokens, not that one.
 
-    Raises DatasetInvalid: there is no such file, or it is no tokenizer, or tokens cannot be added to it.
+    Raises DatasetInvalid: the file does not exist, is not a tokenizer, or tokens cannot be added to it.
     """
     try:
-        # Where `path` is a symlink, as in the hub's cache, these files are beside the link.
+        # If `path` is a symlink, as in the hub's cache, these files are beside the symlink.
         named = load_added_tokens(path)
         found = path.resolve(strict=True)
-        # Nobody can set the ctime, as an archive sets the mtime.
+        # Use the ctime: an archive can set the mtime, but no program can set the ctime.
         loaded = _load(found, found.stat().st_ctime_ns, split_special_tokens, named)
     except TemplateError as error:
         raise DatasetInvalid(str(error)) from error
@@ -182,7 +182,7 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 @lru_cache(maxsize=64)
 def _load(
     path: Path,
-    ctime_ns: int,  # noqa: ARG001 - a file that changed is another
+    ctime_ns: int,  # noqa: ARG001 - part of the cache key: a changed file is another tokenizer
     split_special_tokens: bool,
     named: NamedTokens,
 ) -> TokenizerFile:
@@ -200,19 +200,19 @@ def _load(
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = split_special_tokens
-    if getattr(tokenizer.model, "dropout", None):  # one text would be other tokens each time
+    if getattr(tokenizer.model, "dropout", None):  # a text would have other tokens each time
         tokenizer.model.dropout = None
     added = _add(tokenizer, named)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     person = b"special split" if split_special_tokens else b""
     digest = blake2b(content, digest_size=16, person=person)
-    if added:  # else its name is what it would be without these files
+    if added:  # otherwise the digest stays that of the file alone
         digest.update(json.dumps(added).encode())
     return TokenizerFile(path, digest.hexdigest(), tokenizer, vocab_size)
 
 
 def _add(tokenizer: Tokenizer, named: NamedTokens) -> list[NamedToken]:
-    """Adds tokens as transformers' AutoTokenizer does; returns those that are new or changed, with their ids."""
+    """Add tokens as transformers' AutoTokenizer does; return those that are new or changed, with their ids."""
     before = _added_tokens(tokenizer)
     known, contents = {token[1:] for token in before}, {token.content for token in before}
     wanted = [token for token in named.restated if token[1:] not in known]
@@ -234,7 +234,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _portions(texts: list[str]) -> Iterator[slice]:
-    """The texts in parts of so many characters, or of one longer text; one part at least."""
+    """Yield slices of up to _PORTION_CHARACTERS, or of one longer text; at least one slice."""
     first = length = 0
     for number, text in enumerate(texts, start=1):
         length += len(text)
@@ -248,11 +248,11 @@ def _portions(texts: list[str]) -> Iterator[slice]:
 def _runs(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> Ids:
     firsts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     borders = np.array([border for span in spans for border in span], np.int64)
-    # Borders before a token's first character: an odd number of them is inside a span.
+    # Number of borders before a token's first character: odd means inside a span.
     passed = np.searchsorted(borders, firsts, side="right")
     begun = np.searchsorted(borders, stops, side="left")
     passed += (passed % 2 == 0) & (begun > passed)
-    # A token of no character, as of a blank that is trimmed off, is inside if it has the span on both sides.
+    # A token without characters, such as a trimmed blank, is inside if the span is on both sides.
     passed -= (passed % 2 == 1) & (firsts == stops) & (begun % 2 == 0)
     num_runs = (int(passed.max(initial=0)) // 2 + 1) * 2
     return np.bincount(passed, minlength=num_runs)

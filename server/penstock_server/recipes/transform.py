@@ -1,10 +1,10 @@
-"""The transform: a function of the dataset's owner that rows go through before anything else is made of them.
+"""Transform: a function of the dataset's owner that converts rows before tokenization.
 
     transform = "clean:strip_html"    # function strip_html of clean.py in the dataset's folder, else of the module `clean`
 
-The function takes a RecordBatch, shape [num_rows], and returns one with as many rows and any columns. It must give the same
-rows for the same rows, whichever come with them: blocks are made again at any time, on any server. What it needs stands in its
-own module or is installed: of other files nobody would see that they changed.
+The function takes a RecordBatch, shape [num_rows], and returns one with the same number of rows and any columns. Its result for
+a row must not depend on the other rows or on the call: any server may make a block again at any time. Its code must be in its
+module or in an installed package: the server does not detect changes in other files.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ OF_NO_ROWS = (
 
 
 class TransformError(ValueError):
-    """The function cannot be had, or what it does is not what a transform must do."""
+    """The function cannot be loaded, or violates the contract of a transform."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """A function over record batches; `digest` is the hash of its module's source and of its own name."""
+    """Function over record batches; `digest` is the hash of its module's source and its name."""
 
     name: str
     digest: str
     function: Callable[[pa.RecordBatch], pa.RecordBatch]
 
     def __call__(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows, transformed, in their order.
+        """Transform rows, in their order.
 
-        Raises TransformError: the function raises, or returns something else than a RecordBatch with as many rows.
+        Raises TransformError: the function raises, or does not return a RecordBatch with the same number of rows.
         """
         try:
             with library_errors():
@@ -62,9 +62,9 @@ class Transform:
 
 
 def load_transform(name: str, folder: Path) -> Transform:
-    """The function `module:function`, of a file in the folder or of an installed module. Runs that module.
+    """Load the function `module:function`, of a file in the folder or of an installed module. Runs that module.
 
-    Raises TransformError: there is none, or its module fails when it is imported.
+    Raises TransformError: the function does not exist, or its module fails when it is imported.
     """
     module_name, colon, function_name = name.partition(":")
     if not (colon and module_name and function_name.isidentifier()):
@@ -89,28 +89,28 @@ def load_transform(name: str, folder: Path) -> Transform:
 
 
 def _named(error: BaseException) -> str:
-    """An error of the function, with the line of its module that it was raised in, or in what that line calls."""
-    frames = extract_tb(error.__traceback__)[2:]  # the first two are ours
+    """Describe an error of the function, with the last line of its module in the traceback."""
+    frames = extract_tb(error.__traceback__)[2:]  # without our two frames
     lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
     where = f" in line {lines[-1]} of {Path(frames[0].filename).name}" if lines else ""
     return f"{type(error).__name__}{where}: {error}"
 
 
 def _run(path: Path, source: bytes, name: str, package: str) -> ModuleType:
-    """The module that a source makes: these very bytes, of which the digest is, and not what Python has compiled before."""
+    """Run exactly the source bytes that the digest covers, not a cached .pyc, and return the module."""
     module = ModuleType(name)
     module.__file__, module.__package__ = str(path), package
     code = compile(source, str(path), "exec")
-    sys.modules[name] = module  # by a name of its own: two datasets may have a clean.py each, and dataclasses look it up there
+    sys.modules[name] = module  # under a unique name: two datasets may each have a clean.py, and dataclasses look it up here
     exec(code, module.__dict__)
     return module
 
 
 def _installed(module: str) -> tuple[Path | None, str]:
-    """The source of an installed module, None if there is none, and the package that it is in."""
+    """Return the source file of an installed module, None without one, and its package."""
     try:
         found = find_spec(module)
-    except Exception as error:  # a package is imported to look for a module in it
+    except Exception as error:  # the search for a module in a package imports the package
         raise TransformError(f"the module {module!r} cannot be looked for: {type(error).__name__}: {error}") from error
     if found is None or not found.has_location or not found.origin:
         return None, ""

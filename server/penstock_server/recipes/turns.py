@@ -1,4 +1,4 @@
-"""Lists of token ids, one a row, and their turns: the runs of ids that have loss, and those that are not."""
+"""Lists of token ids, one per row, and their turns: alternating runs of ids without and with loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock_server.order.arrays import IntArray, begins_run, concatenated_rang
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """A list a row, end to end: all values, and how many are each row's; the same of the lengths of its turns, if it has any.
+    """One list per row, end to end: all values, and the length of each list; likewise the lengths of its turns, if it has any.
 
     Turns are runs of tokens, the first without loss, the second with loss, and so on: prompt, response, prompt, ...
     `documents` are the lengths of the documents in each row, in the form of `turns`; None where each row is one document.
@@ -27,12 +27,12 @@ class Lists:
 
 
 def every(ids: list[int], num_rows: int) -> Lists:
-    """The same ids in every row."""
+    """Return the same ids for every row."""
     return Lists(np.tile(np.array(ids, np.int64), num_rows), np.full(num_rows, len(ids)))
 
 
 def joined(features: Sequence[Lists]) -> Lists:
-    """The ids of each row's features one after the other."""
+    """Concatenate the ids of each row's features."""
     some = [feature for feature in features if len(feature.values)]
     if len(some) == 1:
         return some[0]
@@ -45,30 +45,30 @@ def joined(features: Sequence[Lists]) -> Lists:
 
 
 def with_turns(turns: Sequence[Lists]) -> Lists:
-    """The ids of each row's turns one after the other, and the lengths of the turns."""
+    """Concatenate the ids of each row's turns, and keep the lengths of the turns."""
     lists = joined(turns)
     lengths = np.stack([turn.lengths for turn in turns], axis=1)
     return Lists(lists.values, lists.lengths, (lengths.reshape(-1), np.full(len(lengths), len(turns))))
 
 
 def turns_where(lists: Lists, in_loss: npt.NDArray[np.bool_]) -> Lists:
-    """The lists with the turns that these marks of each of their ids make."""
+    """Return the lists with turns that follow from a mask of their ids."""
     borders = starts_of(lists.lengths)
     begins = np.zeros(len(in_loss) + 1, np.bool_)
     begins[1:-1] = in_loss[1:] != in_loss[:-1]
     begins[borders] = True
     starts = np.flatnonzero(begins[:-1])
-    first = np.searchsorted(starts, borders)  # the first piece of each list, and at last how many pieces there are
+    first = np.searchsorted(starts, borders)  # the first piece of each list, then the number of pieces
     opens = np.zeros(len(lists.lengths), np.bool_)
     some = lists.lengths > 0
     opens[some] = in_loss[borders[:-1][some]]
-    # The first turn never has loss: before one that is stands one of no ids.
+    # The first turn never has loss: insert an empty turn before one that has.
     turns: IntArray = np.insert(np.diff(starts, append=len(in_loss)), first[:-1][opens], 0)
     return replace(lists, turns=(turns, np.diff(first) + opens))
 
 
 def first_marked(marks: npt.NDArray[np.bool_], lengths: IntArray) -> Iterator[tuple[int, int]]:
-    """Of each list that has any marked id: (its number, place of its first one among the ids of all lists)."""
+    """Yield for each list with a marked id: (its number, index of its first marked id among all ids)."""
     at = np.flatnonzero(marks)
     rows = find(starts_of(lengths), at)
     first = begins_run(rows)

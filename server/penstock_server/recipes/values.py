@@ -1,4 +1,4 @@
-"""Columns as Python objects: what texts cannot be taken of at once, as nested columns, times and dates."""
+"""Columns as Python objects: types without a direct text, such as nested columns, times and dates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock_server.arrow import parsed_json
 
 
 def python_values(array: pa.Array) -> list[Any]:
-    """The values as Python objects, times cut to the microsecond: Python has none that are finer.
+    """Convert values to Python objects; times are cut to the microsecond, Python's resolution.
 
     Raises UnicodeDecodeError: a text is not UTF-8. Raises OverflowError: a date is outside the years 1 to 9999. Raises
     ValueError: a time zone is not known here.
@@ -27,11 +27,10 @@ def python_values(array: pa.Array) -> list[Any]:
 
 
 def json_values(array: pa.Array) -> list[Any]:
-    """The values as JSON would have them: structs and maps are objects, and values of Parquet's JSON type are parsed.
+    """Convert values to JSON values: structs and maps are objects, and values of Parquet's JSON type are parsed.
 
-    A field of a struct that is null is left out, since no column of it can be missing from a row in Parquet; a key of a map
-    that is null is there. Raises UnicodeEncodeError: a JSON value has half of a surrogate pair. Raises what `python_values`
-    raises.
+    A null field of a struct is left out, since Parquet cannot store a row without it; a map key with a null value stays.
+    Raises UnicodeEncodeError: a JSON value has half of a surrogate pair. Raises the errors of `python_values`.
     """
     return [_as_json(value, array.type) for value in python_values(array)]
 
@@ -53,7 +52,7 @@ def _as_json(value: Any, kind: pa.DataType) -> Any:
 
 
 def _coarse(kind: pa.DataType) -> pa.DataType:
-    """The type with microseconds for nanoseconds, inside of others, too."""
+    """Replace nanoseconds by microseconds in a type, also inside nested types."""
     types = pa.types
     if types.is_struct(kind):
         return pa.struct([field.with_type(_coarse(field.type)) for field in kind])
@@ -61,7 +60,7 @@ def _coarse(kind: pa.DataType) -> pa.DataType:
         return pa.map_(kind.key_field.with_type(_coarse(kind.key_type)), kind.item_field.with_type(_coarse(kind.item_type)))
     if types.is_fixed_size_list(kind):
         return pa.list_(kind.value_field.with_type(_coarse(kind.value_type)), kind.list_size)
-    if types.is_list(kind) or types.is_large_list(kind):  # of list views pyarrow casts none
+    if types.is_list(kind) or types.is_large_list(kind):  # pyarrow cannot cast list views
         item = kind.value_field.with_type(_coarse(kind.value_type))
         return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
     if not types.is_temporal(kind) or getattr(kind, "unit", "") != "ns":

@@ -1,1 +1,1 @@
-"""The shuffle report: how well an order mixes, measured on the served order itself."""
+"""Shuffle report: how well an order mixes, measured on the served order."""

@@ -1,8 +1,8 @@
-"""What luck explains: the ranges that statistics of a uniform shuffle stay within, but for one order in a million.
+"""Confidence ranges: statistics of a uniform shuffle stay within them, except for one order in a million.
 
-They follow from the size of a sample alone and are on the safe side: Hoeffding, "Probability inequalities for sums of bounded
+They depend on the sample size alone and are conservative: Hoeffding, "Probability inequalities for sums of bounded
 random variables", JASA 58, 1963, theorem 1, for means; McDiarmid, "On the method of bounded differences", Surveys in
-Combinatorics, 1989, for whatever each element moves by a bounded amount.
+Combinatorics, 1989, for statistics that each element changes by a bounded amount.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NATS = math.log(1e6)
 
 
 def range_of_mean(mean: float, count: int) -> Range:
-    """The range of the mean of `count` values in [0, 1], each expected to be `mean`."""
+    """Return the range of the mean of `count` values in [0, 1], each with the expectation `mean`."""
 
     def far(value: float) -> bool:
         return _divergence(value, mean) * count > _NATS
@@ -28,16 +28,16 @@ def range_of_mean(mean: float, count: int) -> Range:
 
 
 def range_of_count(expected: float, num_elements: int, each: float) -> Range:
-    """The range of a number that is expected to be `expected`, and that each of the elements moves by `each` at most."""
+    """Return the range of a statistic with expectation `expected` that each element changes by at most `each`."""
     luck = each * math.sqrt(_NATS / 2 * num_elements)
     return max(0.0, expected - luck), expected + luck
 
 
 def num_distinct(sizes: IntArray, num_drawn: int) -> float:
-    """From how many groups of these sizes `num_drawn` elements are, on average, none of them drawn twice.
+    """Return the expected number of distinct groups of these sizes among `num_drawn` elements, drawn without replacement.
 
-    The chance that a group is missed is a product of as many factors as it has elements, or as are drawn; here each is the
-    middle one, which is exact to a few parts in a thousand, of groups of a handful to a few in a hundred.
+    The chance of missing a group is a product with a factor per element of the group, or per drawn element. The middle factor
+    stands for each: exact to a few parts in a thousand, for groups of a handful to a few in a hundred.
     """
     fewer, more = np.minimum(sizes, num_drawn), np.maximum(sizes, num_drawn)
     missed = np.maximum(1 - more / (sizes.sum() - (fewer - 1) / 2), 0) ** fewer
@@ -45,7 +45,7 @@ def num_distinct(sizes: IntArray, num_drawn: int) -> float:
 
 
 def _border(far: Callable[[float], bool], near: float, end: float) -> float:
-    """The value between the two at which `far` begins to hold."""
+    """Find the value between `near` and `end` where `far` becomes true, by bisection."""
     if not far(end):
         return end
     for _ in range(60):
@@ -55,6 +55,6 @@ def _border(far: Callable[[float], bool], near: float, end: float) -> float:
 
 
 def _divergence(value: float, mean: float) -> float:
-    """Kullback and Leibler's, in nats, of a coin that shows heads with chance `value` from one of chance `mean`."""
+    """Return the Kullback-Leibler divergence, in nats, of Bernoulli(value) from Bernoulli(mean)."""
     terms = ((value, mean), (1 - value, 1 - mean))
     return sum(math.inf if not q else p * math.log(p / q) for p, q in terms if p)

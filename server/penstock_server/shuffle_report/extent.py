@@ -1,7 +1,7 @@
-"""How much of an epoch the shuffle report measures: its first samples, or all, as far as a second or two will do.
+"""Extent of an epoch that the shuffle report measures: its first samples, or all, as fits into a second or two.
 
-Most epochs are planned in one go. But a mixture may show a hundred epochs of a small dataset, and each has an order of its own;
-and where batches are grouped by length, every window that is met has to be sorted.
+Most epochs need a single plan. But a mixture may show a hundred epochs of a small dataset, each in a different order. And if
+batches are grouped by length, every window in the extent has to be sorted.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from penstock_server.batches.plan import Plan
 from penstock_server.order.length_buckets import LengthOrder
 from penstock_server.order.shuffle import EpochOrder
 
-MAX_SCATTERED = 16_384  # samples that are looked at one by one; an epoch of no more is looked at whole
+MAX_SCATTERED = 16_384  # samples looked up one by one; an epoch up to this size is measured whole
 _MIN_SCATTERED = 1024
-_MAX_EFFORT = 1_000_000  # about as many microseconds
+_MAX_EFFORT = 1_000_000  # about in microseconds
 
 
 def num_served(plan: Plan) -> int:
-    """The samples of an epoch; those that a tail shows again do not count."""
+    """Return the number of samples of an epoch, without those that wrap around at its end."""
     once = replace(plan.schedule, batch_size=1, world_size=1)
     return min(plan.schedule.num_steps * plan.spec.samples_per_step, once.num_steps)
 
 
 def num_measured(plan: Plan, epoch: int) -> int:
-    """How many of an epoch's first samples are measured."""
+    """Return the number of an epoch's first samples to measure."""
     once = replace(plan.schedule, batch_size=1, world_size=1)
 
     def effort(num_samples: int) -> float:
@@ -41,13 +41,13 @@ def num_measured(plan: Plan, epoch: int) -> int:
 
 
 def num_scattered(plan: Plan) -> int:
-    """How many samples are looked at one by one; where many ranges are skipped, each has to be counted through all of them."""
+    """Return the number of samples to look up one by one; with many skipped ranges each look-up counts through all of them."""
     ranges = max(len(plan.schedule.skipped), 1)
     return min(MAX_SCATTERED, max(_MIN_SCATTERED, _MAX_EFFORT // ranges))
 
 
 def _shown(plan: Plan, member: int, epoch: int, first: int, last: int) -> tuple[int, int]:
-    """The samples [start, stop) of a member's own stream that positions [first, last] of an epoch show."""
+    """Return the samples [start, stop) of a member's stream that positions [first, last] of an epoch show."""
     if plan.mixture is None:
         size = plan.sizes[member]
         return epoch * size + first, epoch * size + last + 1
@@ -56,7 +56,7 @@ def _shown(plan: Plan, member: int, epoch: int, first: int, last: int) -> tuple[
 
 
 def _effort(member: Member, start: int, stop: int) -> float:
-    """About the microseconds that it takes to plan a member's epochs and, where it has to be, to sort their windows."""
+    """Estimate the microseconds to plan a member's epochs and, if necessary, to sort their windows."""
     packing, order = member.epoch(0)
     num_epochs = (stop - 1) // order.num_samples - start // order.num_samples + 1 if stop > start else 0
     effort = num_epochs * (0.5 * len(packing.samples_per_pool) + 4000)
@@ -67,5 +67,5 @@ def _effort(member: Member, start: int, stop: int) -> float:
 
 
 def num_windows_of(order: EpochOrder | LengthOrder) -> int:
-    """The windows of an order; one where it has none."""
+    """Return the number of windows of an order; 1 for an order without windows."""
     return order.window(order.num_samples - 1) + 1

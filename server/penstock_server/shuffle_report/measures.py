@@ -1,4 +1,4 @@
-"""What the shuffle report measures of a sample, each number beside that of an exact uniform shuffle of the same epoch."""
+"""Measures of the shuffle report, each with the value of an exact uniform shuffle of the same epoch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock_server.shuffle_report.sample import MemberEpoch, Sample
 
 _QUANTILES = (0.01, 0.1, 0.5, 0.9)
 _MAX_CELLS = 24  # stretches of the epoch, and parts of the source
-_FEW_UNITS = 8  # shards, or blocks: fewer say little, and what is smaller is counted
+_FEW_UNITS = 8  # shards, or blocks: with fewer, count smaller units
 
 Matrix = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """A number of an order, what a uniform shuffle is expected to show, and the range that its luck explains."""
+    """Number measured of an order, its expectation in a uniform shuffle, and the range of chance."""
 
     measured: float
     expected: float
@@ -29,16 +29,16 @@ class Measure:
 
     @property
     def is_usual(self) -> bool:
-        """Whether a uniform shuffle may well show it."""
+        """Return whether the number is in the range of a uniform shuffle."""
         low, high = self.usual
         return low <= self.measured <= high
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Spread:
-    """How samples of parts of the source are spread over stretches; of shape [parts, stretches] each.
+    """Distribution of the samples of the source's parts over stretches; arrays of shape [parts, stretches].
 
-    `kind` tells what a part is: one or several of the blocks or shards, or a slice; `members` of which member each is.
+    `kind` is the kind of a part: one or several blocks or shards, or a slice. `members` has the member of each part.
     """
 
     kind: str
@@ -49,17 +49,17 @@ class Spread:
 
     @property
     def unevenness(self) -> Measure:
-        """The share of the samples that would have to move for all stretches to be alike."""
+        """Return the share of the samples that would have to move to make all stretches alike."""
         total = int(self.counted.sum())
-        # The mean deviation of a normal distribution; where little is expected no more than what all or none of it makes.
+        # Mean deviation of a normal distribution; for a small expectation, capped at the deviation of all or nothing.
         by_luck = float(np.minimum(np.sqrt(2 / np.pi * self.variance), 2 * self.expected).sum()) / 2 / total
         _, most = range_of_count(by_luck, total, 1 / total)
         measured = float(np.abs(self.counted - self.expected).sum()) / 2 / total
-        return Measure(measured=measured, expected=by_luck, usual=(0.0, most))  # more even than by luck is no fault
+        return Measure(measured=measured, expected=by_luck, usual=(0.0, most))  # more even than by chance is fine
 
 
 def neighbour_distances(sample: Sample) -> dict[float, Measure]:
-    """How many samples apart neighbours of the source are served, by quantile: that share of them is no farther apart."""
+    """Return quantiles of the distance between neighbours of the source in the served order, in samples."""
 
     def quantile(values: IntArray, share: float) -> float:
         return float(np.quantile(values, share, method="inverted_cdf"))
@@ -74,22 +74,22 @@ def neighbour_distances(sample: Sample) -> dict[float, Measure]:
 
 
 def meeting_neighbours(sample: Sample) -> Measure:
-    """The share of samples whose neighbour in the source is in the same global batch."""
+    """Return the share of samples whose neighbour in the source is in the same global batch."""
     batches, num_others, num_all = sample.batches, 0.0, 0.0
-    scale = sample.samples_per_step / batches.samples.shape[1]  # of very large global batches only the beginning is here
+    scale = sample.samples_per_step / batches.samples.shape[1]  # the sample has only the beginning of very large global batches
     for number, source in enumerate(sample.sources):
         together, num = (batches.sources == number).sum(axis=1) * scale, max(source.num_samples, 1)
         num_others += float((together * np.maximum(together - 1, 0)).sum()) / num
-        num_all += float(together.sum()) * (num - 1) / num  # the last one has no neighbour behind it
+        num_all += float(together.sum()) * (num - 1) / num  # the last sample has no next neighbour
     expected, meet = min(num_others / max(num_all, 1), 1.0), sample.pairs.meet
     _, most = range_of_mean(expected, len(meet))
-    return Measure(measured=float(meet.mean()), expected=expected, usual=(0.0, most))  # fewer than by luck is no fault
+    return Measure(measured=float(meet.mean()), expected=expected, usual=(0.0, most))  # fewer than by chance is fine
 
 
 def consecutive_distances(sample: Sample) -> tuple[IntArray, IntArray]:
-    """How many places apart in the source samples are that follow each other, and how many samples it has; shape [pairs].
+    """Return the distance in the source of consecutive samples, and the size of that source; shape [pairs] each.
 
-    Where datasets are mixed, the samples of each follow each other.
+    In a mixture, consecutive samples are those of one dataset.
     """
     runs = sample.runs
     sizes = np.array([source.num_samples for source in sample.sources])
@@ -102,14 +102,14 @@ def consecutive_distances(sample: Sample) -> tuple[IntArray, IntArray]:
 
 
 def consecutive_distance(distances: IntArray, sizes: IntArray) -> Measure:
-    """The mean of consecutive_distances, as a share of the source."""
+    """Return the mean of consecutive_distances, as a share of the source."""
     expected = float(((sizes + 1) / (3 * sizes)).mean())
     measured = float((distances / sizes).mean())
     return Measure(measured=measured, expected=expected, usual=range_of_mean(expected, len(distances)))
 
 
 def distinct_per_batch(sample: Sample, unit: str) -> tuple[Measure, int]:
-    """How many blocks, or shards, a global batch draws on, and how many there are; blocks that are packed together are one."""
+    """Return the mean number of distinct blocks, or shards, in a global batch, and their total; a packed pool is one block."""
     batches, edges = sample.batches, [_unit_edges(sample, source, unit) for source in sample.sources]
     num_batches, size = batches.samples.shape
     measured = expected = 0.0
@@ -127,7 +127,7 @@ def distinct_per_batch(sample: Sample, unit: str) -> tuple[Measure, int]:
 
 
 def spread_over_time(sample: Sample) -> Spread:
-    """How parts of the source are spread over equal stretches of the epoch, beside their shares of the source."""
+    """Measure how parts of the source spread over equal stretches of the epoch, against their shares of the source."""
     num_stretches = _num_cells(sample)
     stretches = sample.scattered.samples * num_stretches // sample.num_samples
     kind, edges = _parts(sample)
@@ -136,14 +136,14 @@ def spread_over_time(sample: Sample) -> Spread:
     for number, (source, own) in enumerate(zip(sample.sources, edges, strict=True)):
         totals = np.bincount(stretches[sample.scattered.sources == number], minlength=num_stretches)
         shares = np.diff(own)[:, None] / source.num_samples
-        left = np.maximum(source.num_samples - totals, 0) / max(source.num_samples - 1, 1)  # none is drawn twice
+        left = np.maximum(source.num_samples - totals, 0) / max(source.num_samples - 1, 1)  # sampling is without replacement
         expected[members == source.member] += totals * shares
         variance[members == source.member] += totals * shares * (1 - shares) * left
     return Spread(kind, members, counted, expected, variance)
 
 
 def spread_over_ranks(sample: Sample) -> Spread:
-    """How parts of the source are spread over ranks, or groups of them, beside their shares of all that is served."""
+    """Measure how parts of the source spread over ranks, or groups of ranks, against their shares of all served samples."""
     world_size = sample.plan.spec.world_size
     num_groups = min(world_size, _num_cells(sample))
     ranks = sample.scattered.samples // sample.plan.spec.batch_size % world_size
@@ -159,7 +159,7 @@ def spread_over_ranks(sample: Sample) -> Spread:
 
 
 def _counted(sample: Sample, edges: list[IntArray], stretches: IntArray, num_stretches: int) -> tuple[IntArray, Matrix]:
-    """The member that each part is of, and how many of the scattered samples are of it in each stretch."""
+    """Return the member of each part, and the number of its scattered samples in each stretch."""
     num_parts = {source.member: len(own) - 1 for source, own in zip(sample.sources, edges, strict=True)}
     members = np.repeat(list(num_parts), list(num_parts.values()))
     counted = np.zeros((len(members), num_stretches))
@@ -170,19 +170,19 @@ def _counted(sample: Sample, edges: list[IntArray], stretches: IntArray, num_str
 
 
 def _num_cells(sample: Sample) -> int:
-    """Into how many stretches, and about how many parts of the source, samples are counted; few samples into fewer."""
+    """Return the number of stretches, and about that of parts, to count samples in; fewer for few samples."""
     return int(np.clip(math.sqrt(len(sample.scattered.samples) / 16), 2, _MAX_CELLS))
 
 
 def _parts(sample: Sample) -> tuple[str, list[IntArray]]:
-    """What the parts of the source are; and the places in each source at which they start, and at last where all end."""
+    """Return the kind of the source's parts; and the place in each source where each part starts, then the end."""
     kind, edges = "slices", [np.linspace(0, s.num_samples, _MAX_CELLS + 1).astype(np.int64) for s in sample.sources]
     for unit in ("blocks", "shards"):
         of_unit = [_unit_edges(sample, source, unit) for source in sample.sources]
         if _num_units(sample, of_unit) >= _FEW_UNITS:
             kind, edges = unit, of_unit
     served = np.bincount(sample.scattered.sources, minlength=len(sample.sources))
-    cuts: dict[int, IntArray] = {}  # alike in all epochs of a member
+    cuts: dict[int, IntArray] = {}  # the same in all epochs of a member
     for source, own in zip(sample.sources, edges, strict=True):
         if source.member not in cuts:
             mine = [s.member == source.member for s in sample.sources]
@@ -196,7 +196,7 @@ def _parts(sample: Sample) -> tuple[str, list[IntArray]]:
 
 
 def _unit_edges(sample: Sample, source: MemberEpoch, unit: str) -> IntArray:
-    """The places in a source at which its blocks, or shards, start, and at last where all end."""
+    """Return the places in a source where its blocks, or shards, start, then the end."""
     if unit == "blocks":
         return source.starts
     member = sample.plan.members[source.member]
@@ -207,6 +207,6 @@ def _unit_edges(sample: Sample, source: MemberEpoch, unit: str) -> IntArray:
 
 
 def _num_units(sample: Sample, edges: list[IntArray]) -> int:
-    """How many of the units that start there hold a sample."""
+    """Return the number of units, with these edges, that hold a sample."""
     by_member = {source.member: int((np.diff(own) > 0).sum()) for source, own in zip(sample.sources, edges, strict=True)}
     return sum(by_member.values())

@@ -1,6 +1,6 @@
-"""The shuffle report as a picture, four panels that read at a glance.
+"""Picture of the shuffle report, in four panels.
 
-where each sample comes from   the order itself
+where each sample comes from   the order
 how far apart neighbours are   against the curve of a uniform shuffle
 what each stretch is made of   shards, or blocks, over the epoch
 in numbers                     the measures beside those of a uniform shuffle
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 INCHES, DOTS_PER_INCH = (12.0, 10.0), 120
 _INK, _QUIET, _PALE, _MEASURED = "#1f2a33", "#73808a", "#d5dbe0", "#0b6fa4"
 _COLOURS = {"uniform": "#2c8a57", "windowed": "#b7791f", "weak": "#c2452d", "none": "#c2452d", "unclear": "#73808a"}
-_TIMES = ["#6d96bd", "#bfd2e2", "#f6f4ef", "#eda26d", "#b3361f"]  # absent, as in a uniform shuffle, three times as often
-_LOWEST_NAMED = 0.04  # bands of less than this share of the height have no name
+_TIMES = ["#6d96bd", "#bfd2e2", "#f6f4ef", "#eda26d", "#b3361f"]  # 0, 1 and 3 times as often as in a uniform shuffle
+_LOWEST_NAMED = 0.04  # narrower bands, as a share of the height, have no name
 _NAMES = {
     "neighbour_distance": "samples between neighbours of\nthe source (median)",
     "neighbours_in_one_batch": "samples with their neighbour\nin the same global batch",
@@ -46,13 +46,13 @@ _drawing = threading.Lock()  # matplotlib's figures share fonts and caches
 
 
 def draw_png(report: Report) -> bytes:
-    """The picture, as PNG."""
-    # Of a notebook that started the server; no backend is needed, and one that is not installed here would be an error.
+    """Draw the picture, as PNG."""
+    # A notebook that started the server may have set it: no backend is needed, and one that is not installed would fail.
     os.environ.pop("MPLBACKEND", None)
-    import matplotlib  # takes half a second, and is needed here alone
+    import matplotlib  # takes half a second, and only this function needs it
     from matplotlib.figure import Figure
 
-    # The picture is the same whatever settings the user has; of letters that the font lacks the picture tells enough.
+    # Ignore the user's settings, and warnings about letters that the font lacks: the picture shows them.
     with _drawing, warnings.catch_warnings(action="ignore"), matplotlib.rc_context(matplotlib.rcParamsDefault):
         figure = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, facecolor="white")
         grid = figure.add_gridspec(2, 2, left=0.085, right=0.97, top=0.765, bottom=0.06, hspace=0.36, wspace=0.26)
@@ -79,7 +79,7 @@ def _headline(figure: Figure, report: Report) -> None:
         "length_bucket_size": f"{spec.length_bucket_size:,}" if spec.length_bucket_size else None,
     }
     line = _short(" · ".join(f"{name} {value}" for name, value in chosen.items() if value), 120)
-    # Names are the users' own: a $ in one begins no formula.
+    # Users choose the names: a $ in a name does not begin a formula.
     figure.text(0.03, 0.968, _short(plan.dataset, 45), size=19, weight="bold", color=_INK, va="center", parse_math=False)
     figure.text(0.03, 0.937, line, size=10, color=_QUIET, va="center", parse_math=False)
     badge = {"boxstyle": "round,pad=0.45", "facecolor": _COLOURS[report.grade], "edgecolor": "none"}
@@ -89,7 +89,7 @@ def _headline(figure: Figure, report: Report) -> None:
 
 
 def _places(axes: Axes, sample: Sample) -> None:
-    """Each sample at its place in the source; a mixture's datasets have bands as high as their share of the samples."""
+    """Plot each sample at its place in the source; the height of a mixture's datasets is their share of the samples."""
     served = sample.scattered
     members, sizes = np.array([(source.member, source.num_samples) for source in sample.sources])[served.sources].T
     heights = np.bincount(members, minlength=len(sample.plan.members)) / len(members)
@@ -106,7 +106,7 @@ def _places(axes: Axes, sample: Sample) -> None:
 
 
 def _distances(axes: Axes, report: Report) -> None:
-    """How many neighbours of the source are served within a distance."""
+    """Plot the share of neighbours in the source that are served within a distance."""
     pairs, marks = report.sample.pairs, {"a global batch": (report.sample.samples_per_step, "-")}
     if len(report.windows) == 1 and report.windows[0].windows > 1:
         marks["a window"] = (report.windows[0].samples, ":")
@@ -130,7 +130,7 @@ def _distances(axes: Axes, report: Report) -> None:
 
 
 def _stretches(axes: Axes, report: Report) -> None:
-    """How often each part of the source is in each stretch of the epoch, times what a uniform shuffle shows."""
+    """Plot the frequency of each part of the source in each stretch of the epoch, relative to a uniform shuffle."""
     from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
     spread, length = report.over_time, report.sample.num_samples
@@ -153,7 +153,7 @@ def _stretches(axes: Axes, report: Report) -> None:
 
 
 def _numbers(axes: Axes, report: Report) -> None:
-    """The measures beside those of a uniform shuffle."""
+    """Print the measures beside those of a uniform shuffle."""
     axes.axis("off")
     axes.set(xlim=(0, 1), ylim=(0, 1))
     for x, head in ((0.7, "this order"), (1.0, "a uniform shuffle")):
@@ -172,7 +172,7 @@ def _numbers(axes: Axes, report: Report) -> None:
 
 
 def _name_bands(axes: Axes, edges: Matrix | IntArray, names: Sequence[str]) -> None:
-    """Lines between bands, [edges[i], edges[i + 1]) each, and in place of ticks the names of those that are high enough."""
+    """Draw lines between the bands [edges[i], edges[i + 1]), and label bands that are high enough, in place of ticks."""
     axes.hlines(edges[1:-1], *axes.get_xlim(), color=_INK, lw=0.8)
     high = np.diff(edges) >= _LOWEST_NAMED * edges[-1]
     named = [_short(names[band], 12) for band in np.flatnonzero(high).tolist()]

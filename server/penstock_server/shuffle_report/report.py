@@ -1,10 +1,10 @@
-"""The shuffle report: how well an epoch's order mixes the source, measured on the order as it is served.
+"""Shuffle report: how well an epoch's order mixes the source, measured on the served order.
 
-extent    how much of the epoch is measured
-sample    which samples of that are looked at, and where in the source they are from
-measures  the numbers, each beside that of an exact uniform shuffle
-verdict   what they mean
-picture   the same as a picture
+extent    the part of the epoch that is measured
+sample    the samples of that part that are looked up, and their places in the source
+measures  the numbers, each with that of an exact uniform shuffle
+verdict   their meaning
+picture   the report as a picture
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock_server.shuffle_report.verdict import Window, grade, number, percen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A measure with its name, its unit and a sentence on it; `quantiles` tell more of the same, by share."""
+    """Measure with a name, a unit and a sentence about it; `quantiles` has further measures, by share."""
 
     name: str
     unit: str
@@ -45,11 +45,11 @@ class Finding:
 
     @property
     def measures(self) -> list[Measure]:
-        """All its numbers, the one that the sentence is on first."""
+        """Return all its measures, beginning with that of the sentence."""
         return [self.measure, *(self.quantiles or {}).values()]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the finding as JSON."""
         facts = {"says": self.says, "unit": self.unit, **_as_json(self.measure)}
         if self.quantiles:
             facts["quantiles"] = [{"share": share, **_as_json(measure)} for share, measure in self.quantiles.items()]
@@ -62,7 +62,7 @@ def _as_json(measure: Measure) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Report:
-    """What was found of one epoch of a plan."""
+    """Report on one epoch of a plan."""
 
     sample: Sample
     findings: tuple[Finding, ...]
@@ -72,7 +72,7 @@ class Report:
     verdict: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the report as JSON."""
         sample = self.sample
         return {
             "dataset": sample.plan.dataset,
@@ -94,9 +94,9 @@ class Report:
 
 
 def report(plan: Plan, epoch: int) -> Report:
-    """Measures an epoch. No block is read.
+    """Measure an epoch. No block is read.
 
-    Raises BadParameter: the epoch has no step. Raises what Index raises where the packing needs counts.
+    Raises BadParameter: the epoch has no step. Raises the errors of Index if the packing needs counts.
     """
     sample = draw(plan, epoch)
     apart, sizes = consecutive_distances(sample)
@@ -145,7 +145,7 @@ def _of_neighbours(sample: Sample) -> Iterator[Finding]:
 
 def _of_consecutive(distances: IntArray, sizes: IntArray) -> Iterator[Finding]:
     if not len(distances):
-        return  # no two samples in a row are of one dataset
+        return  # no two consecutive samples are of one dataset
     measure = consecutive_distance(distances, sizes)
     yield Finding(
         name="consecutive_distance",

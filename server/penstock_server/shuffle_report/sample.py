@@ -1,9 +1,9 @@
-"""A sample of an epoch's order as it is served, for the shuffle report. The plan and the index are asked, no block is read.
+"""Sample of an epoch's served order, for the shuffle report, from the plan and the index; no block is read.
 
     samples --Schedule--> positions --Mixture, EpochOrder--> samples, and with them their places in the source
     a sample's neighbour in the source --EpochOrder, Mixture, Schedule, backwards--> when it is served
 
-Which samples are looked at is drawn by a key of its own: one address, one report.
+A separate key draws the samples: one address always has one report.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock_server.shuffle_report.extent import MAX_SCATTERED, num_measured, n
 
 _MAX_IN_RUNS, _MAX_RUNS, _MIN_RUN = 16_384, 64, 16
 _NEVER = -(1 << 62)
-_GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, fill [0, 1) evenly
+_GOLDEN = 0.6180339887498949  # its multiples modulo 1 fill [0, 1) evenly
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MemberEpoch:
-    """One epoch of one member. Its samples have places, from 0 on, in the order in which they are stored.
+    """Epoch of one member. Its samples have places, from 0 on, in storage order.
 
-    `starts[pool]` is the place of a pool's first sample, and the last number that of all samples.
+    `starts[pool]` is the place of a pool's first sample; the last item is the number of samples.
     """
 
     member: int
@@ -40,21 +40,21 @@ class MemberEpoch:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the epoch."""
+        """Return the number of samples of the epoch."""
         return int(self.starts[-1])
 
     @property
     def num_pools(self) -> int:
-        """Pools that hold a sample."""
+        """Return the number of pools that hold a sample."""
         return int(np.count_nonzero(np.diff(self.starts)))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LookedAt:
-    """Samples and where they are from; each of shape [runs, samples of a run], those of a run one after the other.
+    """Samples and their origin; arrays of shape [runs, samples of a run], with consecutive samples in each run.
 
     Sample `samples` of the epoch is position `positions` of it and position `own` of source number `sources`, and shows the
-    sample that stands at `places` there.
+    sample at place `places` of that source.
     """
 
     samples: IntArray
@@ -64,18 +64,18 @@ class LookedAt:
     places: IntArray
 
     def reshaped(self, *shape: int) -> LookedAt:
-        """The same samples, of another shape."""
+        """Return the same samples in another shape."""
         every = (self.samples, self.positions, self.sources, self.own, self.places)
         return LookedAt(*(values.reshape(shape) for values in every))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pairs:
-    """Samples that stand side by side in the source.
+    """Pairs of samples that are neighbours in the source.
 
-    distances  how many samples apart an endless run would show the two; shape [pairs]
+    distances  distance, in samples, of the two in an endless run; shape [pairs]
     meet       whether one global batch shows both; shape [pairs]
-    uniform    distances, had the second one been drawn from all positions but the first one's; at least as many
+    uniform    distances if the second is drawn from all positions but the first one's; at least as many
     """
 
     distances: IntArray
@@ -85,10 +85,10 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sample:
-    """What is looked at of an epoch, which is its first `num_samples` samples, or all.
+    """Sample of an epoch's first `num_samples` samples, or of all.
 
     scattered  some samples, or all; shape [samples]
-    runs       some runs of one global batch or several; of very large ones only the beginning
+    runs       some runs of one or several global batches; only the beginning of very large ones
     pairs      the scattered samples and their neighbours in the source
     """
 
@@ -102,19 +102,19 @@ class Sample:
 
     @property
     def samples_per_step(self) -> int:
-        """The samples of a global batch."""
+        """Return the number of samples of a global batch."""
         return self.plan.spec.samples_per_step
 
     @property
     def batches(self) -> LookedAt:
-        """The global batches that the runs are of."""
+        """Return the runs, split into global batches."""
         return self.runs.reshaped(-1, _batch(self.plan, self.num_samples))
 
 
 def draw(plan: Plan, epoch: int) -> Sample:
-    """The sample of an epoch.
+    """Draw the sample of an epoch.
 
-    Raises BadParameter: the epoch has no step. Raises what Index raises where the packing needs counts.
+    Raises BadParameter: the epoch has no step. Raises the errors of Index if the packing needs counts.
     """
     if plan.schedule.num_steps == 0:
         raise BadParameter(f"there is no order to measure: offset={plan.spec.offset:,} leaves no step of the epoch.")
@@ -129,7 +129,7 @@ def draw(plan: Plan, epoch: int) -> Sample:
 
 
 class _LookUp:
-    """Looks samples up in one epoch of a plan; the sources that it meets are listed."""
+    """Look-up of samples in one epoch of a plan; it collects the sources that occur."""
 
     def __init__(self, plan: Plan, epoch: int) -> None:
         self._plan, self._epoch = plan, epoch
@@ -138,19 +138,19 @@ class _LookUp:
         self.sources: list[MemberEpoch] = []
 
     def runs(self, length: int, most: int, num_samples: int) -> LookedAt:
-        """Up to `most` runs of `length` samples, spread over the first num_samples; each begins at a multiple of its length."""
+        """Return up to `most` runs of `length` samples, spread over the first num_samples; starts are multiples of `length`."""
         room = num_samples // length
         count = min(most, room)
         drawn = permute(np.arange(count), 1 << 32, self._key) / 2**32
         numbers = np.arange(count) if count == room else ((np.arange(count) + drawn) * room / count).astype(np.int64)
-        # The order is of samples, whoever slices it: a run is a batch of a single rank.
+        # The order does not depend on batch size and ranks: treat a run as a batch of a single rank.
         positions = replace(self._plan.schedule, batch_size=length, world_size=1).positions(numbers.tolist(), 0)
         samples = numbers[:, None] * length + np.arange(length)
         flat = positions.reshape(-1)
         return LookedAt(samples.reshape(-1), flat, *self._places(flat)).reshaped(*positions.shape)
 
     def pairs(self, served: LookedAt) -> Pairs:
-        """Samples with those that stand after them in the source. The last sample of a source has none after it."""
+        """Pair samples with the next ones in the source. The last sample of a source has no next one."""
         other = np.full_like(served.own, _NEVER)
         anywhere = np.full((-(-MAX_SCATTERED // len(other)), len(other)), _NEVER)
         even = (np.arange(anywhere.size) + 0.5).reshape(anywhere.shape) * _GOLDEN % 1
@@ -159,7 +159,7 @@ class _LookUp:
             size = source.num_samples
             mine = mine[served.places[mine] + 1 < size]
             pools = find(source.starts, served.places[mine] + 1)
-            if isinstance(source.order, LengthOrder):  # another pool may be of another window, which would have to be sorted
+            if isinstance(source.order, LengthOrder):  # another pool may be in another window, which would need sorting
                 near = pools == find(source.starts, served.places[mine])
                 mine, pools = mine[near], pools[near]
             beside = source.order.positions(pools, served.places[mine] + 1 - source.starts[pools])
@@ -171,7 +171,7 @@ class _LookUp:
         return Pairs(np.abs(other - served.positions)[seen], meet, np.abs(anywhere - served.positions)[known])
 
     def _places(self, positions: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """The source, the position in its order and the place in it of each position of the epoch."""
+        """Return the source, the position in its order and the place in it, of each position of the epoch."""
         sources, own = self._own(positions)
         places = np.empty_like(own)
         for number, mine in by_value(sources):
@@ -181,7 +181,7 @@ class _LookUp:
         return sources, own, places
 
     def _own(self, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """The source of each position of the epoch, and its position in that."""
+        """Return the source of each position of the epoch, and the position in that source."""
         plan = self._plan
         if plan.mixture is None:
             return np.full_like(positions, self._source(0, self._epoch)), positions
@@ -198,7 +198,7 @@ class _LookUp:
         return self._numbers[member, epoch]
 
     def _positions(self, source: MemberEpoch, own: IntArray) -> IntArray:
-        """The inverse of _own; those of other epochs are past the epoch's ends. _NEVER for what a mixture never comes to."""
+        """Invert _own. Positions of other epochs are outside this epoch; _NEVER if the mixture never shows the sample."""
         mixture = self._plan.mixture
         if mixture is None:
             return own
@@ -207,7 +207,7 @@ class _LookUp:
         return np.array([_NEVER if sample is None else sample - begin for sample in samples], np.int64).reshape(own.shape)
 
     def _are_in(self, positions: IntArray, steps: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether the epoch shows each position in the given step."""
+        """Return whether the epoch shows each position in the given step."""
         schedule = self._plan.schedule
         inside = (positions >= 0) & (positions < schedule.num_positions)
         return np.array(
@@ -220,5 +220,5 @@ class _LookUp:
 
 
 def _batch(plan: Plan, num_samples: int) -> int:
-    """The samples of a global batch that are looked at."""
+    """Return the number of samples to look up in a global batch."""
     return min(plan.spec.samples_per_step, _MAX_IN_RUNS, num_samples)

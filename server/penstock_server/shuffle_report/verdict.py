@@ -1,9 +1,9 @@
-"""The verdict of the shuffle report: what its measures mean for who trains on this order, and what to do about it.
+"""Verdict of the shuffle report: the meaning of its measures for training in this order, and advice.
 
-uniform   no difference from an exact uniform shuffle is seen
+uniform   no visible difference from an exact uniform shuffle
 windowed  mixed, but not over the whole epoch
-weak      mixed so little that a global batch is made of few places in the source
-none      as it is stored
+weak      mixed so little that a global batch comes from few places in the source
+none      in storage order
 unclear   the epoch is too short to tell
 """
 
@@ -19,15 +19,15 @@ from penstock_server.shuffle_report.extent import num_served, num_windows_of
 from penstock_server.shuffle_report.measures import Measure
 from penstock_server.shuffle_report.sample import Sample
 
-_FEWEST = 30  # samples that tell anything
-_MAX_MEETING = 0.05  # neighbours in one global batch beyond those by luck; with more it is worth a batch that much smaller
-_MIN_PLACES = 1 / 16  # blocks that a global batch draws on, of those of a uniform shuffle
+_FEWEST = 30  # samples needed for a verdict
+_MAX_MEETING = 0.05  # share of neighbours in one global batch beyond chance; it shrinks the effective batch by that share
+_MIN_PLACES = 1 / 16  # blocks in a global batch, relative to a uniform shuffle
 _GLOBAL = "use shuffle=global, which needs the whole dataset in the block cache"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """How a dataset is cut into windows; samples and blocks are those of the average one."""
+    """Division of a dataset into windows; samples and blocks are those of an average window."""
 
     dataset: str
     windows: int
@@ -37,7 +37,7 @@ class Window:
 
     @property
     def says(self) -> str:
-        """A sentence for people."""
+        """Describe the windows in a sentence for people."""
         if self.windows == 1:
             return f"All {number(self.samples)} samples of {self.dataset} are shuffled together."
         return (
@@ -47,7 +47,7 @@ class Window:
 
 
 def windows_of(sample: Sample) -> tuple[Window, ...]:
-    """The windows of each dataset that is seen; none where nothing is shuffled."""
+    """Return the windows of each dataset in the sample; none without a shuffle."""
     found = {}
     for source in sample.sources if sample.plan.spec.shuffle != "none" else ():
         count = num_windows_of(source.order)
@@ -62,7 +62,7 @@ def windows_of(sample: Sample) -> tuple[Window, ...]:
 
 
 def grade(sample: Sample, measures: Mapping[str, list[Measure]], following: float) -> str:
-    """One of the words above. `following` is the share of samples after which their neighbour in the source is served."""
+    """Return one of the words above. `following` is the share of samples directly followed by their neighbour in the source."""
     if sample.num_samples < _FEWEST:
         return "unclear"
     if all(measure.is_usual for values in measures.values() for measure in values):
@@ -76,7 +76,7 @@ def grade(sample: Sample, measures: Mapping[str, list[Measure]], following: floa
 
 
 def verdict(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -> str:
-    """What the grade means and what to do, in a few sentences."""
+    """Explain the grade and give advice, in a few sentences."""
     spec = sample.plan.spec
     text = _text(sample, grade, measures)
     if (measured := sample.num_samples) < (all_samples := num_served(sample.plan)):
@@ -120,7 +120,7 @@ def _text(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -> 
 
 
 def _uneven(sample: Sample, measures: Mapping[str, list[Measure]]) -> str:
-    """The verdict on an order that should be uniform, since one window holds all, and is not."""
+    """Return the verdict on an order that should be uniform, since one window holds all samples, but is not."""
     if sample.plan.spec.length_bucket_size:
         return f"Mixed over the whole epoch, but lengths differ from place to place in the source: {_shown(sample, measures)}."
     unusual = " and ".join(name for name, values in measures.items() if not all(value.is_usual for value in values))
@@ -142,7 +142,7 @@ def _shown(sample: Sample, measures: Mapping[str, list[Measure]]) -> str:
 
 
 def _advice(sample: Sample, blocks_per_sample: float) -> str:
-    """Which window would do: one of a hundred global batches or more, and of so many blocks for each sample of one."""
+    """Recommend a window: at least a hundred global batches, and `blocks_per_sample` blocks for each sample of one."""
     per_block = max(source.num_samples / max(source.num_pools, 1) for source in sample.sources)
     wanted = max(sample.samples_per_step * max(100.0, blocks_per_sample * per_block), 2.0 * sample.plan.spec.window)
     power = 1 << int(np.ceil(np.log2(wanted)))
@@ -154,16 +154,16 @@ def _advice(sample: Sample, blocks_per_sample: float) -> str:
 
 
 def samples(count: float, sample: Sample) -> str:
-    """So many samples, and how many steps that is."""
+    """Format a number of samples, with the number of steps."""
     steps = count / sample.samples_per_step
     lasting = "less than a step" if steps < 1 else f"{number(steps)} step{'s' if steps > 1 else ''}"
     return f"{number(count)} sample{'s' if count > 1 else ''} ({lasting})"
 
 
 def number(value: float) -> str:
-    """A number as people read it, to three digits."""
+    """Format a number for people, to three digits."""
     rounded = float(f"{value:.3g}")
-    if rounded >= 1e15:  # no epoch is as long, but that of a mixture that never ends
+    if rounded >= 1e15:  # only an epoch of a mixture that never ends is this long
         return "more than a quadrillion"
     for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if rounded >= unit:
@@ -174,7 +174,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as people read it."""
+    """Format a share for people."""
     if 0 < share < 1e-5:
         return "< 0.001 %"
     return f"{100 * share:.3g} %" if share >= 0.1 else f"{100 * share:.2g} %"

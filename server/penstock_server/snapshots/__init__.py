@@ -1,1 +1,1 @@
-"""What the folders hold: shards, what their footers say, and snapshots of them."""
+"""Contents of data folders: shards, their footers, and snapshots."""

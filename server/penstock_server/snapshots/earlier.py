@@ -1,7 +1,7 @@
-"""Earlier snapshots of a folder that has only grown since: its shards, but for the newest ones.
+"""Earlier snapshots of a folder that has only grown since: its shards without the newest ones.
 
-Where nothing is noted of a snapshot, since the cache folder was lost or too many have followed, it is looked for among these. A
-shard's age is told by its mtime, which comes along when a folder is copied, or by its ctime, when it came to where it is.
+The search runs for a snapshot without a note: the cache folder was lost, or too many snapshots have followed. A shard's age is
+its mtime, which a copy of the folder preserves, or its ctime, the time when it arrived in the folder.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from penstock_server.recipes.recipe import Recipe
 from penstock_server.snapshots.shard import Shard
 from penstock_server.snapshots.snapshot import fingerprint_of
 
-_MAX_LISTED = 1 << 20  # shards of all that is tried: to name a snapshot takes a microsecond a shard
+_MAX_LISTED = 1 << 20  # shards of all candidates together: a fingerprint takes a microsecond per shard
 
 
 def earlier_snapshots(shards: Collection[Shard], recipe: Recipe) -> dict[str, tuple[Shard, ...]]:
-    """The shards of each, by fingerprint. `shards` are all that the folder has, in its order."""
+    """Return the shards of each earlier snapshot, by fingerprint. `shards` are all shards of the folder, in its order."""
     found: dict[str, tuple[Shard, ...]] = {}
     for ages in ([shard.date.mtime_ns for shard in shards], [shard.date.ctime_ns for shard in shards]):
         newest_first = sorted(set(ages), reverse=True)

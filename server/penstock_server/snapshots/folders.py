@@ -1,4 +1,4 @@
-"""The folders below the data folder: which hold shards, and the date of each. Nothing is opened here."""
+"""Folders below the data folder: those with shards, and the FileStat of each shard. Nothing is opened here."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock_server.recipes.chat_files import FILES_BESIDE_TOKENIZER
 from penstock_server.recipes.declaration import FILE_NAME, read_toml
 from penstock_server.snapshots.shard import FileStat
 
-QUIET_SECONDS = 2.0  # a file this old is whole, and was not written to after a look at it without a change of its date
-_ABSENT = FileStat(-1, 0, 0, 0)  # of a link to nothing; no file is like it
+QUIET_SECONDS = 2.0  # a file this old is complete: a later write would change its FileStat
+_ABSENT = FileStat(-1, 0, 0, 0)  # for a broken symlink; no file equals it
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What is directly in a folder: the date of each shard by its name, in the order of names, the folders, and a recipe.
+    """Direct contents of a folder: the FileStat of each shard, sorted by name, the folders, and whether it has a recipe.
 
-    `other` is the name of a file that is neither, "" if there is none.
+    `other` is the name of a file that is neither, "" without one.
     """
 
     shards: Mapping[str, FileStat]
@@ -35,25 +35,25 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class FolderState:
-    """The dates of all that a dataset is made of: of its shards by name, and of the files of its recipe by path."""
+    """FileStats of all files of a dataset: its shards by name, and the files of its recipe by path."""
 
     shards: Mapping[str, FileStat]
     recipe: Mapping[str, FileStat]
 
     def is_settled(self) -> bool:
-        """Whether every file is; see is_settled below."""
+        """Return whether every file is settled; see the function is_settled."""
         now = time.time()
         return all(is_settled(date, now) for dates in (self.shards, self.recipe) for date in dates.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The dataset folders below the data folder, by name: the path below it, joined with dots.
+    """Dataset folders below the data folder, by name: the relative path, joined with dots.
 
-    `declared` are folders with a recipe and no shards: they may declare mixtures. `refused` are names that stand for no folder,
-    or for more than one, with the reason. `unread` are the folders that are there and cannot be looked into, with the reason:
-    of what is below them nothing is known; `hidden` gives them by name. `others` gives of folders with neither a file that is
-    there instead.
+    `declared` are folders with a recipe and no shards: they may declare mixtures. `refused` are invalid names, or names of
+    several folders, with the reason. `unread` are folders that exist but cannot be listed, with the reason: their contents are
+    unknown; `hidden` has them by name. `others` has for each folder with neither shards nor a recipe a file that it holds
+    instead.
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
@@ -65,12 +65,12 @@ class Survey:
     others: dict[str, Path] = field(default_factory=dict)
 
     def why_unread(self, folder: Path) -> str | None:
-        """Why nothing is known of a folder: it, or one that it lies in, cannot be looked into."""
+        """Return why a folder's contents are unknown: it, or a parent, cannot be listed; None if they are known."""
         return next((self.unread[path] for path in (folder, *folder.parents) if path in self.unread), None)
 
 
 def list_folder(folder: Path) -> Listing:
-    """Looks into a folder; names that begin with a dot or an underscore are not data. Raises OSError."""
+    """List a folder; names that begin with a dot or an underscore are not data. Raises OSError."""
     shards, folders, has_recipe, other = {}, [], False, ""
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -88,10 +88,10 @@ def list_folder(folder: Path) -> Listing:
 
 
 def survey(data_dir: Path) -> Survey:
-    """Looks for shards in a folder and all below it; costs a listing and two stats a folder, and a stat a shard.
+    """Find shards in a folder and all below it; costs a listing and two stats per folder, and a stat per shard.
 
-    A folder that a link gives a second name is a dataset under each; links below a link are not followed, or folders that link
-    to each other would have more names than can be listed.
+    A folder with a second name through a symlink is a dataset under each name. Symlinks below a symlink are not followed:
+    folders that link to each other would have too many names to list.
     """
     found = Survey()
     by_name: dict[str, list[Path]] = {}
@@ -107,11 +107,11 @@ def survey(data_dir: Path) -> Survey:
         try:
             status = folder.stat()
             identity = (status.st_dev, status.st_ino)
-            if identity in above:  # a link that leads back
+            if identity in above:  # a symlink to a parent
                 continue
             listing = list_folder(folder)
         except OSError as error:
-            if isinstance(error, FileNotFoundError) and folder != data_dir:  # removed since its parent was listed
+            if isinstance(error, FileNotFoundError) and folder != data_dir:  # removed after its parent was listed
                 continue
             reason = f"{spelled(str(error.filename or folder))} cannot be read: {error.strerror}. Mend that, or move it away."
             found.refused[name] = reason
@@ -135,7 +135,7 @@ def survey(data_dir: Path) -> Survey:
 
 
 def _refuse_shared_names(found: Survey, by_name: Mapping[str, list[Path]]) -> None:
-    """A name that is of several folders, as a.b is of a/b and of a folder a.b, stands for none of them."""
+    """Refuse names of several folders: a.b is the name of a/b and of a folder a.b."""
     for name, folders in by_name.items():
         if len(folders) > 1:
             for of_one in (found.folders, found.shards, found.declared):
@@ -145,13 +145,13 @@ def _refuse_shared_names(found: Survey, by_name: Mapping[str, list[Path]]) -> No
 
 
 def look(folder: Path, shards: Mapping[str, FileStat], default_tokenizer: Path | None) -> FolderState:
-    """The sight of a folder whose shards have these dates."""
+    """Return the state of a folder whose shards have these FileStats."""
     recipe = folder / FILE_NAME
     try:
         texts = list(_texts(read_toml(recipe)))
-        # "clean:strip" is a function of clean.py.
+        # "clean:strip" is a function in clean.py.
         named = [folder / name for text in texts for name in (text, f"{text.partition(':')[0]}.py")]
-    except DatasetInvalid:  # there is none, or reading it as a recipe will say what is wrong with it
+    except DatasetInvalid:  # no recipe, or reading it as a recipe reports the error
         named = []
     if default_tokenizer:
         named.append(default_tokenizer)
@@ -161,16 +161,16 @@ def look(folder: Path, shards: Mapping[str, FileStat], default_tokenizer: Path |
 
 
 def is_settled(date: FileStat, seconds: float) -> bool:
-    """Whether a file was last written to some time before `seconds`, since the epoch.
+    """Return whether a file was last written to some time before `seconds`, in seconds since the epoch.
 
-    A date in the future says nothing of when the file was written, so such a file is not quiet.
+    An mtime in the future does not show when the file was written, so such a file is not settled.
     """
     return date.mtime_ns / 1e9 + QUIET_SECONDS <= seconds
 
 
 def _texts(document: object) -> Iterator[str]:
-    """Every text in a TOML document, of which those that are names of files are; the others are names of none."""
-    pending = [document]  # and no recursion: a key of thousands of parts is as many tables, each in the next
+    """Yield every text in a TOML document, since some are file names; the others match no file."""
+    pending = [document]  # no recursion: a key of thousands of parts makes thousands of nested tables
     while pending:
         value = pending.pop()
         if isinstance(value, str):
@@ -182,7 +182,7 @@ def _texts(document: object) -> Iterator[str]:
 def _date_of_file(path: Path) -> FileStat | None:
     try:
         found = path.stat()
-    except (OSError, ValueError):  # what is no file's name may be too long for one, or hold a null
+    except (OSError, ValueError):  # a text that is not a file name may be too long, or contain a null character
         return None
     return FileStat.of(found) if stat.S_ISREG(found.st_mode) else None
 
@@ -190,7 +190,7 @@ def _date_of_file(path: Path) -> FileStat | None:
 def _is_link(path: Path) -> bool:
     try:
         return path.is_symlink()
-    except OSError:  # as of a mount that is away: looking into it tells why
+    except OSError:  # such as a missing mount: listing it reports the error
         return False
 
 
@@ -199,14 +199,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError as error:
         if error.errno == ELOOP:
-            return False  # a link to itself: `ln -s stories latest`, given twice, leaves one in stories
-        if entry.name == FILE_NAME or entry.name.lower().endswith(".parquet"):  # without it the folder would be another dataset
+            return False  # a symlink to itself: `ln -s stories latest`, run twice, makes one in stories
+        if entry.name == FILE_NAME or entry.name.lower().endswith(".parquet"):  # without it: another dataset
             raise
-        return True  # a link to what cannot be reached: to look into it tells why, and of it alone
+        return True  # the symlink's target cannot be reached: listing it reports the error for it alone
 
 
 def _date_of(entry: os.DirEntry[str]) -> FileStat:
     try:
         return FileStat.of(entry.stat())
     except OSError:
-        return _ABSENT  # listed, to be refused: left out, it would be a silently shorter epoch
+        return _ABSENT  # list it, so that it is refused: without it the epoch would be silently shorter

@@ -1,7 +1,7 @@
-"""The footers of one folder's shards: read many at a time, once, and remembered. What is remembered is not opened again.
+"""Cache of the footers of one folder's shards: read in parallel, once; a cached shard is not opened again.
 
-A shard is remembered by its date: size, mtime, inode and ctime. As git does with its index, a file whose date is so young that
-it may yet be written to without a change of it is not remembered (git's documentation calls it racy).
+The key of a shard is its FileStat: size, mtime, inode and ctime. As in git's index, a file with a very young FileStat is not
+cached, since a later write might not change it (git's documentation calls it racy).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from penstock_server.snapshots.folders import is_settled
 from penstock_server.snapshots.notes import read_note, write_note
 from penstock_server.snapshots.shard import FileStat, Shard, being_written, numbers, read_schema, read_shard
 
-_FORMAT = 2  # of the note: to be raised when a field of Shard comes to mean something else
+_FORMAT = 2  # of the note: raise it when a field of Shard changes its meaning
 _THREADS = 16  # waiting for disks, not for cores
-# All fields travel, in their order, and a note with other fields or other types of them is dropped.
+# All fields are stored, in their order; a note with other fields or other types is dropped.
 _FIELDS = tuple(f for f in fields(Shard) if f.name != "path")
 _VERSION = (_FORMAT, FileStat._fields, tuple((f.name, str(f.type)) for f in _FIELDS))
 
 
 class Footers:
-    """What is remembered of the shards of one folder; with a `note`, also after a restart.
+    """Cached footers of one folder's shards; with a `note`, they outlive a restart.
 
-    Of one recipe at a time: a shard's facts are of the recipe's columns. Not for several threads at once.
+    The cache is for one recipe at a time: a shard's facts are about the recipe's columns. Not thread-safe.
     """
 
     def __init__(self, folder: Path, note: Path | None = None) -> None:
@@ -42,7 +42,7 @@ class Footers:
         self._known = self._kept = _load(folder, note) if note else _Known()
 
     def schema(self, dates: Mapping[str, FileStat]) -> pa.Schema:
-        """The columns of the first readable shard. Raises DatasetInvalid: none is readable, with the reasons."""
+        """Return the columns of the first readable shard. Raises DatasetInvalid: no shard is readable, with the reasons."""
         failures, began = [], time.time()
         for name, date in dates.items():
             known = self._known.schema
@@ -50,7 +50,7 @@ class Footers:
                 return known[2]
             try:
                 schema = read_schema(self._folder / name)
-            except DatasetInvalid as refusal:  # a broken first shard must not hide what is wrong with the others
+            except DatasetInvalid as refusal:  # a broken first shard must not hide the errors of the others
                 failures.append(str(refusal))
                 continue
             if is_settled(date, began):
@@ -61,10 +61,10 @@ class Footers:
     def read(
         self, dates: Mapping[str, FileStat], recipe: Recipe, *, settled: bool = False
     ) -> dict[str, Shard | DatasetInvalid]:
-        """The shards of these names, or why one is refused, in the same order; forgets all others.
+        """Return the shards of these names, or the error of a refused one, in the same order; forget all others.
 
-        A shard whose date is remembered is not opened, and one of another date than is given is refused: what came since is
-        for the next look. `settled` says that the dates have been the same for a while.
+        A shard with a cached FileStat is not opened. A shard whose FileStat differs from the given one is refused: the next
+        poll reads it. `settled` says that the FileStats have not changed for a while.
         """
         key, began = _key(recipe), time.time()
         known = self._known.shards if key == self._known.recipe else {}
@@ -88,7 +88,7 @@ class Footers:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """`shards` are as the recipe of that key has them; `schema` is of the shard of that name and date."""
+    """Cached facts: `shards` under the recipe of this key, `schema` of the shard of this name and FileStat."""
 
     recipe: str = ""
     shards: Mapping[str, Shard] = field(default_factory=dict)
@@ -123,7 +123,7 @@ def _store(note: Path, known: _Known) -> None:
 
 
 def _can_be_noted(date: FileStat) -> bool:
-    """Whether msgpack holds the numbers of a date: some file systems have dates outside the years 1678 to 2554."""
+    """Return whether msgpack can hold a FileStat: some file systems have times outside the years 1678 to 2554."""
     return all(-(2**63) <= number < 2**64 for number in date)
 
 
@@ -139,7 +139,7 @@ def _unpacked(field: Field[Any], value: Any) -> Any:
 
 def _key(recipe: Recipe) -> str:
     identity = recipe.identity
-    if recipe.first:  # a shard is refused or not by what the first one has
+    if recipe.first:  # the columns of the first shard decide whether a shard is refused
         identity["first"] = recipe.first.key
     if recipe.split_type:  # likewise
         identity["split_type"] = str(recipe.split_type)
@@ -151,5 +151,5 @@ def _try_read(path: Path, date: FileStat, recipe: Recipe) -> Shard | DatasetInva
         shard = read_shard(path, recipe)
     except DatasetInvalid as refusal:
         return refusal
-    # Of a folder that leads elsewhere meanwhile some shards would be of there, and the next look would find nothing new.
+    # If the folder's symlink changes meanwhile, some shards would be of the new target, and the next poll would miss it.
     return shard if shard.date == date else being_written(path)

@@ -1,7 +1,7 @@
 """Notes: small facts about a dataset's folder that outlive a restart, as files in the cache folder.
 
-A note is a sealed file. Notes lie in folders of their own, out of the sight and the budget of the cached blocks. What is lost
-with them is made again.
+A note is a sealed file. Notes are in separate folders, outside the listing and the budget of the cached blocks. The server
+recomputes a lost note.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import msgpack
 from penstock_server.checksummed import ABANDONED_SECONDS, TEMPORARY, read_sealed, write_sealed
 
 _FOLDER = "notes"
-_FORGET_SECONDS = 90 * 86_400.0  # of a dataset that no server has opened for so long
+_FORGET_SECONDS = 90 * 86_400.0  # age limit of notes on a dataset that no server opens
 
 
 def open_notes(cache: Path, dataset: Path) -> Path:
-    """Where the notes on a dataset's folder are."""
+    """Create and return the folder of the notes on a dataset's folder."""
     here = cache / _FOLDER / blake2b(os.fsencode(dataset.absolute()), digest_size=16).hexdigest()
-    with suppress(OSError):  # a read-only cache folder; write_note says so
+    with suppress(OSError):  # a read-only cache folder: write_note reports it
         here.mkdir(parents=True, exist_ok=True)
         os.utime(here)
     return here
 
 
 def drop_old_notes(cache: Path, now: float) -> None:
-    """Removes the notes on folders that nobody has opened for 90 days, and what crashed processes left half written.
+    """Remove notes on folders that no server has opened for 90 days, and half-written files of crashed processes.
 
-    `now` is of the clock that dates the folder's files. Raises OSError: it cannot be listed.
+    `now` is by the clock of the file system. Raises OSError: the folder cannot be listed.
     """
     for path in (cache / _FOLDER).glob("**/*"):
-        with suppress(OSError):  # another server tidies up at the same time
+        with suppress(OSError):  # another server cleans up at the same time
             age_seconds = now - path.stat().st_mtime
             if path.is_dir() and age_seconds > _FORGET_SECONDS:
                 shutil.rmtree(path)
@@ -45,7 +45,7 @@ def drop_old_notes(cache: Path, now: float) -> None:
 
 
 def write_note(path: Path, content: Any) -> None:
-    """Keeps what msgpack can hold. A note that cannot be kept is logged; nothing else follows."""
+    """Write a note of a msgpack value. A failure is logged and has no other effect."""
     body = msgpack.packb(content)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write_note(path: Path, content: Any) -> None:
 
 
 def read_note(path: Path) -> Any | None:
-    """What was kept, with tuples for lists. None: nothing was, or it is damaged."""
+    """Read a note, with tuples for lists; None if it is missing or damaged."""
     return read_sealed(path, _parse)
 
 

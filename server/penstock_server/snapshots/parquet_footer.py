@@ -1,4 +1,4 @@
-"""The footer of a Parquet file, checked, so that nothing which it says can end the process."""
+"""Footer of a Parquet file, checked, so that a damaged one cannot crash the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAGIC = b"PAR1"
 
 
 class Footer(NamedTuple):
-    """A footer, the columns that it tells of, and the path of each column chunk that a row group has, in their order."""
+    """Footer, its columns, and the path of each column chunk of a row group, in order."""
 
     metadata: pq.FileMetaData
     schema: pa.Schema
@@ -26,14 +26,14 @@ class Footer(NamedTuple):
 
 
 def read_footer(path: Path, file: BinaryIO) -> Footer:
-    """The footer of an open file.
+    """Read and check the footer of an open file.
 
-    Raises DatasetInvalid: it is truncated, damaged, encrypted or none of Parquet's. Raises OSError: its storage fails.
+    Raises DatasetInvalid: it is truncated, damaged, encrypted or not Parquet. Raises OSError: its storage fails.
     """
     _check_footer(path, file)
     try:
-        # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
-        # that would be as many footers.
+        # Metadata and its schema refer to each other until garbage collection: without this, thousands of shards would keep
+        # thousands of footers in memory.
         opened = open_parquet(file)
         columns = pq.ParquetSchema(opened.metadata)
         paths = [columns.column(c).path for c in range(opened.metadata.num_columns)]
@@ -46,19 +46,19 @@ def read_footer(path: Path, file: BinaryIO) -> Footer:
             f"{path} has a column of a type that is not supported: {one_line(error)}. Write it as another type, or without it."
         ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno:  # pyarrow's word for a damaged footer has none
+        if isinstance(error, OSError) and error.errno:  # pyarrow's error for a damaged footer has no errno
             raise
         what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {one_line(error)}"
         raise refused(path, what) from error
 
 
 def refused(path: Path, what: str) -> DatasetInvalid:
-    """What is said of a shard that cannot be read."""
+    """Return the error for a shard that cannot be read."""
     return DatasetInvalid(f"{path} {what}. Write it again, or move it out of the folder.")
 
 
 def _check_footer(path: Path, file: BinaryIO) -> None:
-    """Raises DatasetInvalid: the file has no Parquet footer, with what it is instead."""
+    """Check that a file ends in a Parquet footer. Raises DatasetInvalid: it does not; the message names the likely format."""
     size = file.seek(0, os.SEEK_END)
     if size < 12:
         raise refused(path, f"is {size} bytes long, too short for Parquet")
@@ -76,29 +76,30 @@ def _check_footer(path: Path, file: BinaryIO) -> None:
 
 
 def _check_chunks(footer: pq.FileMetaData, columns: pq.ParquetSchema, size: int) -> None:
-    """Raises OSError: to look at what the footer says of a column would end the process, since pyarrow does not catch that.
+    """Check the column chunks of a footer. Raises OSError: access to a column's metadata would crash the process.
 
-    Before it reads rows pyarrow looks at all columns, and catches what it meets; here it comes to no row.
+    pyarrow does not catch errors on such an access. But before it reads rows it checks all columns and catches errors; here
+    that read stops before the first row.
     """
     opened = open_parquet(_Unread(size), metadata=footer, pre_buffer=True)
     try:
         next(opened.iter_batches(1, row_groups=range(footer.num_row_groups), use_threads=False), None)
     except _NoRows as error:
-        error.__traceback__ = None  # which `opened` is in, and would be held by: again as many footers
+        error.__traceback__ = None  # the traceback refers to `opened`, which would keep the footer
     except pa.ArrowException:
         pass
     types = [columns.column(c).physical_type for c in range(footer.num_columns)]
     for group in map(footer.row_group, range(footer.num_row_groups)):
-        if [group.column(c).physical_type for c in range(group.num_columns)] != types:  # of its statistics
+        if [group.column(c).physical_type for c in range(group.num_columns)] != types:  # types in its statistics
             raise OSError("the types of its columns contradict each other")
 
 
 class _NoRows(Exception):
-    """Rows are not to be read."""
+    """Signal that pyarrow has begun to read rows."""
 
 
 class _Unread(RawIOBase):
-    """A file of which nothing but its size is known."""
+    """File without content: only its size is known."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""Reading a folder: its recipe and its shards as they are now, and whether they can be served as they are."""
+"""Reader of a folder: its current recipe and shards, and whether they can be served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock_server.snapshots.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a folder holds: the recipe, the readable shards by name, and what is wrong with the others, by name, too."""
+    """Contents of a folder: the recipe, the readable shards by name, and the errors of the others by name."""
 
     name: str
     folder: Path
@@ -28,10 +28,10 @@ class Reading:
     failures: Mapping[str, str]
 
     def snapshot(self) -> Snapshot:
-        """The snapshot of all shards.
+        """Return the snapshot of all shards.
 
         Raises DatasetInvalid: a shard is truncated or no Parquet, shards disagree, there is no row, or rows are already
-        known to be unusable. The message lists every shard that is wrong, up to ten.
+        known to be unusable. The message lists every invalid shard, up to ten.
         """
         if self.failures:
             more = [f"... and {len(self.failures) - 10} more"] if len(self.failures) > 10 else []
@@ -50,11 +50,11 @@ def read_folder(
     name: str,
     settled: bool = False,
 ) -> Reading:
-    """Reads a folder's recipe, and the footers of those shards that are not remembered.
+    """Read a folder's recipe, and the footers of shards that are not cached.
 
     `name` is as in Snapshot, `settled` as in Footers.read.
 
-    Raises DatasetInvalid: the recipe is wrong, or no shard can be read to find out what the columns are.
+    Raises DatasetInvalid: the recipe is wrong, or no shard can be read to find the columns.
     """
     recipe = read_recipe(folder, footers.schema(dates), default_tokenizer)
     read = footers.read(dates, recipe, settled=settled)
@@ -64,7 +64,7 @@ def read_folder(
 
 
 def _check_rows(snapshot: Snapshot) -> None:
-    """Raises DatasetInvalid: the footers alone show that rows cannot be used, and the recipe does not replace bad rows."""
+    """Check the rows by footers. Raises DatasetInvalid: rows cannot be used, and the recipe does not replace bad rows."""
     if snapshot.num_rows == 0:
         raise DatasetInvalid(f"{snapshot.folder} holds {counted(len(snapshot.shards), 'shard')} and not one row.")
     if snapshot.recipe.on_bad_row == "fail":
@@ -74,7 +74,7 @@ def _check_rows(snapshot: Snapshot) -> None:
 
 def _check_ids(snapshot: Snapshot) -> None:
     recipe, bound = snapshot.recipe, snapshot.token_bound
-    if recipe.filter or "attention_mask" in dict(recipe.masks):  # which may leave such ids out
+    if recipe.filter or "attention_mask" in dict(recipe.masks):  # these may leave such ids out
         return
     for shard in snapshot.shards:
         low, high = shard.token_range or (0, 0)

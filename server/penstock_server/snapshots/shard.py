@@ -1,4 +1,4 @@
-"""A shard: one Parquet file, as its footer describes it. No data page is ever read here."""
+"""Shard: one Parquet file, as its footer describes it. This module never reads a data page."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 class FileStat(NamedTuple):
-    """What differs once a file is written to or replaced.
+    """Stat fields that change when a file is written to or replaced.
 
-    `ctime_ns` is when the system last changed anything of it: archives bring sizes and mtimes along, and the inode of a file
-    that was removed is given to the next, but this nobody can set.
+    `ctime_ns` is the time of the last change to the file or its inode. Archives preserve sizes and mtimes, and the file system
+    reuses the inode of a removed file, but no program can set the ctime.
     """
 
     size_bytes: int
@@ -41,24 +41,24 @@ class FileStat(NamedTuple):
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileStat:
-        """The date of the file whose state this is."""
+        """Make a FileStat from a stat result."""
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
 
 
 def numbers(values: Iterable[int]) -> array[int]:
-    """Whole numbers, in 64 bits each."""
+    """Return an array of 64-bit integers."""
     return array("q", values)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One Parquet file as its footer describes it, and the date that it had then.
+    """One Parquet file as its footer describes it, and its FileStat at that time.
 
-    `digest` is of the footer and of a few samples of the file: two files of token lists can have one footer, byte for byte, and
-    yet other tokens. Of the columns that the recipe reads,
+    `digest` is of the footer and of a few samples of the file: two files of token lists can have identical footers, and yet
+    other tokens. Of the columns that the recipe reads,
     `bytes_per_group[g]` is the size in row group g, uncompressed, `null_rows[g]` the number of rows known to be null, and
-    `token_range` the least and the largest token id of the file, None where the footer does not tell. A dataset may have ten
-    million row groups: each is a few bytes of an array.
+    `token_range` the least and the largest token id of the file, None if the footer has no statistics. A dataset may have ten
+    million row groups: each takes a few bytes of an array.
     """
 
     path: Path
@@ -71,16 +71,16 @@ class Shard:
 
 
 def read_shard(path: Path, recipe: Recipe) -> Shard:
-    """What the footer says of the recipe's columns.
+    """Read the footer's facts about the recipe's columns.
 
-    Raises DatasetInvalid: the file is truncated, damaged or no Parquet, lacks a column, or is being written to.
+    Raises DatasetInvalid: the file is truncated, damaged or not Parquet, lacks a column, or is being written to.
     """
     with _opened(path) as file:
         date = FileStat.of(os.fstat(file.fileno()))
         footer = read_footer(path, file)
         _check_columns(path, footer.schema, recipe)
         digest = _file_digest(file, date.size_bytes)
-        if FileStat.of(path.stat()) != date:  # by now it may be half of one file and half of another
+        if FileStat.of(path.stat()) != date:  # the content may be a mix of two files
             raise being_written(path)
     groups = [footer.metadata.row_group(g) for g in range(footer.metadata.num_row_groups)]
     read = _chunks_read(footer, recipe)
@@ -96,35 +96,35 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
 
 
 def read_schema(path: Path) -> pa.Schema:
-    """The columns of a Parquet file. Raises DatasetInvalid: it is truncated, damaged or no Parquet."""
+    """Return the columns of a Parquet file. Raises DatasetInvalid: it is truncated, damaged or not Parquet."""
     with _opened(path) as file:
         return read_footer(path, file).schema
 
 
 def being_written(what: Path | str) -> DatasetInvalid:
-    """What is said of a file, or of several, that change while they are read."""
+    """Return the error for a file, or several, that change while they are read."""
     return DatasetInvalid(f"{what} is being written to: it changed while it was read. Wait until it is whole.")
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a file to read its footer; no other place does. Raises OSError."""
+    """Open a file to read its footer; only this function does so. Raises OSError."""
     check_is_file(path.stat(), path)
     return path.open("rb")
 
 
 def open_shard(shard: Shard) -> pa.OSFile:
-    """Opens a shard's file to decode it. Whatever is put in its place meanwhile is not what is read. Raises OSError."""
+    """Open a shard's file to decode it. A later replacement of the file does not affect the reader. Raises OSError."""
     check_is_file(shard.path.stat(), shard.path)
     return pa.OSFile(str(shard.path))
 
 
 def stat_of(file: pa.OSFile) -> FileStat:
-    """The date of an open file as it is now. Raises OSError."""
+    """Return the current FileStat of an open file. Raises OSError."""
     return FileStat.of(os.fstat(file.fileno()))
 
 
 def is_of(file: pa.OSFile, shard: Shard) -> bool:
-    """Whether an open file is the one whose footer was read. A new date on the same content is no change. Raises OSError."""
+    """Return whether an open file is the one whose footer was read: FileStat or digest match. Raises OSError."""
     date = stat_of(file)
     if date == shard.date:
         return True
@@ -142,7 +142,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         advice = "Mend its storage"
         if isinstance(error, PermissionError):
             advice = "Let the server's user read it"
-        elif error.errno in (ENOENT, EINVAL, ELOOP, ENAMETOOLONG):  # a link to nothing, a pipe, a name that can be no file's
+        elif error.errno in (ENOENT, EINVAL, ELOOP, ENAMETOOLONG):  # broken symlink, pipe, invalid file name
             advice = "Write it again"
         what = f"{path} cannot be read: {error.strerror or error}"
         raise DatasetInvalid(f"{what}. {advice}, or move it out of the folder.") from error
@@ -160,7 +160,7 @@ def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
 
 
 def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
-    """A hash of the end of a file, where the footer is, and of samples spread over the rest; of all of a small file."""
+    """Hash the end of a file, with the footer, and samples spread over the rest; all of a small file."""
     digest = blake2b(digest_size=16)
     file.seek(size - 8)
     footer_bytes = int.from_bytes(file.read(4), "little") + 8
@@ -173,15 +173,15 @@ def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
 
 
 def _chunks_read(footer: Footer, recipe: Recipe) -> list[int]:
-    """Which column chunks of a row group are of columns that the recipe reads."""
+    """Return the indices of a row group's column chunks that the recipe reads."""
     read = recipe.read_columns
-    # A column's own name may hold a dot.
+    # A column's name may contain a dot.
     return [c for c, path in enumerate(footer.paths) if read is None or path in read or path.split(".")[0] in read]
 
 
 def _null_rows(footer: Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> int:
-    """Rows of a group that the footer knows to be null and to be served."""
-    # In nested columns a null may as well be an empty list, and what a filter leaves out may be null.
+    """Return the number of a group's served rows that are null by the footer."""
+    # In nested columns the count of nulls includes empty lists, and the filter may drop null rows.
     if recipe.transform or recipe.filter or recipe.kind == "tokens":
         return 0
     columns = [group.column(c) for c, path in enumerate(footer.paths) if path in recipe.token_columns]
@@ -190,7 +190,7 @@ def _null_rows(footer: Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> in
 
 
 def _token_range(footer: Footer, groups: list[pq.RowGroupMetaData], recipe: Recipe) -> tuple[int, int] | None:
-    """The least and the largest id of the columns of token lists, (0, 0) if they have none, None without statistics."""
+    """Return the least and the largest id in the columns of token lists, (0, 0) without ids, None without statistics."""
     names = [source.text for _, source in recipe.fields]
     if recipe.kind != "tokens" or recipe.transform or not {*names} <= {*recipe.token_columns}:  # inside a struct
         return None
@@ -204,9 +204,9 @@ def _token_range(footer: Footer, groups: list[pq.RowGroupMetaData], recipe: Reci
 
 
 def _leaf(footer: Footer, name: str) -> int:
-    """Which column chunk holds the values of a column of lists."""
-    # A column called "tokens.n" is no part of the lists in "tokens". Leaves stand in the order of the columns.
-    # Lists as protobuf writes them are a leaf of the very name.
+    """Return the index of the column chunk with the values of a column of lists."""
+    # A column called "tokens.n" is not part of the lists in "tokens". Leaves are in the order of the columns.
+    # A list that protobuf wrote is a leaf of exactly this name.
     leaves = [c for c, path in enumerate(footer.paths) if f"{path}.".startswith(f"{name}.")]
     before = [field for field in list(footer.schema)[: footer.schema.names.index(name)] if field.name.startswith(f"{name}.")]
     return leaves[sum(num_leaves(field.type) for field in before)]

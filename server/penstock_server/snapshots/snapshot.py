@@ -1,4 +1,4 @@
-"""The snapshot: the immutable list of a dataset's shards, read from their footers alone, and the blocks in them."""
+"""Snapshot: the immutable list of a dataset's shards, read from their footers alone, and their blocks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _BLOCK_BYTES, _BLOCK_ROWS = 8 << 20, 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class BlockAddress:
-    """Where a block lies: rows [first_row, first_row + num_rows) of one row group of one shard, from its row `row_in_shard` on.
+    """Address of a block: rows [first_row, first_row + num_rows) of a row group in a shard, from its row `row_in_shard` on.
 
-    `index` is its number among all blocks, `group` that of its row group among all, `number` its number in the group, whose
-    blocks have `rows_per_block` rows each but the last.
+    `index` is its number among all blocks, `group` that of its row group among all, `number` its number in the group. All
+    blocks of the group but the last have `rows_per_block` rows.
     """
 
     index: int
@@ -43,22 +43,22 @@ class BlockAddress:
 
     @property
     def place(self) -> Place:
-        """Where its rows are in the whole shard."""
+        """Return the place of its rows in the whole shard."""
         return Place(self.shard.path.name, self.row_in_shard)
 
 
 class Snapshot:
-    """A dataset's shards and recipe, named by a fingerprint of both; never changed once made.
+    """Immutable shards and recipe of a dataset, named by a fingerprint of both.
 
     fingerprint      16 hex digits over the shards (name, size, digest) and the recipe
     rows_per_block   shape [num_blocks], in the order of shards, row groups and rows; before any filter
     blocks_per_group shape [num_groups]: a row group is one block, a very large one several
-    first_block_of_shard shape [num_shards + 1]: where each shard's blocks start, and at last their number
-    vocab_size       every token id is below it; None where neither the recipe nor the footers know
-    token_bound      ids that are not below it make a bad row, by the recipe; see bound_in
-    name             of the dataset that it is of, by which errors call it; a.b for the folder a/b
+    first_block_of_shard shape [num_shards + 1]: the first block of each shard, then the number of blocks
+    vocab_size       every token id is below it; None if neither the recipe nor the footers bound the ids
+    token_bound      an id not below it makes a bad row, by the recipe; see bound_in
+    name             name of the dataset, used in errors; a.b for the folder a/b
     token_dtype      the smallest of uint16 and uint32 that holds every token id
-    shard_splits     the split of each shard, by its name; None: rows have splits by hash
+    shard_splits     the split of each shard, by its name; None: a hash splits the rows
     validation       the share of rows that the hash holds out, of all shards or of the train shards
     """
 
@@ -86,88 +86,88 @@ class Snapshot:
 
     @cached_property
     def pools(self) -> Pools:
-        """How best_fit packs blocks together."""
+        """Return the pools of blocks that best_fit packs together."""
         return pools_of(self.rows_per_block, self.blocks_per_group)
 
     @property
     def split_rule(self) -> SplitRule:
-        """What gives the splits: the names of the shards, or a hash of each row."""
+        """Return the rule for splits: the names of the shards, or a hash of each row."""
         return "files" if self.shard_splits else "hash"
 
     @property
     def splits(self) -> list[str]:
-        """The splits that rows may be in, beside all; one alone is all rows."""
+        """Return the splits of the rows, besides "all"; a single one has all rows."""
         found = {*(self.shard_splits or ["train"]), *(["validation"] if self.validation else [])}
         return [split for split in ("train", "validation", "test") if split in found]
 
     def select(self, split: str) -> list[Selection]:
-        """Which rows of each shard a split has."""
+        """Return the rows of each shard that are in a split."""
         found = {own: select_rows(split, own, self.validation) for own in {*(self.shard_splits or ["train"])}}
         return [found[own] for own in self.shard_splits] if self.shard_splits else [found["train"]] * len(self.shards)
 
     def split_of_shard(self, shard: int) -> str:
-        """The split of a shard: train, also where a hash gives the splits, validation, test or none."""
+        """Return the split of a shard: train, also if a hash gives the splits, validation, test or none."""
         return self.shard_splits[shard] if self.shard_splits else "train"
 
     def split_of_block(self, block: int) -> str:
-        """The split of the shard that a block is in."""
+        """Return the split of a block's shard."""
         return self.split_of_shard(find_one(self.first_block_of_shard, block) if self.shard_splits else 0)
 
     def select_in(self, block: int, split: str) -> Selection:
-        """Which rows of a block a split has."""
+        """Return the rows of a block that are in a split."""
         return select_rows(split, self.split_of_block(block), self.validation)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all shards."""
+        """Return the number of blocks of all shards."""
         return len(self.rows_per_block)
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of all shards' columns that are read, uncompressed."""
+        """Return the bytes of the columns read from all shards, uncompressed."""
         return int(self._bytes_per_group.sum())
 
     @cached_property
     def bytes_per_block(self) -> IntArray:
-        """About the bytes of each block's columns, uncompressed, shape [num_blocks]; its tokens seldom take more."""
+        """Estimate the bytes of each block's columns, uncompressed, shape [num_blocks]; its tokens seldom take more."""
         group, _ = numbered(self.blocks_per_group)
         found: IntArray = self._bytes_per_group[group] * self.rows_per_block // np.maximum(self._rows_per_group[group], 1)
         return found
 
     @cached_property
     def largest_group_bytes(self) -> int:
-        """The bytes of the largest row group's columns, uncompressed."""
+        """Return the bytes of the largest row group's columns, uncompressed."""
         return int(self._bytes_per_group.max(initial=0))
 
     def bound_in(self, shard: Shard) -> int:
-        """Ids in a shard that are not below this make a bad row. What other shards hold changes nothing of its blocks."""
+        """Return the bound of ids in a shard; an id not below it makes a bad row. Other shards do not affect its blocks."""
         if self.recipe.vocab_size or shard.token_range is None:
             return self.token_bound
         return min(self.token_bound, shard.token_range[1] + 1)
 
     @property
     def _rows_per_group(self) -> IntArray:
-        """Rows of each row group, shape [num_groups]; joined anew, since shards have the same."""
+        """Return the rows of each row group, shape [num_groups]; joined on each call, since the shards hold them already."""
         return _joined(shard.rows_per_group for shard in self.shards)
 
     @property
     def _bytes_per_group(self) -> IntArray:
-        """The bytes of each row group's columns, uncompressed, shape [num_groups]; joined anew, likewise."""
+        """Return the bytes of each row group's columns, uncompressed, shape [num_groups]; joined on each call, likewise."""
         return _joined(shard.bytes_per_group for shard in self.shards)
 
     def begins_of_groups(self, blocks: Sequence[int]) -> list[int]:
-        """Of some ascending blocks, the first one of each row group."""
+        """Return the first block of each row group among some ascending blocks."""
         indices = np.array(blocks, np.int64)
         firsts: list[int] = indices[begins_run(find(self._first_block, indices))].tolist()
         return firsts
 
     def locate(self, row: int) -> tuple[int, int]:
-        """The (block, row in the block) of row `row`, in [0, num_rows), of all shards."""
+        """Return the (block, row in the block) of row `row`, in [0, num_rows), of all shards."""
         index = find_one(self._first_row, row)
         return index, row - int(self._first_row[index])
 
     def block(self, index: int) -> BlockAddress:
-        """Where block `index`, in [0, num_blocks), lies."""
+        """Return the address of block `index`, in [0, num_blocks)."""
         group = find_one(self._first_block, index)
         shard = find_one(self._first_group, group)
         number, size = index - int(self._first_block[group]), int(self._block_size[group])
@@ -184,20 +184,20 @@ class Snapshot:
         )
 
     def first_row_of(self, block: int) -> int:
-        """The number of a block's first row among all rows."""
+        """Return the number of a block's first row among all rows."""
         return int(self._first_row[block])
 
     def blocks_of_shard(self, shard: int) -> range:
-        """The blocks of one shard."""
+        """Return the blocks of one shard."""
         return range(*self.first_block_of_shard[shard : shard + 2].tolist())
 
     def blocks_of_group(self, group: int) -> range:
-        """The blocks that a row group is split into."""
+        """Return the blocks of a row group."""
         return range(int(self._first_block[group]), int(self._first_block[group + 1]))
 
 
 def fingerprint_of(shards: Sequence[Shard], recipe: Recipe) -> str:
-    """The fingerprint of the snapshot of these shards and this recipe."""
+    """Return the fingerprint of the snapshot of these shards and this recipe."""
     content = {
         "shards": [[s.path.name, s.date.size_bytes, s.digest] for s in shards],
         **_applied(recipe, (s.path.name for s in shards)),
@@ -206,7 +206,7 @@ def fingerprint_of(shards: Sequence[Shard], recipe: Recipe) -> str:
 
 
 def recipe_key(recipe: Recipe, names: Iterable[str]) -> str:
-    """A name for what fingerprints are of beside the shards, which have these names."""
+    """Return a hash of the other inputs of a fingerprint, for shards of these names."""
     return blake2b(json.dumps(_applied(recipe, names), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -215,7 +215,7 @@ def _joined(numbers: Iterable[array[int]]) -> IntArray:
 
 
 def _applied(recipe: Recipe, names: Iterable[str]) -> dict[str, Any]:
-    """The recipe as it applies to shards of these names."""
+    """Return the identity of the recipe as it applies to shards of these names."""
     shard_splits = splits_of_shards(names, recipe.splits)
     content = {"recipe": recipe.identity, "validation": _held_out_share(recipe, shard_splits)}
     return content | ({"splits": "files"} if shard_splits else {})
@@ -228,8 +228,8 @@ def _held_out_share(recipe: Recipe, shard_splits: tuple[str, ...] | None) -> flo
 
 
 def _split(rows: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:
-    """The rows of a block in each row group, and the blocks that makes; a block is a bounded number of bytes and of rows."""
-    # Bytes alone would not do: a column of few different values is small in the file, however many rows it has.
+    """Return the rows per block and the number of blocks of each row group; a block has bounded bytes and rows."""
+    # Bytes alone are not enough: a column of few distinct values is small in the file, whatever its number of rows.
     wanted = np.maximum(-(-nbytes // _BLOCK_BYTES), -(-rows // _BLOCK_ROWS)).clip(1)
     size = np.maximum(-(-rows // wanted), 1)
     return size, np.maximum(-(-rows // size), 1)
