@@ -1,1 +1,1 @@
-"""Penstock's server: owns Parquet shards and serves training batches, each at a URL of its own."""
+"""Penstock's server: owns Parquet shards and serves training batches, each at its own URL."""

@@ -1,7 +1,7 @@
-"""Bytes in flight: what responses have in memory until their readers have it, and the budget of that.
+"""Bytes in flight: the memory of responses until clients have read them, and its budget.
 
-Without a budget a thousand slow readers would each keep their chunks of a few MiB in memory. Beyond it a request is told to
-come back; one that was let in is never refused in its midst.
+Without a budget a thousand slow clients would each keep chunks of a few MiB in memory. Beyond the budget a request gets a 503
+and retries later; a request that was admitted is never refused halfway.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from penstock_server.problems import Busy
 
 
 class InFlight:
-    """The budget of one process, for all of its threads."""
+    """Budget of one process, shared by all of its threads."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.lock = threading.Lock()
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
-        self.num_holds = 0  # that have taken their bytes
+        self.num_holds = 0  # reservations that have taken their bytes
 
     def hold(self, num_chunks: int, chunk_bytes: int) -> Reservation:
-        """A hold for a response that has so many chunks in memory at a time; it has taken nothing yet.
+        """Makes a reservation for a response with `num_chunks` chunks in memory; it takes no bytes yet.
 
-        Raises Busy: there would be no room for it now.
+        Raises Busy: the budget has no room for it now.
         """
         hold = Reservation(self, num_chunks, chunk_bytes)
         self.check(hold.nbytes)
         return hold
 
     def check(self, nbytes: int) -> None:
-        """Raises Busy: there is no room for so many bytes. Where nothing is in flight, there is room for any number."""
+        """Raises Busy: the budget has no room for `nbytes`. An idle process has room for any number."""
         if self.num_holds and self.held_bytes + nbytes > self.budget_bytes:
             raise Busy(
                 f"{self.held_bytes:,} bytes are held by {counted(self.num_holds, 'response')} not yet read, this one would "
@@ -41,7 +41,7 @@ class InFlight:
 
 
 class Reservation:
-    """What one response holds; `nbytes` is foreseen, until its first chunk is measured."""
+    """Bytes of one response; `nbytes` is an estimate until its first chunk is measured."""
 
     def __init__(self, in_flight: InFlight, num_chunks: int, chunk_bytes: int) -> None:
         self.nbytes = num_chunks * chunk_bytes
@@ -49,7 +49,7 @@ class Reservation:
         self._is_taken = self._is_measured = False
 
     def take(self) -> None:
-        """Takes the bytes, unless they are taken. Raises Busy: there is no room for them any more."""
+        """Takes the bytes if they are not taken yet. Raises Busy: the budget has no more room for them."""
         with self._in_flight.lock:
             if not self._is_taken:
                 self._in_flight.check(self.nbytes)
@@ -58,7 +58,7 @@ class Reservation:
                 self._is_taken = True
 
     def measured(self, chunk_bytes: int) -> None:
-        """Counts these bytes for each chunk: the first one's for those foreseen, a larger one's even beyond the budget."""
+        """Counts `chunk_bytes` per chunk: the first replaces the estimate; a larger one counts even beyond the budget."""
         with self._in_flight.lock:
             more = self._num_chunks * chunk_bytes - self.nbytes
             if more > 0 or not self._is_measured:
@@ -67,7 +67,7 @@ class Reservation:
             self._is_measured = True
 
     def release(self) -> None:
-        """Gives back what was taken. Idempotent."""
+        """Returns the bytes to the budget. Idempotent."""
         with self._in_flight.lock:
             if self._is_taken:
                 self._in_flight.held_bytes -= self.nbytes

@@ -39,15 +39,15 @@ class _App(FastAPI):
 
 
 def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
-    """The service over one catalog and one budget of bytes in flight. No batch depends on what was asked before."""
-    tags = [{"name": name} for name in ("datasets", "batches", "rows", "probes")]  # in the order of the page
+    """Creates the service over one catalog and one budget of bytes in flight. Batches do not depend on earlier requests."""
+    tags = [{"name": name} for name in ("datasets", "batches", "rows", "probes")]  # in the order of the docs page
     app = _App(
         title="Penstock", version=__version__, description=_DESCRIPTION, openapi_tags=tags, docs_url=None, redoc_url=None
     )
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
     app.state.service = Service(catalog, in_flight)
-    # Batches first, since routes are tried in their order. As they are: include_router makes each route once more, which a
-    # server's first request would wait for.
+    # Batches first, since routes are tried in order. Added directly: include_router would create each route again, and delay
+    # the server's first request.
     for part in (batches, datasets, probes):
         app.router.routes.extend(part.router.routes)
     _add_documentation(app)
@@ -56,7 +56,7 @@ def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
 
 
 def _add_documentation(app: FastAPI) -> None:
-    # FastAPI's own page loads its scripts from a CDN, which a training cluster seldom reaches.
+    # FastAPI's page loads its scripts from a CDN, which training clusters can seldom reach.
     app.mount("/docs/assets", StaticFiles(directory=swagger_ui_bundle.swagger_ui_path))
 
     @app.get("/", include_in_schema=False)
@@ -71,7 +71,7 @@ def _add_documentation(app: FastAPI) -> None:
             swagger_js_url="/docs/assets/swagger-ui-bundle.js",
             swagger_css_url="/docs/assets/swagger-ui.css",
             swagger_favicon_url="/docs/assets/favicon-32x32.png",
-            swagger_ui_parameters={"defaultModelRendering": "model", "defaultModelExpandDepth": 5},  # what each field is
+            swagger_ui_parameters={"defaultModelRendering": "model", "defaultModelExpandDepth": 5},  # shows each field's text
         )
 
 
@@ -114,7 +114,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001
-        return Response(status_code=499)  # nobody reads it; what it waited for is given up
+        return Response(status_code=499)  # the client has left; its loads are released
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

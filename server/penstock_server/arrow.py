@@ -1,4 +1,4 @@
-"""Steps with Arrow's arrays that pyarrow does not take by itself, or not for every type."""
+"""Arrow operations that pyarrow lacks, or lacks for some types."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from penstock_server.order.arrays import IntArray
 
 
 def take_rows(rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> pa.RecordBatch:
-    """The rows of these numbers, which ascend."""
+    """Returns the rows with these ascending numbers."""
     try:
         return rows.take(pa.array(numbers))
-    except pa.ArrowNotImplementedError:  # of views, which pyarrow only slices and joins; Polars writes all text as views
+    except pa.ArrowNotImplementedError:  # pyarrow can only slice and join views; Polars writes all text as views
         runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
         return pa.concat_batches([rows.slice(int(run[0]), len(run)) for run in runs if len(run)] or [rows.slice(0, 0)])
 
 
 def list_lengths(array: pa.Array) -> IntArray:
-    """The length of each list, 0 for null."""
+    """Returns the length of each list, 0 for null."""
     lengths: IntArray = pc.fill_null(pc.cast(pc.list_value_length(array), pa.int64()), 0).to_numpy(zero_copy_only=False)
     return lengths
 
 
 def raw_texts(array: pa.Array) -> pa.Array:
-    """A column of text, JSON or bytes as large_binary: not every text is UTF-8.
+    """Converts a column of text, JSON or bytes to large_binary: not every text is UTF-8.
 
-    A JSON string is its characters, JSON null is null, any other JSON value is its JSON text. Invalid JSON is text.
+    A JSON string becomes its characters, JSON null becomes null, other JSON values stay JSON text. Invalid JSON is text.
     """
     raw = pc.cast(array, pa.large_binary())
     return pa.array(map(_raw_text, raw.to_pylist()), raw.type) if isinstance(array.type, pa.JsonType) else raw
@@ -48,7 +48,7 @@ def _raw_text(raw: bytes | None) -> bytes | None:
 
 
 def parsed_json(text: str) -> Any:
-    """The value of a JSON text; the text itself where it is no valid JSON."""
+    """Parses a JSON text; returns the text itself if it is invalid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -56,7 +56,7 @@ def parsed_json(text: str) -> Any:
 
 
 def without_json_type(array: pa.Array) -> pa.Array:
-    """An array with JSON as plain text, as `raw_texts` has it; also in the fields of structs."""
+    """Converts JSON in an array to plain text as `raw_texts` does, also in the fields of structs."""
     if isinstance(array.type, pa.JsonType):
         return pc.cast(raw_texts(array), pa.large_string(), safe=False)
     if not (pa.types.is_struct(array.type) and holds_json(array.type)):
@@ -66,7 +66,7 @@ def without_json_type(array: pa.Array) -> pa.Array:
 
 
 def holds_json(type_: pa.DataType) -> bool:
-    """Whether values of a type are JSON, or hold values of Parquet's JSON type."""
+    """Returns whether a type is Parquet's JSON type, or contains it."""
     if isinstance(type_, pa.BaseExtensionType) or not pa.types.is_nested(type_):
         return isinstance(type_, pa.JsonType)
     return any(holds_json(type_.field(number).type) for number in range(type_.num_fields))

@@ -1,8 +1,8 @@
-"""Sealed files: whole or absent whatever crashes. What cannot be stored, or was damaged, is made again.
+"""Sealed files: complete or absent after any crash. A file that is damaged, or could not be stored, is made again.
 
-A file is written under a temporary name and renamed, and ends with the xxh3-64 of its name and the bytes before it. That is
-checked before any of them is parsed: a flipped bit in a length would have a parser read elsewhere, and a file under the name of
-another would be taken for that. `Sound` remembers which files were checked, for a process that maps one again.
+A file is written under a temporary name and renamed. It ends with a seal, the xxh3-64 of its name and the bytes before it. The
+seal is checked before parsing: a flipped bit in a length would make a parser read elsewhere, and a file under a wrong name
+would be taken for another. `Sound` remembers verified files, for a process that maps one again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _telling_unread = Seldom()
 
 SEAL_BYTES = 8
 _PIECE_BYTES = 1 << 20
-TEMPORARY = ".tmp"  # after the names of files that are not yet whole
-ABANDONED_SECONDS = 60.0  # one that nobody has written to for so long belongs to a process that died
+TEMPORARY = ".tmp"  # suffix of files that are not complete yet
+ABANDONED_SECONDS = 60.0  # a temporary file unchanged for this long belongs to a dead process
 
 
 class Damaged(Exception):
-    """The bytes of a file are not those that were written under its name."""
+    """A file whose bytes do not match its seal."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} is damaged and will be made again")
@@ -46,7 +46,7 @@ def _seed_of(name: str) -> int:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a file, as far as can be told: what is on a disk that fails cannot be used either."""
+    """Returns whether a file exists; False also if its disk fails, since the file cannot be used."""
     try:
         path.stat()
     except OSError:
@@ -55,29 +55,29 @@ def is_there(path: Path) -> bool:
 
 
 class Sound:
-    """The files, at most so many, whose seals were found right: to map one of them again is not to read it again.
+    """Up to `most` files with verified seals, which can be mapped again without reading them.
 
-    Damage that a disk does to them later is not noticed, as it is not in a file that stays mapped. They are known by name,
-    inode and size; who removes or replaces one says so. For any number of threads.
+    Later damage by the disk is not detected, as in a file that stays mapped. Files are identified by name, inode and size;
+    code that removes or replaces one must call `forget`. Safe for any number of threads.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._known = set[int]()  # digests, since names would take several times as much memory
+        self._known = set[int]()  # hashes, since names would take several times the memory
 
     def has(self, path: Path, stat: os.stat_result) -> bool:
-        """Whether this file is one of them."""
+        """Returns whether this file was verified."""
         return _identity(path, stat) in self._known
 
     def add(self, path: Path, stat: os.stat_result) -> None:
-        """Remembers a file, perhaps in the place of another."""
+        """Remembers a file; drops another if the set is full."""
         if len(self._known) >= self._most:
             with suppress(KeyError):
                 self._known.pop()
         self._known.add(_identity(path, stat))
 
     def forget(self, path: Path) -> None:
-        """The file is no longer what it was, or will not be: another may be given its inode."""
+        """Forgets a file before it is removed or replaced: another file may get its inode."""
         with suppress(OSError):
             self._known.discard(_identity(path, path.stat()))
 
@@ -87,15 +87,15 @@ def _identity(path: Path, stat: os.stat_result) -> int:
 
 
 def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
-    """The bytes of a file before its seal, mapped into memory. None: there is none, or it cannot be read, which is logged.
+    """Maps the bytes of a file before its seal. None if it does not exist, or cannot be read, which is logged.
 
-    The map stays good when the file is removed or replaced. What is among `sound` is not read. Raises Damaged.
+    The map stays valid after the file is removed or replaced. Files in `sound` are not read again. Raises Damaged.
     """
     try:
         with path.open("rb", buffering=0) as file:
             stat = os.fstat(file.fileno())
-            # Arrow's map keeps no descriptor open, as Python's does: ten thousand shards would take ten thousand. It refuses a
-            # file of no bytes.
+            # Arrow's map keeps no descriptor open; Python's does, and ten thousand shards would take ten thousand. Arrow
+            # refuses an empty file.
             content = pa.memory_map(os.fsencode(path)).read_buffer() if stat.st_size else pa.py_buffer(b"")
             if not os.path.samestat(stat, path.stat()):
                 raise OSError(ESTALE, "it was replaced just now")
@@ -106,7 +106,7 @@ def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
                     sound.add(path, stat)
     except FileNotFoundError:
         return None
-    except OSError as error:  # no descriptor left, no permission, a disk that fails: the file itself may be sound
+    except OSError as error:  # no descriptor left, no permission, a failing disk: the file itself may be sound
         if _telling_unread.is_due():
             log.warning("%s cannot be read: %s", path, error)
         return None
@@ -114,9 +114,9 @@ def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
 
 
 def _is_sealed(file: RawIOBase, num_bytes: int, name: str) -> bool:
-    """Whether behind so many bytes a file of this name ends with their seal. Raises OSError.
+    """Returns whether the file ends, after `num_bytes`, with the seal of these bytes and this name. Raises OSError.
 
-    It is read, not mapped: where a disk fails, to look at a map ends the process.
+    It reads the file and does not map it: if the disk fails, access to a map kills the process.
     """
     seal = xxhash.xxh3_64(seed=_seed_of(name))
     piece = memoryview(bytearray(max(0, min(num_bytes, _PIECE_BYTES))))
@@ -128,9 +128,9 @@ def _is_sealed(file: RawIOBase, num_bytes: int, name: str) -> bool:
 
 
 def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None:
-    """What `parse` makes of the bytes of a file, which stay mapped for it, or None: there are none, or they are damaged.
+    """Returns `parse` of the mapped bytes of a file; None if the file does not exist or is damaged.
 
-    `parse` gives None, too, for bytes that are not what they should be.
+    `parse` also returns None for bytes with an unexpected layout.
     """
     try:
         body = map_sealed(path)
@@ -145,7 +145,7 @@ def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None
 
 
 def write_with_seal(file: BinaryIO, pieces: Iterable[Piece], name: str) -> None:
-    """Writes bytes, one piece after the other, and behind them the seal that they have in a file of this name."""
+    """Writes the pieces, then their seal for a file of this name."""
     seal = xxhash.xxh3_64(seed=_seed_of(name))
     for piece in pieces:
         seal.update(piece)
@@ -154,9 +154,9 @@ def write_with_seal(file: BinaryIO, pieces: Iterable[Piece], name: str) -> None:
 
 
 def write_sealed(path: Path, pieces: Iterable[Piece], otherwise: str) -> None:
-    """Writes a file, one piece after the other. If that fails, nothing is left of it; `otherwise`, what follows, is logged.
+    """Writes a sealed file. On an OSError it leaves no file and logs the consequence, `otherwise`.
 
-    Raises what `pieces` raises, but for an OSError.
+    Raises what `pieces` raises, except OSError.
     """
     temporary = path.with_name(f"{uuid.uuid4().hex}{TEMPORARY}")
     try:

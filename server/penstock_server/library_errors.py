@@ -1,6 +1,6 @@
-"""Errors of what is not ours: libraries and functions of people, which may raise anything.
+"""Errors of libraries and user functions, which may raise anything.
 
-Those in Rust panic, too, which Python gets as no Exception, so that whoever catches those lets a panic end a thread.
+Rust libraries may also panic. A panic is a BaseException: `except Exception` would let it end a thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class LibraryError(Exception):
-    """A library failed; `cause` is what it raised."""
+    """A failure of a library; `cause` is its exception."""
 
     def __init__(self, cause: BaseException, message: str) -> None:
         super().__init__(message)
@@ -19,7 +19,7 @@ class LibraryError(Exception):
 
 @contextmanager
 def library_errors() -> Iterator[None]:
-    """Raises LibraryError for whatever is raised inside, panics and exits among it, but not for a lack of memory or Ctrl-C."""
+    """Converts exceptions, panics and exits inside to LibraryError, but not MemoryError or Ctrl-C."""
     try:
         yield
     except MemoryError:
@@ -27,6 +27,6 @@ def library_errors() -> Iterator[None]:
     except (Exception, SystemExit) as error:
         raise LibraryError(error, str(error)) from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # its type is in no module that could be imported
+        if type(error).__name__ != "PanicException":  # the type cannot be imported from any module
             raise
         raise LibraryError(error, f"the library panics: {error}") from error

@@ -1,4 +1,4 @@
-"""The log: what happens while a server runs, on stderr, a line each with its time."""
+"""Log of a running server on stderr, one line per event, with the time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SELDOM_SECONDS = 60.0
 
 
 def begin_log(*, tells_news: bool) -> None:
-    """From now on. How datasets change is told only with `tells_news`: all processes see it, and one of them is to tell it."""
+    """Starts the log. Only one process, with `tells_news`, logs changes of datasets, since all of them see these."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(handlers=[handler])
@@ -21,13 +21,13 @@ def begin_log(*, tells_news: bool) -> None:
 
 
 class Seldom:
-    """When to tell of what fails for each block, as on a disk that is away: once a minute. For all threads."""
+    """Rate limit of one log line a minute, for errors of every block, as in a disk outage. For all threads."""
 
     def __init__(self) -> None:
         self._due_at = 0.0
 
     def is_due(self) -> bool:
-        """Whether to tell it now; from then on it is told."""
+        """Returns whether to log now; the minute starts with a True."""
         now = time.monotonic()
         if now < self._due_at:
             return False
@@ -36,15 +36,15 @@ class Seldom:
 
 
 class _Printable(logging.Formatter):
-    """Lines that a terminal does not obey, whatever files and folders are called."""
+    """A formatter without control characters, whatever the names of files and folders."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as logging calls it
-        # What is one message begins no second line with a time: that could be in the name of a folder.
+        # Continuation lines are indented: a folder name with a line break could imitate a log line.
         return printable_lines(super().formatMessage(record)).replace("\n", "\n    ")
 
 
 class _FewWarnings(logging.Filter):
-    """Lets each of uvicorn's warnings through once a minute: whoever sends it what is no HTTP has it write one each time."""
+    """Passes each of uvicorn's warnings once a minute: every request that is not HTTP causes one."""
 
     def __init__(self) -> None:
         super().__init__()

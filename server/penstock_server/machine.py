@@ -1,4 +1,4 @@
-"""What of the machine this process may use: all of it, or less in a container."""
+"""Limits of memory and cores of this process, which a container may lower."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """The memory of the machine, or the limit of a control group that this process is in, whichever is less."""
+    """Returns the memory of the machine, or the lowest limit of this process's control groups if that is less."""
     limits = [
         text
         for version, group in _groups("memory", root)
@@ -20,14 +20,14 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """The cores that this process may run on, or as many as a control group leaves it the time of; one at least."""
+    """Returns the cores of this process by affinity, or by the CPU quota of its control groups if less; at least 1."""
     limits = [_machine_cores()]
     for version, group in _groups("cpu", root):
         if version == 2:
             quota, _, period = _read(group / "cpu.max").partition(" ")
         else:
             quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit() and int(period):  # without a limit it is "max", or -1
+        if quota.isdigit() and period.isdigit() and int(period):  # without a limit the quota is "max" or -1
             limits.append(math.ceil(int(quota) / int(period)))
     return max(1, min(limits))
 
@@ -37,13 +37,13 @@ def _machine_bytes() -> int:
 
 
 def _machine_cores() -> int:
-    with suppress(AttributeError, OSError):  # only Linux tells
+    with suppress(AttributeError, OSError):  # only on Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """The process's control groups and those that they are in, each with the version of Linux's groups that it is of."""
+    """Yields the process's control groups and their parents, each with its cgroup version."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if not controllers or controller in controllers.split(","):

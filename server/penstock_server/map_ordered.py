@@ -1,4 +1,4 @@
-"""Side by side: what threads make at the same time, given in the order in which it was asked for."""
+"""Parallel map: threads make the results, in the order of the items."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _Made = TypeVar("_Made")
 
 
 def map_ordered(threads: Executor, num_threads: int, make: Callable[[_Item], _Made], items: Iterable[_Item]) -> Iterator[_Made]:
-    """What `make` gives for each item, in turn; `num_threads` are made at a time, and one more waits. Raises what it raises.
+    """Yields `make(item)` in order; `num_threads` calls run at a time, and one more waits. Raises what `make` raises.
 
-    An item is taken when its turn comes near, so items may be as many as they like.
+    It takes items only shortly before their turn, so `items` may be endless.
     """
     ahead = deque[Future[_Made]]()
     rest = iter(items)

@@ -1,4 +1,4 @@
-"""The OpenAPI document as the page shows it best: of version 3.0, where FastAPI writes schemas of 3.1."""
+"""OpenAPI document for the docs page: converts FastAPI's 3.1 schemas to version 3.0."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ _NULL = {"type": "null"}
 
 
 def for_page(node: Any) -> Any:
-    """The document, or a part of it, in the words of 3.0.
+    """Converts the document, or a part of it, to version 3.0.
 
-    That has no type null but says of another type that its values may be null, and does not look at what stands beside a
-    reference. Titles of schemas are left out: they are but the names of fields again, and what a field is would be folded
-    away below them.
+    Version 3.0 has no type null, only `nullable`, and ignores siblings of a reference. The result has no schema titles: they
+    repeat the field names, and the page would collapse the descriptions below them.
     """
     if isinstance(node, list):
         return [for_page(item) for item in node]
@@ -21,10 +20,10 @@ def for_page(node: Any) -> Any:
     node = {name: for_page(value) for name, value in node.items()}
     if _NULL in node.get("anyOf", ()):
         first, *others = (option for option in node.pop("anyOf") if option != _NULL)
-        first["nullable"] = True  # which widens the type beside it
+        first["nullable"] = True  # allows null beside the type
         node = {"anyOf": [first, *others]} | node if others else first | node
     if "$ref" in node and len(node) > 1:
         node = {"allOf": [{"$ref": node.pop("$ref")}]} | node
-    if isinstance(node.get("title"), str) and "version" not in node:  # which the document as a whole has
+    if isinstance(node.get("title"), str) and "version" not in node:  # the document itself keeps its title
         del node["title"]
     return node

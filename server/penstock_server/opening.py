@@ -1,4 +1,4 @@
-"""Opening: the cache and the catalog that a command works on, and what is to be known of them beforehand."""
+"""Opening: the cache and the catalog of a command, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_server.settings import Settings, SettingsError
 
 
 def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, Catalog]:
-    """The blocks and the datasets of the settings; `joins`: see Catalog.open.
+    """Opens the block store and the catalog of the settings; `joins`: see Catalog.open.
 
     Raises SettingsError: the cache folder cannot be used. Raises DatasetInvalid: see open_catalog.
     """
@@ -33,6 +33,6 @@ def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, C
 
 
 def warn(command: str, settings: Settings, cache: CacheFolder, datasets: Collection[Served]) -> None:
-    """Tells what should be known of the data folder, and of these datasets of it, before anybody reads them."""
+    """Prints warnings about the data folder and these datasets, before they are read."""
     for sentence in (*advice_on_folder(settings.data_dir), *advice_on_data(datasets, cache.budget_bytes)):
         complain(command, sentence)

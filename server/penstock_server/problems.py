@@ -1,4 +1,4 @@
-"""Everything the server refuses on purpose; each becomes one RFC 9457 problem+json with a stable `type`.
+"""Problems: the errors that the server raises on purpose, each an RFC 9457 problem+json with a stable `type`.
 
 Problem
 ├── BadParameter      422  a query or path parameter is unknown, of the wrong kind or out of bounds
@@ -6,20 +6,20 @@ Problem
 ├── StepOutOfRange    404  the epoch has fewer steps
 ├── RankOutOfRange    404  the spec has fewer ranks
 ├── RowOutOfRange     404  the dataset has fewer rows
-├── SnapshotGone      409  the snapshot asked for is not, or no longer, on this server
+├── SnapshotGone      409  the requested snapshot is not, or no longer, on this server
 ├── DatasetInvalid    500  the dataset could not be opened; the message says why
-├── DatasetUnavailable       503  the same, where a snapshot of it was asked for: it may be served again
+├── DatasetUnavailable       503  the same, for a request with a snapshot: it may be served again
 ├── ShardUnreadable   500  a shard cannot be decoded
-├── ShardUnavailable  503  the storage fails; another time it may not
-├── OutOfMemory       503  there is not the memory for it, or no thread; another time there may be
-├── Busy              503  not now: responses in flight take all the memory that they may, or new data is looked at
-├── NotReady          503  the server is at work on what was asked for
+├── ShardUnavailable  503  the storage fails; a retry may succeed
+├── OutOfMemory       503  out of memory or of threads; a retry may succeed
+├── Busy              503  responses in flight use their whole budget, or new data is being checked
+├── NotReady          503  the server is still making the result
 │   ├── IndexNotReady      token counts that the packing needs are still being made
-│   └── BlocksNotReady     rows that the batches need are still being read or tokenized, and the client wants to hear how far
+│   └── BlocksNotReady     rows that the batches need are still being read or tokenized; sent to clients with `Prefer: wait`
 ├── IndexFailed       500  token counts cannot be made
 └── BadRow            500  a row cannot be used, and the recipe says on_bad_row = "fail"
 
-What is wrong with stored data is a 5xx, never a 404: a client that took it for "not there" would train on a shorter epoch.
+Faults of stored data are a 5xx, never a 404: a client that took them for "does not exist" would train on a shorter epoch.
 """
 
 from typing import ClassVar
@@ -28,14 +28,14 @@ from penstock.text import as_utf8
 
 
 class Problem(Exception):
-    """A refusal: what happened, what follows and what to do, in one text."""
+    """An error with one message: what happened, what follows and what to do."""
 
     status: ClassVar[int]
     slug: ClassVar[str]
     title: ClassVar[str]
 
     def __init__(self, message: str) -> None:
-        # A file's name that is not UTF-8, or what a transform says, may have in it what no answer can hold.
+        # A file name that is not UTF-8, or a message of a transform, may have characters that JSON cannot encode.
         super().__init__(as_utf8(message))
 
     @property
@@ -75,7 +75,7 @@ class RowOutOfRange(Problem):
 
 
 class SnapshotGone(Problem):
-    """The snapshot asked for is not, or no longer, on this server."""
+    """The requested snapshot is not, or no longer, on this server."""
 
     status, slug, title = 409, "snapshot-gone", "The data changed"
 
@@ -87,7 +87,7 @@ class DatasetInvalid(Problem):
 
 
 class DatasetUnavailable(Problem):
-    """The dataset could not be opened, and may be another time: nobody knows whether it is the snapshot that was asked for."""
+    """The dataset could not be opened now; whether it still is the requested snapshot is unknown."""
 
     status, slug, title = 503, "dataset-unavailable", "The dataset cannot be opened now"
 
@@ -99,15 +99,15 @@ class ShardUnreadable(Problem):
 
 
 class ShardUnavailable(Problem):
-    """The storage of a shard fails; another time it may not."""
+    """The storage of a shard fails; a retry may succeed."""
 
     status, slug, title = 503, "shard-unavailable", "A shard cannot be read now"
 
 
 class OutOfMemory(Problem):
-    """There is not the memory for what was asked, or no more thread; another time there may be.
+    """The server is out of memory or of threads; a retry may succeed.
 
-    `error` is Python's, `what` it was for, and `advice` what to do beside giving the server more memory.
+    `what` names the purpose, `error` is Python's error, and `advice` a remedy other than more memory.
     """
 
     status, slug, title = 503, "out-of-memory", "There is not the memory for it"
@@ -123,18 +123,18 @@ MORE_THREADS = "raise its limit of processes (ulimit -u, pids.max)"
 
 
 def lacks_threads(error: Exception) -> bool:
-    """Whether this is what Python raises where no thread can be started."""
+    """Returns whether this is Python's error for a thread that cannot be started."""
     return isinstance(error, RuntimeError) and "start new thread" in str(error)
 
 
 class Busy(Problem):
-    """Not now: the responses in flight take all the memory that they may, or new data is being looked at."""
+    """The responses in flight use their whole budget, or new data is being checked."""
 
     status, slug, title = 503, "busy", "The server is busy"
 
 
 class NotReady(Problem):
-    """The server is at work on what was asked for; `num_done` of `total` parts of it are done.
+    """The server is still making the result; `num_done` of `total` parts are done.
 
     `seconds_left` is an estimate by the rate so far; None before the first part is done.
     """
@@ -153,7 +153,7 @@ class IndexNotReady(NotReady):
 
 
 class BlocksNotReady(NotReady):
-    """Row groups that the batches need are still being read or tokenized. Only clients that send `Prefer: wait` are told."""
+    """Row groups for the batches are still being read or tokenized. Sent only to clients with `Prefer: wait`."""
 
     slug, title = "blocks-not-ready", "Rows are being read or tokenized"
 
@@ -165,6 +165,6 @@ class IndexFailed(Problem):
 
 
 class BadRow(Problem):
-    """A row cannot be used, and the recipe does not allow to put another in its place."""
+    """A row cannot be used, and the recipe does not allow to replace it."""
 
     status, slug, title = 500, "bad-row", "A row cannot be used"

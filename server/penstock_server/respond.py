@@ -1,4 +1,4 @@
-"""Responses of batches: made chunk by chunk, as fast as they are read, and held against the budget of bytes in flight."""
+"""Batch responses: made chunk by chunk, as fast as the client reads, and counted in the budget of bytes in flight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BatchFormat = Literal["msgpack", "json"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a request asks for: some steps of one rank and epoch."""
+    """A requested range of batches: some steps of one rank and epoch."""
 
     plan: Plan
     epoch: int
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def is_one_chunk(self) -> bool:
-        """Whether all of it is made in one go."""
+        """Whether the response is one chunk."""
         return len(self.steps) <= steps_per_chunk(self.plan)
 
     @property
@@ -56,11 +56,11 @@ class Run:
 
     @property
     def cache_control(self) -> str:
-        """Where the URL leaves the snapshot or the mix to the server, a cache that kept it would mix two in one epoch."""
+        """A cacheable URL pins snapshot and mix; otherwise a cache could mix two snapshots in one epoch."""
         return "public, max-age=31536000, immutable" if self.is_named else "no-cache"
 
     def nbytes(self) -> int | None:
-        """The length of the response, or None where it depends on the rows."""
+        """Returns the length of the response in bytes, or None if it depends on the rows."""
         return frames_nbytes(self.plan, self.epoch, self.rank, self.steps) if self.format == "msgpack" else None
 
 
@@ -73,16 +73,17 @@ async def respond(
     *,
     inline: bool,
 ) -> Response:
-    """The response to a request for what `find` gives; that is called `in_thread`.
+    """Returns the response for the range that `find` returns; calls `find` `in_thread`.
 
-    Batches are made in the same turn if `inline`: not where that is in one of many threads, for each would hold what a chunk
-    takes on the way.
+    With `inline`, the same thread call makes the batches. Do not use it with a pool of many threads: each thread would hold
+    the temporary memory of a chunk.
 
-    Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets. Raises ClientDisconnect.
-    Raises BlocksNotReady: see waiting; what the request waited for is in `unanswered`.
+    Raises:
+        Busy, ClientDisconnect, and what `find`, Plan.check and the first chunk raise.
+        BlocksNotReady: see waiting; `unanswered` keeps the blocks that the request waited for.
     """
-    # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
-    # connection breaks off; the client asks for less then, and gets the reason.
+    # The first chunk is made before the status line is sent, so its errors are problem+json. A later error closes the
+    # connection; the client then requests fewer steps and gets the reason.
     headers, making = await in_thread(partial(_begin, request, in_flight, find, inline=inline))
     if making is None:
         return Response(status_code=304, headers=headers)
@@ -98,17 +99,17 @@ async def respond(
         making.hold.release()
         head = Response(headers=headers, media_type=_media_type(making.run))
         if making.nbytes is None:
-            del head.headers["Content-Length"]  # 0, if nobody says otherwise
+            del head.headers["Content-Length"]  # Starlette sets 0
         return head
     return _HeldResponse(_bodies(making, in_thread), making, headers)
 
 
 class BatchStream:
-    """A run that is made chunk by chunk, in threads. It holds its bytes until `hold` is released.
+    """A range of batches, made chunk by chunk in threads. It holds its bytes until `hold` is released.
 
-    `nbytes` is the length of the response; None where it depends on the rows, and until its only chunk is made.
-    Once `is_left`, its client has left, and no more is made of it.
-    Raises Busy: there is no room for it now.
+    `nbytes` is the length of the response; None if it depends on the rows, and until the only chunk is made.
+    `is_left` is set after the client disconnected; no more chunks are made then.
+    Raises Busy: the budget has no room now.
     """
 
     def __init__(self, run: Run, in_flight: InFlight, *, inline: bool) -> None:
@@ -133,13 +134,13 @@ class BatchStream:
 
     @property
     def is_made(self) -> bool:
-        """Whether the body of this chunk is there."""
+        """Whether the body of this chunk is ready."""
         return self._body is not None
 
     def go_on(self) -> None:
-        """Turns to the next chunk, and makes it, if it may, and all of its blocks are mapped, as they mostly are.
+        """Moves to the next chunk, and makes it if `inline` and all of its blocks are mapped, the common case.
 
-        All in one turn of a thread: to wait for another takes longer than most of what there is to do.
+        All in one thread call: waiting for a second one takes longer than most chunks.
         """
         self.chunk = next(self._parts)
         if self.run.format == "json" or not self._inline:
@@ -150,9 +151,9 @@ class BatchStream:
             self.make(blocks)
 
     def make(self, blocks: Sequence[Block | PickedRows]) -> None:
-        """Makes the body of this chunk. As JSON, one batch is an object, and several are an array of them.
+        """Makes the body of this chunk. In JSON, one batch is an object, several batches are an array.
 
-        Raises ClientDisconnect: nobody waits for it any more.
+        Raises ClientDisconnect: the client has left.
         """
         self.check_client()
         self.hold.take()
@@ -168,13 +169,13 @@ class BatchStream:
             self.nbytes = len(self._body)
 
     def take_body(self) -> memoryview:
-        """The body of this chunk, which is the caller's to keep or drop."""
+        """Returns the body of this chunk and drops the reference to it."""
         assert self._body is not None
         body, self._body = self._body, None
         return body
 
     async def watch(self, receive: Receive) -> None:
-        """Waits until the client leaves."""
+        """Waits until the client disconnects."""
         await has_left(receive)
         self.is_left = True
 
@@ -185,18 +186,18 @@ class BatchStream:
 
 
 class _HeldResponse(StreamingResponse):
-    """A response that holds its bytes until the reader has them, leaves or fails."""
+    """A response that holds its bytes until the client has them, disconnects or fails."""
 
     def __init__(self, bodies: AsyncGenerator[memoryview, None], making: BatchStream, headers: dict[str, str]) -> None:
         super().__init__(bodies, media_type=_media_type(making.run), headers=headers)
         self._bodies, self._making = bodies, making
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The empty message that ends a stream is sent when all before it is on its way: a response in one piece would be
-        # done, and release its bytes, while they are still in memory.
+        # A stream sends its final empty message after all bytes left the buffer. A plain response would end, and release
+        # its bytes, while they are still in memory.
         try:
             async with aclosing(self._bodies):
-                if self._making.run.is_one_chunk:  # nobody need look whether the reader leaves: nothing more would be made
+                if self._making.run.is_one_chunk:  # no need to watch for a disconnect: no chunk is left to make
                     await self.stream_response(send)
                 else:
                     await super().__call__(scope, receive, send)
@@ -204,29 +205,29 @@ class _HeldResponse(StreamingResponse):
             self._making.hold.release()
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
-        """Waits until the reader leaves; the thread that makes text for it is told, too."""
+        """Waits until the client disconnects; also stops the thread that makes its text."""
         await self._making.watch(receive)
 
 
 def _begin(
     request: Request, in_flight: InFlight, find: Callable[[], Run], *, inline: bool
 ) -> tuple[dict[str, str], BatchStream | None]:
-    """The headers, and what is made of the run; nothing where the client's copy is current."""
+    """Returns the headers and the stream; no stream if the client's copy is current."""
     run = find()
-    run.plan.check(run.epoch, run.steps[0], run.rank)  # an address that does not exist has no ETag either
+    run.plan.check(run.epoch, run.steps[0], run.rank)  # an address that does not exist has no ETag
     headers = {"ETag": run.etag, "Cache-Control": run.cache_control}
     return headers, None if _matches(request, headers["ETag"]) else BatchStream(run, in_flight, inline=inline)
 
 
 def _held_chunks(run: Run, nbytes: int | None) -> int:
-    """How many chunks a response has in memory at most, while its reader is slow."""
+    """Returns the maximum number of chunks in memory while the client reads slowly."""
     if run.is_one_chunk:
         return 1
-    return 2 if nbytes is not None else 3  # one on its way and the next; without a length uvicorn copies the first
+    return 2 if nbytes is not None else 3  # one being sent and the next; without a length uvicorn copies the first
 
 
 async def _bodies(making: BatchStream, in_thread: InThread) -> AsyncGenerator[memoryview, None]:
-    """The bodies of the chunks, of which the first is made."""
+    """Yields the bodies of the chunks; the first is made already."""
     yield making.take_body()
     while not making.is_last:
         await in_thread(making.go_on)
@@ -236,9 +237,9 @@ async def _bodies(making: BatchStream, in_thread: InThread) -> AsyncGenerator[me
 
 
 async def _load_first(making: BatchStream, in_thread: InThread, request: Request, unanswered: Unanswered) -> None:
-    """Makes the first chunk once its blocks are there.
+    """Makes the first chunk as soon as its blocks are loaded.
 
-    Raises BlocksNotReady: that takes longer than the client wants to wait without a word.  Raises ClientDisconnect.
+    Raises BlocksNotReady: that takes longer than the client's `Prefer: wait`.  Raises ClientDisconnect.
     """
     asked = unanswered.take(making.run.etag) or await in_thread(making.chunk.request)
     futures = _futures(asked)
@@ -262,7 +263,7 @@ async def _load_first(making: BatchStream, in_thread: InThread, request: Request
 
 
 async def _load(making: BatchStream, in_thread: InThread) -> None:
-    """Makes a chunk once its blocks are there. No thread waits for blocks: threads are few, and warm requests need them.
+    """Makes a chunk as soon as its blocks are loaded. No thread waits for blocks: warm requests need the few threads.
 
     Raises ClientDisconnect.
     """
@@ -276,17 +277,17 @@ async def _load(making: BatchStream, in_thread: InThread) -> None:
 
 
 async def _make(making: BatchStream, in_thread: InThread, asked: Sequence[Asked | RowsFuture]) -> None:
-    """Makes a chunk of blocks that are there, unless one of them failed, or the client has left."""
+    """Makes a chunk from loaded blocks, unless one failed or the client has left."""
     making.check_client()
-    for future in _futures(asked):  # what a load raised is told while others are still being loaded
+    for future in _futures(asked):  # a failed load is raised while others are still loading
         if future.done() and (error := future.exception()):
-            raise error.with_traceback(None)  # all who wait for it raise this one, and each would add to its traceback
+            raise error.with_traceback(None)  # all waiters raise this instance, and each would extend its traceback
     blocks = [found if isinstance(found, Block) else found.result() for found in asked]
     if making.run.format == "json":
         await in_json_threads(partial(making.make, blocks))
     else:
         await (in_waiting_threads if _may_block(blocks) else in_batch_threads)(partial(making.make, blocks))
-    await in_thread(making.chunk.read_ahead)  # not before: a client that has left by now needs no more blocks
+    await in_thread(making.chunk.read_ahead)  # last: a client that has left by now needs no more blocks
 
 
 def _futures(asked: Sequence[Asked | RowsFuture]) -> list[Future[Any]]:
@@ -294,13 +295,13 @@ def _futures(asked: Sequence[Asked | RowsFuture]) -> list[Future[Any]]:
 
 
 async def _watch(making: BatchStream, receive: Receive, is_over: asyncio.Event) -> None:
-    """Once the client leaves, nobody need wait for blocks any more."""
+    """Ends the wait for blocks when the client disconnects."""
     await making.watch(receive)
     is_over.set()
 
 
 def _may_block(blocks: Sequence[Block | PickedRows]) -> bool:
-    """Whether to make a chunk of these may take the blocks of rows that stand in for bad ones."""
+    """Returns whether making a chunk of these may load the blocks of replacement rows."""
     return any(isinstance(block, Block) and block.bad for block in blocks)
 
 

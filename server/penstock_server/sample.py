@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 EOS = "<|endoftext|>"
 PAD = "<pad>"
-_MARK = ".penstock-sample"  # in folders that a sample wrote, and may replace
+_MARK = ".penstock-sample"  # marks folders that `sample` wrote and may replace
 
 _SHARDS = 4
 _ROWS_PER_GROUP = 1_000
@@ -31,11 +31,11 @@ _GOODS = ["apples", "nails", "candles", "eggs", "bricks", "stamps", "buttons", "
 
 
 def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
-    """Writes the corpus and yields a line on each thing written. Equal arguments write equal rows.
+    """Writes the corpus, and yields a line for each output. Equal arguments write equal rows.
 
     out_dir/tokenizer.json, out_dir/stories and out_dir/questions, each of `rows` rows in several shards.
 
-    Raises FileExistsError: the folder holds what no sample wrote.
+    Raises FileExistsError: the folder has files that `sample` did not write.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     if any(out_dir.iterdir()) and not (out_dir / _MARK).exists():
@@ -46,7 +46,7 @@ def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
     training = [" ".join(make(random).values()) for make in corpora.values() for _ in range(2_000)]
     path = out_dir / "tokenizer.json"
     tokenizer = _train_tokenizer(training)
-    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # its own `save` raises no OSError where the disk is full
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # its `save` raises no OSError on a full disk
     yield f"{path}: byte-level BPE, {tokenizer.get_vocab_size():,} ids"
     for name, make in corpora.items():
         folder = out_dir / name
@@ -56,7 +56,7 @@ def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
         for shard in range(_SHARDS):
             size = rows // _SHARDS + (shard < rows % _SHARDS)
             table = pa.Table.from_pylist(list(islice(written, size)))
-            path = folder.absolute() / f"part-{shard}.parquet"  # of s3:x pyarrow would make a URI
+            path = folder.absolute() / f"part-{shard}.parquet"  # absolute: pyarrow would read s3:x as a URI
             pq.write_table(table, path, compression="zstd", row_group_size=_ROWS_PER_GROUP)
         (folder / "penstock.toml").write_text(_RECIPE, encoding="utf-8")
         yield f"{folder}: {rows:,} rows in {_SHARDS} shards"

@@ -1,4 +1,4 @@
-"""What the operator decides: flags of `penstock serve`, each also an environment variable PENSTOCK_<NAME>."""
+"""Settings of the operator: flags of `penstock serve`, each also an environment variable PENSTOCK_<NAME>."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from penstock_server.machine import memory_bytes, num_cores
 
 _MAX_PROCESSES = 256
 _DECODED_SHARE = 8
-_INFLIGHT_SHARE = 4  # the rest is for what is decoded, for counts, and for the kernel to keep files in
+_INFLIGHT_SHARE = 4  # the rest is for decoding, for counts, and for the page cache
 _DECODING_SHARE, _DECODER_BYTES = 2, 128 << 20  # a thread that tokenizes blocks of 7 MB takes some 140 MB
 
 
 class SettingsError(Exception):
-    """One or more settings are wrong; the message lists them all."""
+    """One or more invalid settings; the message lists them all."""
 
 
 def default_cache_dir() -> Path:
-    """The user's cache folder, after the XDG base directory specification; ~ is the user's home, if there is one."""
+    """Returns the user's cache folder by the XDG base directory specification; ~ is expanded later."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "penstock"
 
 
 def _said(name: str, environment: Mapping[str, str]) -> str | None:
-    """What the environment says; Kubernetes puts the address of a service that is called penstock into PENSTOCK_PORT."""
+    """Reads a variable; skips the address that Kubernetes puts into PENSTOCK_PORT for a service named penstock."""
     value = environment.get(f"PENSTOCK_{name.upper()}")
     return None if value and value.startswith("tcp://") else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Where the data is, where decoded blocks are kept and how many bytes of them, and where to listen.
+    """Settings of a server: data folder, cache folder, budgets, and address to listen on.
 
-    cache_bytes     budget of the cache folder; None is half of what is free on its disk
-    inflight_bytes  budget of what responses have in memory until they are read; None is a quarter of the memory
+    cache_bytes     budget of the cache folder; None is half of the free space on its disk
+    inflight_bytes  budget of responses in memory until clients read them; None is a quarter of the memory
     decoded_bytes   budget of decoded text that waits in memory to be tokenized; None is an eighth of the memory
-    processes       that serve; each has its share of the bytes in flight
-    poll_seconds    how often to look for changes in the data folder; 0 is never
-    published       HOST:PORT to print instead of the listener's address, where a container's port is published elsewhere
+    processes       number of server processes; they share the bytes in flight equally
+    poll_seconds    interval of checks for changes in the data folder; 0 is never
+    published       HOST:PORT to print instead of the listener's address, if a container's port is published elsewhere
     """
 
     data_dir: Path
@@ -61,7 +61,7 @@ class Settings:
 
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:
-        """Settings from flags, else from PENSTOCK_* variables, else the defaults. Raises SettingsError."""
+        """Reads settings from flags, else from PENSTOCK_* variables, else the defaults. Raises SettingsError."""
         names = [f.name for f in fields(cls)]
         given = {name: value for name in names if (value := flags.get(name) or _said(name, environment))}
         values: dict[str, Any] = {"cache_dir": default_cache_dir(), **given}
@@ -88,19 +88,19 @@ class Settings:
 
     @property
     def most_inflight_bytes(self) -> int:
-        """The budget of bytes in flight of one process, by what is set or by the memory that there is."""
+        """Budget of bytes in flight of one process, from the setting or the available memory."""
         total = memory_bytes() // _INFLIGHT_SHARE if self.inflight_bytes is None else self.inflight_bytes
         return total // self.processes
 
     @property
     def max_decoded_bytes(self) -> int:
-        """The budget of decoded text of one process, by what is set or by the memory that there is."""
+        """Budget of decoded text of one process, from the setting or the available memory."""
         total = memory_bytes() // _DECODED_SHARE if self.decoded_bytes is None else self.decoded_bytes
         return total // self.processes
 
     @property
     def num_decoders(self) -> int:
-        """Threads of one process that decode, by the cores and the memory that there are."""
+        """Number of decoding threads of one process, from the cores and the available memory."""
         affordable = memory_bytes() // _DECODING_SHARE // _DECODER_BYTES
         return max(1, min(num_cores(), affordable) // self.processes)
 
@@ -109,7 +109,7 @@ _UNITS = {"": 1} | {f"{letter}{b}": 1000**power for power, letter in enumerate("
 
 
 def byte_count(text: str) -> int | None:
-    """The bytes in a text such as 500000000 or 200GB; None if it is none."""
+    """Parses a number of bytes such as 500000000 or 200GB; None if the text is invalid."""
     return _number(text, _UNITS)
 
 
@@ -133,7 +133,7 @@ def _seconds(text: str) -> float | None:
     return seconds if 0 <= seconds <= threading.TIMEOUT_MAX else None
 
 
-# The settings that are numbers: how each is read from a text, None if that is no such number, and what it must be.
+# Numeric settings: the parser of each, which returns None for invalid text, and the expected value in messages.
 _NUMBERS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
     "port": (partial(_whole_number, least=0, most=65_535), "a whole number from 0 (any free port) to 65,535"),
     "cache_bytes": (byte_count, "a number such as 500000000 or 200GB"),

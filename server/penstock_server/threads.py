@@ -1,7 +1,6 @@
-"""Threads: batches are made in two, and what may wait for anything is done in others.
+"""Threads: two threads make batches, and others do all work that may block.
 
-Most of the work of making them holds the interpreter's lock: in forty threads each step of it waits for all others, and a crowd
-of ranks takes a quarter more CPU.
+Making batches mostly holds the GIL: with forty threads each step waits for all others, and many ranks take a quarter more CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 _T = TypeVar("_T")
-InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a function in a thread, and gives what it returns
+InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a function in a thread, and returns its result
 
 _REMEMBERED_EPOCHS = 1000
 _batch_threads = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # digests release the lock
@@ -28,19 +27,19 @@ _fact_threads = ThreadPoolExecutor(2, thread_name_prefix="penstock-facts")
 
 
 async def in_batch_threads(make: Callable[[], _T]) -> _T:
-    """What `make` gives, which waits for nothing. A call that is cancelled lasts until a `make` that has begun is done."""
+    """Runs `make`, which does not block. A cancelled call still waits for a `make` that has started."""
     return await _in(_batch_threads, make)
 
 
 async def in_json_threads(make: Callable[[], _T]) -> _T:
-    """What `make` gives, which takes long, and on its way much more memory than what it gives: text of many tokens."""
+    """Runs `make`, which takes long, and much more memory than its result: text of many tokens."""
     return await _in(_json_threads, make)
 
 
 async def while_asked(request: Request, make: Callable[[], _T]) -> _T:
-    """What `make` gives, which takes long and tells people something; once who asked for it has left, it is not begun.
+    """Runs `make`, a slow report for people; skips it if the client leaves before it starts.
 
-    Else whoever asks a hundred times, and leaves, keeps others waiting. Raises ClientDisconnect: it has left.
+    Otherwise a client that sends a hundred requests and leaves would block other clients. Raises ClientDisconnect: it has left.
     """
     making = asyncio.create_task(_in(_fact_threads, make))
     leaving = asyncio.create_task(has_left(request.receive))
@@ -55,13 +54,13 @@ async def while_asked(request: Request, make: Callable[[], _T]) -> _T:
 
 
 async def has_left(receive: Receive) -> None:
-    """Returns once the client of a request has left."""
+    """Waits until the client of a request disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def in_waiting_threads(make: Callable[[], _T]) -> _T:
-    """What `make` gives, which may wait."""
+    """Runs `make`, which may block."""
     return await run_in_threadpool(make)
 
 
@@ -71,15 +70,15 @@ async def _in(threads: ThreadPoolExecutor, make: Callable[[], _T]) -> _T:
         return await asyncio.wrap_future(made)
     except asyncio.CancelledError:
         if not made.cancelled():
-            with CancelScope(shield=True), suppress(Exception):  # nobody asks any more what it raises
+            with CancelScope(shield=True), suppress(Exception):  # no caller is left for its error
                 await asyncio.wrap_future(made)
         raise
 
 
 class Epochs:
-    """Threads for the batches of epochs. The first request for one plans it, which may take seconds; the others wait for that.
+    """Threads for the batches of epochs. The first request of an epoch plans it, which may take seconds; others wait.
 
-    A crowd that begins an epoch would plan it many times else, or take the threads that others need.
+    Otherwise many ranks that start an epoch would plan it many times, or take the threads that others need.
     """
 
     def __init__(self) -> None:
@@ -87,7 +86,7 @@ class Epochs:
         self._under_way = dict[Hashable, asyncio.Event]()
 
     def thread_of(self, epoch: Hashable) -> InThread:
-        """Where to make what belongs to an epoch. The first of these calls that does not fail plans it."""
+        """Returns a function that runs work for an epoch in a thread. The first successful call plans the epoch."""
         return partial(self._in_thread, epoch)
 
     async def _in_thread(self, epoch: Hashable, make: Callable[[], _T]) -> _T:

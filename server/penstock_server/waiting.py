@@ -1,7 +1,7 @@
-"""Waiting on the event loop for blocks that threads load: many requests at a time, each for dozens.
+"""Waiting on the event loop for blocks that threads load: many requests at a time, each for dozens of blocks.
 
-A client may say how long it wants to wait before it hears how far the work is: `Prefer: wait=2`, as in RFC 7240. It then asks
-the same again, and the work that it waits for has gone on.
+A client may limit the wait with `Prefer: wait=2` (RFC 7240). It then gets the progress and repeats the request, and the work
+has continued meanwhile.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.problems import BlocksNotReady
 
 _WAIT = re.compile(r"(?:^|,)\s*wait\s*=\s*\"?([0-9]{1,5})\b")
-_KEPT_SECONDS = 5.0  # for a client to come back; it does at once
+_KEPT_SECONDS = 5.0  # for the client to repeat the request, which it does at once
 
 
 def when_all_are_there(futures: Sequence[Future[Any]]) -> asyncio.Event:
-    """Is set once all are answered, or one has failed.
+    """Returns an event that is set when all futures are done, or one has failed.
 
-    A crowd that begins waits for dozens of blocks each, for all of which asyncio would have objects of its own: tens of
-    kilobytes a request.
+    asyncio.wrap_future would create objects for each of dozens of blocks: tens of kilobytes per request, and many requests
+    start at once.
     """
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-    left = count(len(futures) - 1, -1)  # to be counted down by several threads: the next of it is nobody else's
+    left = count(len(futures) - 1, -1)  # several threads count down; each value is returned only once
 
     def answered(future: Future[Any]) -> None:
         is_last = next(left) == 0
@@ -43,15 +43,15 @@ def when_all_are_there(futures: Sequence[Future[Any]]) -> asyncio.Event:
 
 
 def preferred_wait(header: str) -> float | None:
-    """The seconds that a header `Prefer` gives the server; None: as long as it takes."""
+    """Returns the seconds in a `Prefer: wait` header; None means no limit."""
     found = _WAIT.search(header)
     return float(found[1]) if found else None
 
 
 async def wait_for_all(is_over: asyncio.Event, futures: Sequence[Future[Any]], seconds: float | None, work: str) -> None:
-    """Waits until `is_over`, which `when_all_are_there` made of these futures. `work` is what the server does meanwhile.
+    """Waits for `is_over`, the event of `when_all_are_there` for these futures. `work` names the work in messages.
 
-    Raises BlocksNotReady: that takes longer than so many seconds.
+    Raises BlocksNotReady: after `seconds` without completion.
     """
     began, num_before = time.monotonic(), _num_done(futures)
     try:
@@ -70,13 +70,13 @@ async def wait_for_all(is_over: asyncio.Event, futures: Sequence[Future[Any]], s
 
 
 class Unanswered:
-    """What requests waited for that were answered BlocksNotReady: kept for a while, for the same request when it comes back."""
+    """Blocks of requests that got BlocksNotReady, kept for a while for the repeated request."""
 
     def __init__(self) -> None:
         self._kept = dict[str, tuple[list[Any], asyncio.TimerHandle, Callable[[], None]]]()
 
     def keep(self, request: str, asked: list[Any], forget: Callable[[], None]) -> None:
-        """Keeps what a request asked for; `forget` gives it up if nobody takes it."""
+        """Keeps the blocks of a request; calls `forget` if it is not repeated in time."""
         if other := self._kept.pop(request, None):
             other[1].cancel()
             other[2]()
@@ -84,7 +84,7 @@ class Unanswered:
         self._kept[request] = asked, timer, forget
 
     def take(self, request: str) -> list[Any] | None:
-        """What is kept for a request, which is the caller's now."""
+        """Removes and returns the blocks kept for a request, if any."""
         if kept := self._kept.pop(request, None):
             kept[1].cancel()
             return kept[0]

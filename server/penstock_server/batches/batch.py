@@ -1,4 +1,4 @@
-"""Batches: the samples of a chunk, written as the tensors of frames."""
+"""Batches: writes the samples of a chunk as the tensors of frames."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from penstock_server.order.arrays import IntArray
 from penstock_server.problems import BadParameter
 
 Array = npt.NDArray[Any]
-Sizes = dict[str, IntArray]  # of each column of text or bytes, how many travel with each sample
+Sizes = dict[str, IntArray]  # bytes per sample of each passthrough column of text or bytes
 
-_waits = Waits()  # of this process, whatever it serves
+_waits = Waits()  # shared by all datasets of this process
 
 
 def frames(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> memoryview:
-    """The frames of a chunk, one after the other, from the blocks it needs. Raises what gather raises."""
+    """Returns the concatenated frames of a chunk, from its blocks. Raises what gather raises."""
     plan, samples = chunk.plan, gather(chunk, blocks)
     sizes = {tensor.name: _sizes(tensor.name, samples) for tensor in plan.tensors if tensor.is_ragged}
     alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank), chunk.steps, _layouts(plan, samples, sizes)))
@@ -52,7 +52,7 @@ def frames(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> memoryview:
 
 
 def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None:
-    """The length of the frames of these steps, or None where it depends on the rows."""
+    """Returns the bytes of the frames of these steps, or None if they depend on the rows."""
     if not plan.has_fixed_shapes:
         return None
     layout = plan.largest_layout
@@ -79,7 +79,7 @@ def _layouts(plan: Plan, samples: Samples, sizes: Sizes) -> list[wire.Layout]:
 
 
 def _widths(plan: Plan, tensor: Tensor, samples: Samples, sizes: Sizes) -> list[int]:
-    """The width of a tensor's lines, of each batch."""
+    """Returns the width of a tensor's lines in each batch."""
     num_batches = samples.count // plan.spec.batch_size
     if tensor.is_ragged:
         widths = sizes[tensor.name].reshape(num_batches, -1).sum(axis=1)
@@ -94,14 +94,14 @@ def _widths(plan: Plan, tensor: Tensor, samples: Samples, sizes: Sizes) -> list[
 
 
 def _add_ones(tensor: Tensor, places: Places, samples: Samples, pieces: Pieces) -> None:
-    """Adds the ones of a mask, of every batch: where a token has loss."""
+    """Adds the ones of a mask, for tokens with loss, in every batch."""
     runs = samples.runs(tensor)
     begins = places.begins(runs.lines, runs.offsets)
     pieces.fill(1, np.dtype(tensor.dtype), begins[runs.in_loss], runs.lengths[runs.in_loss])
 
 
 def _add_tokens(tensor: Tensor, places: Places, samples: Samples, pad_id: int, pieces: Pieces) -> None:
-    """Adds the lines of a tensor of tokens, of every batch, and their padding."""
+    """Adds the lines of a tensor of tokens, and their padding, in every batch."""
     runs, dtype = samples.runs(tensor), np.dtype(tensor.dtype)
     begins = places.begins(runs.lines, runs.offsets)
     pieces.copy(samples.tokens(tensor.feature), dtype, begins, runs.blocks, runs.starts, runs.lengths)
@@ -113,7 +113,7 @@ def _add_tokens(tensor: Tensor, places: Places, samples: Samples, pad_id: int, p
 
 
 def _write(tensor: Tensor, places: Places, body: memoryview, samples: Samples) -> None:
-    """Writes a tensor without lines, of every batch."""
+    """Writes a tensor without lines in every batch."""
     if tensor.is_ragged:
         rest = iter(_texts(tensor.name, samples))
         size = samples.count // places.num_frames

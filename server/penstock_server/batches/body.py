@@ -1,4 +1,4 @@
-"""Bodies: where the frames of a chunk lie, and each tensor in all of them. What is alike is placed together."""
+"""Bodies: offsets of the frames of a chunk, and of each tensor in them. Frames of one layout are placed together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock_server.order.arrays import IntArray, find, starts_of
 
 Array = npt.NDArray[Any]
 
-_STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # msgpack spells a step longer from each of these on
+_STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # from each of these on, msgpack encodes a step with more bytes
 
 
 class Alike(NamedTuple):
-    """Frames of a body, one after the other from byte `start` on, that are of one layout and whose heads have one length."""
+    """Consecutive frames of a body from byte `start` on, with one layout and one head length."""
 
     start: int
     steps: range
@@ -29,21 +29,21 @@ class Alike(NamedTuple):
 
     @property
     def frame_nbytes(self) -> int:
-        """The bytes of each frame."""
+        """Bytes per frame."""
         return self.head_nbytes + self.layout.nbytes
 
     @property
     def stop(self) -> int:
-        """The byte after the last frame."""
+        """Byte offset after the last frame."""
         return self.start + len(self.steps) * self.frame_nbytes
 
     def place(self, number: int) -> Place:
-        """Where the tensor of that number in the layout lies, in all of them."""
+        """Returns the place of tensor `number` of the layout, in all of these frames."""
         tensor = self.layout.tensors[number]
         return Place(self.start + self.head_nbytes + tensor.offset, self.frame_nbytes, len(self.steps), tensor)
 
     def write_heads(self, body: memoryview, replaced: Iterator[int]) -> None:
-        """Writes each frame's head, of the payload that is there; a line here costs as much as copying a row."""
+        """Writes each frame's head for the payload in `body`. Keep it short: a statement costs as much as copying a row."""
         frame_nbytes, head_nbytes, head = self.frame_nbytes, self.head_nbytes, self.heads.head
         for step, start in zip(self.steps, range(self.start, self.stop, frame_nbytes), strict=True):
             begin = start + head_nbytes
@@ -51,7 +51,7 @@ class Alike(NamedTuple):
 
 
 def alike_frames(address: wire.Address, steps: range, layouts: list[wire.Layout]) -> Iterator[Alike]:
-    """The frames of some steps of one epoch and rank, in their order; mostly all of them are alike."""
+    """Yields the frames of some steps of one epoch and rank, in order; usually all share one layout."""
     start = 0
     of_step = dict(zip(steps, layouts, strict=True))
     for some in of_one_width(steps):
@@ -63,14 +63,14 @@ def alike_frames(address: wire.Address, steps: range, layouts: list[wire.Layout]
 
 
 def of_one_width(steps: range) -> Iterator[range]:
-    """The steps in parts that a header spells with as many bytes each."""
+    """Splits the steps into parts that a header encodes with the same number of bytes."""
     for low, high in pairwise(_STEP_WIDTHS):
         if alike := steps[bisect_left(steps, low) : bisect_left(steps, high)]:
             yield alike
 
 
 class Place(NamedTuple):
-    """A tensor in frames that are alike: it begins at byte `begin` of the body, and then each `stride` bytes."""
+    """A tensor in frames of one layout: it starts at byte `begin` of the body, and then every `stride` bytes."""
 
     begin: int
     stride: int
@@ -79,11 +79,11 @@ class Place(NamedTuple):
 
     @property
     def num_lines(self) -> int:
-        """The lines of a tensor of shape [batch_size, ...], in all of them."""
+        """Lines of a tensor of shape [batch_size, ...], in all of these frames."""
         return self.num_frames * self.tensor.shape[0]
 
     def array(self, body: memoryview) -> Array:
-        """The tensor in all of these frames, shape [num_frames, batch_size, ...], or [num_frames, nbytes] of texts."""
+        """Views the tensor in all of these frames, shape [num_frames, batch_size, ...]; [num_frames, nbytes] for texts."""
         return wire.strided(self.tensor, body, self.begin, self.stride, self.num_frames)
 
 
@@ -95,15 +95,15 @@ class Places:
 
     @property
     def num_frames(self) -> int:
-        """How many frames there are."""
+        """Number of frames."""
         return sum(place.num_frames for place in self._places)
 
     def frames(self, body: memoryview) -> Iterator[Array]:
-        """The tensor in each frame, shape [batch_size, ...], or [nbytes] of texts."""
+        """Yields the tensor in each frame, shape [batch_size, ...]; [nbytes] for texts."""
         return chain.from_iterable(place.array(body) for place in self._places)
 
     def parts(self, body: memoryview, values: Array) -> Iterator[tuple[Array, Array]]:
-        """Each Place.array, and those of the values, one a line of all frames, that belong into it; not for texts."""
+        """Yields each Place.array with its part of `values`, which has one value per line of all frames; not for texts."""
         first = 0
         for place in self._places:
             last = first + place.num_lines
@@ -111,12 +111,12 @@ class Places:
             first = last
 
     def widths(self) -> IntArray:
-        """The elements of each line of a tensor of shape [batch_size, width]: shape [num_lines], or [1] if all are alike."""
+        """Returns the width of each line of a tensor [batch_size, width], shape [num_lines], or [1] if all are equal."""
         widths = np.array([place.tensor.shape[1] for place in self._places])
         return widths if len(widths) == 1 else np.repeat(widths, [place.num_lines for place in self._places])
 
     def begins(self, lines: IntArray, offsets: IntArray) -> IntArray:
-        """The bytes of the body at which elements offsets[i] of lines lines[i] begin; lines are counted over all frames."""
+        """Returns the byte offsets in the body of elements offsets[i] of samples lines[i], numbered over all frames."""
         [place, *others] = self._places
         size, itemsize = place.tensor.shape[0], np.dtype(place.tensor.dtype).itemsize
         widths = self.widths()

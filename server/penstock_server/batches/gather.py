@@ -1,4 +1,4 @@
-"""Gathering: the blocks that some batches need, and the samples that are cut from them."""
+"""Gathering: loads the blocks of some batches, and cuts the samples from them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from penstock_server.blocks.store import Asked
 from penstock_server.order.arrays import IntArray, by_value, distinct, in_order, places_in
 from penstock_server.order.packing import STREAM, Spans
 
-_CHUNK_BYTES = 8 << 20  # assembled at a time; beyond a few MiB only memory grows
-_CHUNK_STORED = 64 << 20  # bytes of the rows that it is made of, uncut: where they are not cached, all are in memory
-_CHUNK_SPANS = 1 << 17  # likewise: each takes some 300 bytes meanwhile, however short it is
+_CHUNK_BYTES = 8 << 20  # assembled at a time; more than a few MiB only takes memory
+_CHUNK_STORED = 64 << 20  # bytes of its uncut rows: without the cache, all are in memory
+_CHUNK_SPANS = 1 << 17  # likewise: each takes some 300 bytes, however short
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some batches of one rank and epoch that are made at a time."""
+    """Batches of one rank and epoch that are made together."""
 
     plan: Plan
     epoch: int
@@ -35,7 +35,7 @@ class Chunk:
     needs: list[MemberSpans]
 
     def mapped(self) -> list[Block] | None:
-        """The blocks of all needs, if all of them are mapped into memory already."""
+        """Returns the blocks of all needs if all are mapped into memory; None otherwise."""
         found: list[Block] = []
         for need in self.needs:
             blocks = need.member.blocks.mapped(need.blocks)
@@ -45,44 +45,44 @@ class Chunk:
         return found
 
     def request(self) -> list[Asked | RowsFuture]:
-        """The blocks of all needs, or futures of them, or of the rows that are needed of a block that is not cached."""
+        """Returns, for all needs, blocks, futures of blocks, or futures of the needed rows of uncached blocks."""
         return [found for need in self.needs for found in _request(need)]
 
     def read_ahead(self) -> None:
-        """Has those blocks loaded in the background that the job will need next."""
+        """Loads the blocks that the job will need next in the background."""
         self.plan.read_ahead(self.epoch, self.steps[-1])
 
     def forget(self, futures: Sequence[Future[Any]]) -> None:
-        """Gives up futures that `request` gave: blocks that nobody else waits for are not made."""
+        """Releases futures of `request`: blocks without other waiters are not made."""
         self.plan.members[0].blocks.forget(futures)
 
 
 def steps_per_chunk(plan: Plan) -> int:
-    """How many batches are made at a time: one at least."""
+    """Returns the number of batches made at a time, at least 1."""
     limits = (_CHUNK_BYTES / plan.step_nbytes, _CHUNK_SPANS / plan.step_spans, _CHUNK_STORED / plan.step_stored)
     return max(1, int(min(limits)))
 
 
 def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
-    """The steps in chunks of a few MiB.
+    """Yields the steps in chunks of a few MiB.
 
     Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
     """
     num_chunks = -(-len(steps) // steps_per_chunk(plan))
-    size = -(-len(steps) // num_chunks)  # all of one size: a short last one would cost as much as the others
+    size = -(-len(steps) // num_chunks)  # equal sizes: a short last chunk would cost as much as the others
     for start in range(0, len(steps), size):
         some = steps[start : start + size]
         yield Chunk(plan, epoch, rank, some, plan.spans(epoch, rank, some))
 
 
 def load(chunk: Chunk) -> Sequence[Block | PickedRows]:
-    """The blocks of a chunk, or the rows that it needs of them, now. Raises what Blocks.get raises."""
+    """Loads the blocks of a chunk, or the rows that it needs, now. Raises what Blocks.get raises."""
     return chunk.mapped() or [found if isinstance(found, Block) else found.result() for found in chunk.request()]
 
 
 def _request(need: MemberSpans) -> Sequence[Asked | RowsFuture]:
     blocks, spans = need.member.blocks, need.spans
-    if spans.rows[0] == STREAM:  # which rows these are, the block tells
+    if spans.rows[0] == STREAM:  # only the block has the offsets of its rows
         return blocks.request(need.blocks)
 
     def rows() -> dict[int, IntArray]:
@@ -92,7 +92,7 @@ def _request(need: MemberSpans) -> Sequence[Asked | RowsFuture]:
 
 
 def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Samples:
-    """The samples of all batches of a chunk, batch by batch; `blocks` as `load` gives them.
+    """Returns the samples of all batches of a chunk, batch by batch; `blocks` as `load` returns them.
 
     Raises BadRow: see usable_rows. Raises DatasetInvalid: too many rows are bad.
     """
@@ -121,7 +121,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Samples:
 
 
 def _rows_here(spans: Spans, blocks: Mapping[int, Block | PickedRows]) -> IntArray:
-    """The rows of spans by their numbers in what was loaded: of a block of which some rows were picked, among these."""
+    """Returns the row numbers of spans in the loaded blocks; for PickedRows, the numbers among the picked rows."""
     if all(isinstance(block, Block) for block in blocks.values()):
         return spans.rows
     rows = spans.rows.copy()
@@ -132,8 +132,8 @@ def _rows_here(spans: Spans, blocks: Mapping[int, Block | PickedRows]) -> IntArr
 
 
 def _with_stand_ins(need: MemberSpans, blocks: dict[int, Block | PickedRows]) -> Spans:
-    """The spans with good rows in place of bad ones; the blocks that these are in are added."""
-    # Again: to load these blocks may have shown more bad rows than max_bad_share allows.
+    """Replaces bad rows in the spans with good ones; adds the blocks of these to `blocks`."""
+    # Again: loading these blocks may have found more bad rows than max_bad_share allows.
     need.member.blocks.quarantine.check()
     rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()
     for index, mine in by_value(need.spans.blocks):

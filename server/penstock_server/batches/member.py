@@ -21,12 +21,12 @@ from penstock_server.order.permutation import key
 from penstock_server.order.shuffle import EpochOrder
 from penstock_server.snapshots.snapshot import Snapshot
 
-# How far read-ahead looks for the blocks that are needed first: to look takes a few milliseconds.
+# How far read-ahead looks for the next blocks; a look takes a few milliseconds.
 _POSITIONS_AHEAD, _STEPS_AHEAD, _MAX_POSITIONS_AHEAD = 1 << 13, 4, 1 << 16
 
 
 class OrderKey(NamedTuple):
-    """What of a spec decides which sample of a dataset stands where. `seq_len` is that of a row's tokens, turns and all."""
+    """Parameters of a spec that decide the order of a dataset's samples. `seq_len` limits all tokens of a row."""
 
     split: str
     packing: str
@@ -39,13 +39,13 @@ class OrderKey(NamedTuple):
 
     @property
     def has_stand_ins(self) -> bool:
-        """Whether a bad row gives way to a good one; where lengths are counted, its own is 0 and it is in no sample."""
+        """Whether a good row replaces a bad one. With counted lengths, a bad row has length 0 and is in no sample."""
         return (self.packing, self.overflow) == ("rows", "truncate")
 
     @classmethod
     def of(cls, spec: Spec) -> OrderKey:
-        """The key of a spec."""
-        # In seq2seq prompt and response are cut apart, each to a length of its own.
+        """Returns the key of a spec."""
+        # In seq2seq, prompt and response are cut separately, each to its own length.
         seq_len = MAX_COUNT if spec.task == "seq2seq" else spec.seq_len
         split = spec.split or "all"
         return cls(split, spec.packing, seq_len, spec.overflow, spec.length_bucket_size, spec.shuffle, spec.window, spec.seed)
@@ -53,7 +53,7 @@ class OrderKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A dataset and the order in which it is read; `planned` are the epochs of its snapshot, in whatever order."""
+    """A dataset and its order; `planned` caches the epochs of its snapshot, for all orders."""
 
     name: str
     snapshot: Snapshot
@@ -64,28 +64,28 @@ class Member:
 
     @property
     def num_samples(self) -> int:
-        """Samples of each of its epochs. Raises what Index raises."""
+        """Samples per epoch. Raises what Index raises."""
         return self.epoch(0)[1].num_samples
 
     def epoch(self, epoch: int) -> PlannedEpoch:
-        """How blocks become samples in an epoch, and in what order; the last few are remembered. Raises what Index raises."""
+        """Returns packing and order of an epoch, cached for the last few. Raises what Index raises."""
         return self.planned.get((self.order_key, epoch), partial(_plan, self, epoch))
 
     @property
     def spans_per_sample(self) -> float:
-        """About how many rows, or parts of rows, make a sample. Raises what Index raises."""
+        """Estimated rows, or parts of rows, per sample. Raises what Index raises."""
         if self.order_key.packing == "rows":
             return 1.0
         return 1.0 + float(self.index.rows_per_block(self.order_key.split).sum() / self.num_samples)
 
     @property
     def window_bytes(self) -> int:
-        """About what the blocks of a window take in the cache: those of the first."""
+        """Estimated bytes of a window's blocks in the cache, from the first window."""
         packing, order = self.epoch(0)
         return int(self.index.bytes_per_block()[self._blocks_of(packing, order.pools_of_window(0))].sum())
 
     def read_ahead(self, epoch: int, position: int, step: int) -> None:
-        """Has the blocks that come after a position made in the background; `step` are the positions of a global batch."""
+        """Makes the blocks after a position in the background; `step` is the number of positions per global batch."""
         packing, order = self.epoch(epoch)
         count = min(max(_POSITIONS_AHEAD, _STEPS_AHEAD * step), _MAX_POSITIONS_AHEAD)
 
@@ -98,7 +98,7 @@ class Member:
         self.blocks.read_ahead((self.snapshot, self.order_key, epoch), position, count, next_ones, by_rows=by_rows)
 
     def _blocks_of(self, packing: Packing, pools: IntArray) -> list[int]:
-        """The blocks of some pools, without those of shards that the split leaves out."""
+        """Returns the blocks of some pools, without shards that the split leaves out."""
         blocks = [block for pool in pools.tolist() for block in packing.blocks_of(pool)]
         if self.snapshot.shard_splits:
             blocks = [block for block in blocks if self.snapshot.select_in(block, self.order_key.split) != "none"]
@@ -107,7 +107,7 @@ class Member:
 
 def _plan(member: Member, epoch: int) -> PlannedEpoch:
     of = member.order_key
-    # First: once these are counted they tell how many rows a block has, too.
+    # First, since row lengths also give the number of rows per block.
     lengths = member.index.row_lengths(of.split) if of.length_bucket_size else None
     packing = _packing(member, epoch)
     groups = member.snapshot.pools.per_group if of.packing == "best_fit" else member.snapshot.blocks_per_group
@@ -121,7 +121,7 @@ def _plan(member: Member, epoch: int) -> PlannedEpoch:
 def _packing(member: Member, epoch: int) -> Packing:
     of, index = member.order_key, member.index
     if of.packing == "concat":
-        # As stored is from the first token on, as others cut who are to be compared with.
+        # Stored order cuts from the first token on, as other implementations do, for comparisons.
         shift = 0 if of.shuffle == "none" else key(of.seed, epoch, "shift") % of.seq_len
         return Concat(index.tokens_per_block(of.split), of.seq_len, shift)
     if of.packing == "best_fit":
@@ -135,7 +135,7 @@ def _packing(member: Member, epoch: int) -> Packing:
 
 
 def _lengths(packing: Packing, of_block: Callable[[int], IntArray], pools: IntArray, indices: IntArray) -> IntArray:
-    """Tokens of samples, shape of `pools`: of rows, or parts of rows, cut to seq_len; `of_block` see Index.row_lengths."""
+    """Returns the tokens of samples of rows, cut to seq_len, shape of `pools`; `of_block`: see Index.row_lengths."""
     _, blocks, rows, starts, stops = packing.spans(pools, indices)
     lengths = np.empty_like(rows)
     for block, mine in by_value(blocks):

@@ -1,4 +1,4 @@
-"""Pieces: what of a body is copied into it, from the blocks to where it is to stay. Lines are short: what one costs counts."""
+"""Pieces: copies from blocks into the body of a response. Samples are short, so the cost of each piece matters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from penstock_server.blocks.joined import joined
 from penstock_server.blocks.lists import ListColumns
 from penstock_server.order.arrays import IntArray, in_order
 
-_ZEROS = pa.py_buffer(bytes(1 << 16))  # of longer gaps there are several
+_ZEROS = pa.py_buffer(bytes(1 << 16))  # longer gaps take several pieces
 
 
 class _Copies(NamedTuple):
-    """In columns: bytes [starts[i], starts[i] + nbytes[i]) of source sources[i] go to byte begins[i] of the body."""
+    """Columns of copies: bytes [starts[i], starts[i] + nbytes[i]) of source sources[i] go to byte begins[i] of the body."""
 
     begins: IntArray
     sources: IntArray
@@ -25,13 +25,13 @@ class _Copies(NamedTuple):
 
 
 class Pieces:
-    """The pieces of one body; they do not overlap. What none of them covers is zero."""
+    """Pieces of one body, without overlap; uncovered bytes are zero."""
 
     def __init__(self) -> None:
-        self._memory: list[pa.Buffer] = []  # what pieces are of
-        self._types: list[np.dtype[Any]] = []  # of its elements there,
-        self._types_here: list[np.dtype[Any]] = []  # and in the body
-        self._cast: list[int] = []  # which of it is of another type there
+        self._memory: list[pa.Buffer] = []  # sources of pieces
+        self._types: list[np.dtype[Any]] = []  # element type of each source
+        self._types_here: list[np.dtype[Any]] = []  # element type of each source in the body
+        self._cast: list[int] = []  # sources with another type in the body
         self._copies: list[_Copies] = []
         self._fills: list[_Copies] = []
 
@@ -44,22 +44,22 @@ class Pieces:
         starts: IntArray,
         lengths: IntArray,
     ) -> None:
-        """Values [starts[i], starts[i] + lengths[i]) of lists[numbers[i]] go to byte begins[i] of the body, as this type.
+        """Copies values [starts[i], starts[i] + lengths[i]) of lists[numbers[i]] to byte begins[i], as `dtype`.
 
-        They are in the order of the body.
+        The pieces are in the order of the body.
         """
         size = dtype.itemsize
         self._copies.append(_Copies(begins, numbers + len(self._memory), starts * size, lengths * size))
         self._add(lists.memory, lists.dtypes, dtype)
 
     def fill(self, value: int, dtype: np.dtype[Any], begins: IntArray, lengths: IntArray) -> None:
-        """At byte begins[i] of the body stand lengths[i] elements of this value. They are in the order of the body."""
+        """Fills lengths[i] elements at byte begins[i] with a value. The pieces are in the order of the body."""
         zeros = np.zeros_like(lengths)
         self._fills.append(_Copies(begins, zeros + len(self._memory), zeros, lengths * dtype.itemsize))
         self._add([pa.py_buffer(np.full(lengths.max(initial=0), value, dtype))], [dtype], dtype)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Address and bytes of what will be copied."""
+        """Yields (address, bytes) of each copy."""
         addresses = np.array([memory.address for memory in self._memory])
         sizes, sizes_in_body = (np.array([own.itemsize for own in types]) for types in (self._types, self._types_here))
         for _, sources, starts, nbytes in self._copies:
@@ -67,9 +67,9 @@ class Pieces:
             yield from zip((addresses[sources] + firsts).tolist(), counts.tolist(), strict=True)
 
     def join(self, nbytes: int) -> memoryview:
-        """The body, of so many bytes.
+        """Returns the body of `nbytes`.
 
-        Raises IndexError: a piece overlaps another, is not all in what it is of, or the body is longer than 2^31 - 1 bytes.
+        Raises IndexError: a piece overlaps another or exceeds its source, or the body is longer than 2^31 - 1 bytes.
         """
         found = [*self._copies, *self._fills]
         sources, starts, sizes = self._whole(found[0] if len(found) == 1 else _Copies(*in_order(found)), nbytes)
@@ -79,7 +79,7 @@ class Pieces:
         mine = np.flatnonzero(np.isin(sources, self._cast)) if self._cast else sources[:0]
         if not len(mine):
             return joined(memory, sources, starts, sizes)
-        # For these gaps are left: to join casts nothing.
+        # Leave gaps for cast pieces, since `joined` does not cast.
         spans = zip(*(column[mine].tolist() for column in (sources, np.cumsum(sizes) - sizes, starts, sizes)), strict=True)
         memory.append(pa.py_buffer(bytes(sizes[mine].max())))
         sources[mine], starts[mine] = len(memory) - 1, 0
@@ -93,7 +93,7 @@ class Pieces:
         return body
 
     def _add(self, memory: Sequence[pa.Buffer], types: list[np.dtype[Any]], here: np.dtype[Any]) -> None:
-        """Adds what pieces are of: elements of these types, which are of the type `here` in the body."""
+        """Adds sources with elements of `types`, which have the type `here` in the body."""
         if types.count(here) < len(types):
             self._cast += [len(self._memory) + number for number, there in enumerate(types) if there != here]
         self._memory += memory
@@ -101,14 +101,14 @@ class Pieces:
         self._types_here += [here] * len(memory)
 
     def _whole(self, copies: _Copies, nbytes: int) -> tuple[IntArray, IntArray, IntArray]:
-        """The source, start and bytes of all that a body consists of, one after the other: copies, and gaps between them."""
-        # From border to border it is a gap and a copy in turn, and at last a gap.
+        """Returns the source, start and bytes of the consecutive parts of a body: copies, and the gaps between them."""
+        # Parts alternate between gap and copy, and end with a gap.
         borders = np.zeros(2 * len(copies.begins) + 2, np.int64)
         borders[1:-1:2], borders[2:-1:2], borders[-1] = copies.begins, copies.begins + copies.nbytes, nbytes
         sizes = borders[1:] - borders[:-1]
         sources, starts = np.full(len(sizes), len(self._memory)), np.zeros(len(sizes), np.int64)
         sources[1::2], starts[1::2] = copies.sources, copies.starts
-        if sizes[::2].max() > _ZEROS.size:  # copies of nothing cut it
+        if sizes[::2].max() > _ZEROS.size:  # empty copies split a long gap
             gaps = zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True)
             cuts = np.array([at for first, last in gaps for at in range(first + _ZEROS.size, last, _ZEROS.size)])
             nothing = np.zeros_like(cuts)

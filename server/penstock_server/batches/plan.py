@@ -1,4 +1,4 @@
-"""The plan: a dataset and a spec, resolved. Everything about an epoch that is known before a single block is read.
+"""The plan: a dataset and a spec, resolved; everything about an epoch that is known before a block is read.
 
     (step, rank) --Schedule--> positions --Mixture--> members' own positions --EpochOrder--> samples --Packing--> spans
 
@@ -29,13 +29,13 @@ from penstock_server.order.schedule import Schedule
 from penstock_server.problems import BadParameter
 
 MAX_BATCH_BYTES = 1 << 30
-_MAX_BATCH_SPANS = 1 << 22  # each takes some 300 bytes while the batch is made
-_REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, also when the folder has moved on
+_MAX_BATCH_SPANS = 1 << 22  # some 300 bytes each while the batch is made
+_REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, even after the folder has changed
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSpans:
-    """What some batches take from one member: the blocks, and the spans in them, whose `samples` count over all members."""
+    """Blocks and spans that some batches take from one member; `spans.samples` counts over all members."""
 
     member: Member
     blocks: list[int]
@@ -44,9 +44,9 @@ class MemberSpans:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one spec cuts one dataset, or several, into batches. `spec` has every parameter resolved, the snapshot included.
+    """How one spec cuts one or several datasets into batches.
 
-    `sizes` are the samples of an epoch of each member.
+    `spec` has every parameter resolved, including the snapshot. `sizes` is the number of samples per epoch of each member.
     """
 
     dataset: str
@@ -58,33 +58,33 @@ class Plan:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What a batch holds on the wire; attention masks and labels are derived from it by the client."""
+        """Tensors of a batch on the wire; the client derives attention masks and labels from them."""
         return tensors_of([member.snapshot for member in self.members], self.spec)
 
     @cached_property
     def identity(self) -> str:
-        """A text that no other plan has."""
+        """A string that identifies this plan."""
         return json.dumps([VERSION, self.dataset, self.spec.to_dict()])
 
     @property
     def has_fixed_widths(self) -> bool:
-        """Whether every line of tokens is as long as it can be, padded if need be."""
+        """Whether every sample has the full width, with padding if needed."""
         return self.spec.pad == "seq_len" or self.spec.packing != "rows"
 
     @cached_property
     def has_fixed_shapes(self) -> bool:
-        """Whether every batch has the same shapes, and so the same length in bytes."""
+        """Whether every batch has the same shapes, and so the same number of bytes."""
         return self.has_fixed_widths and not any(tensor.is_ragged for tensor in self.tensors)
 
     @property
     def shapes(self) -> list[tuple[int | None, ...]]:
-        """The shape of each tensor, with None for a width that differs from batch to batch."""
+        """Shape of each tensor; None stands for a width that differs between batches."""
         fixed = self.has_fixed_widths
         return [t.shape(self.spec.batch_size, t.longest if fixed and not t.is_ragged else None) for t in self.tensors]
 
     @cached_property
     def step_nbytes(self) -> int:
-        """About the bytes of a batch: of what travels as text, by what a row takes in the shards on average."""
+        """Estimated bytes of a batch; for passthrough text, from the average bytes of a row in the shards."""
         if not any(tensor.is_ragged for tensor in self.tensors):
             return self.largest_layout.nbytes
         snapshots = [member.snapshot for member in self.members]
@@ -93,24 +93,24 @@ class Plan:
 
     @cached_property
     def step_stored(self) -> int:
-        """About the bytes in the shards of the rows that a batch is made of."""
+        """Estimated bytes that the rows of a batch take in the shards."""
         snapshots = [member.snapshot for member in self.members]
         per_row = max(snapshot.nbytes / max(1, snapshot.num_rows) for snapshot in snapshots)
         return max(1, int(per_row * self.step_spans))
 
     @cached_property
     def step_spans(self) -> float:
-        """About the spans of a batch: the rows, and parts of rows, that it is made of."""
+        """Estimated spans of a batch: rows, and parts of rows."""
         return self.spec.batch_size * max(member.spans_per_sample for member in self.members)
 
     @cached_property
     def largest_layout(self) -> Layout:
-        """The payload of a batch whose every line is as long as it can be; of texts that travel only the frame of them."""
+        """Payload of a batch with every sample at full width; for passthrough texts, only their frame."""
         size = self.spec.batch_size
         return Layout.of([(t.name, t.dtype, t.shape(size, t.longest)) for t in self.tensors])
 
     def is_named_by(self, asked: Spec) -> bool:
-        """Whether the spec asked for names the snapshot, and the mix if there is one: then it never means other data."""
+        """Returns whether the requested spec pins the snapshot, and the mix if any, so that it always means the same data."""
         return asked.snapshot is not None and (asked.mix is not None or self.spec.mix is None)
 
     @property
@@ -121,15 +121,15 @@ class Plan:
 
     @property
     def vocab_size(self) -> int | None:
-        """Every token id is below it; None if nobody knows."""
+        """Upper bound of the token ids, exclusive; None if unknown."""
         sizes = [member.snapshot.vocab_size for member in self.members]
         return None if None in sizes else max(size for size in sizes if size is not None)
 
     @property
     def padding(self) -> float | None:
-        """The share of padding in an epoch's samples.
+        """Fraction of padding in an epoch's samples.
 
-        None where it depends on rows that nobody has counted, with packing=rows, and of a mixture that is not concatenated.
+        None with packing=rows, where it depends on rows that are not counted, and for a mixture that is not concatenated.
         """
         if self.spec.packing == "concat":
             return 0.0
@@ -140,20 +140,20 @@ class Plan:
 
     @property
     def pad_id(self) -> int:
-        """What fills a line after its tokens."""
+        """Token id that pads a sample."""
         return self.members[0].snapshot.recipe.pad_id
 
     def address(self, epoch: int, rank: int) -> Address:
-        """The address that the frames of an epoch and rank carry, each with its own step in place of 0."""
+        """Returns the address in the frames of an epoch and rank; each frame replaces the step 0."""
         return Address(self.dataset, self.snapshot, self.spec.digest, epoch, rank, step=0)
 
     def check(self, epoch: int, step: int, rank: int) -> None:
-        """Whether there is such a batch. Raises StepOutOfRange, RankOutOfRange, BadParameter: there is none."""
+        """Checks that the batch exists. Raises StepOutOfRange, RankOutOfRange, BadParameter: it does not."""
         self.schedule.check(step, rank)
         self.check_epoch(epoch)
 
     def check_epoch(self, epoch: int) -> None:
-        """Whether there is such an epoch. Raises BadParameter: there is none."""
+        """Checks that the epoch exists. Raises BadParameter: it does not."""
         if self.spec.stopping_strategy == "never" and epoch:
             raise BadParameter(f"epoch {epoch} does not exist: with stopping_strategy=never epoch 0 does not end.")
         if self.mixture and (epoch + 1) * self.schedule.num_positions > MAX_COUNT:
@@ -161,7 +161,7 @@ class Plan:
             raise BadParameter(f"epoch {epoch:,} does not exist: samples of this mixture are counted up to epoch {last:,}.")
 
     def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> list[MemberSpans]:
-        """What the samples of some batches are made of; sample i is index i % batch_size of step i // batch_size.
+        """Returns the spans of the samples of some batches; sample i is index i % batch_size of step i // batch_size.
 
         Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
         """
@@ -175,20 +175,20 @@ class Plan:
         return found
 
     def read_ahead(self, epoch: int, step: int) -> None:
-        """Has the blocks that come after this step of all ranks loaded in the background, if the cache has room for them."""
+        """Loads the blocks after this step of all ranks in the background, if the cache has room for them."""
         last_rank = self.schedule.positions([step], self.schedule.world_size - 1)[0]
         for number, own_epoch, _, positions in self._by_member(epoch, last_rank):
             self.members[number].read_ahead(own_epoch, int(positions.max()), self.schedule.world_size * self.spec.batch_size)
 
     def positions_of(self, member: int, epoch: int, own: IntArray, own_epoch: int, most: int) -> IntArray:
-        """Where positions `own` of a member's own epoch stand in an epoch: of those that it shows the first ones, in order."""
+        """Maps positions `own` of a member's epoch to positions of an epoch; returns the first that it shows, in order."""
         if self.mixture is None:
             return self.schedule.earliest(own if own_epoch == epoch else own[:0], most)
         numbers = own_epoch * self.sizes[member] + np.sort(own)
         begin, size = epoch * self.schedule.num_positions, self.schedule.num_positions
         shown_first = int(self.schedule.positions([0], 0)[0, 0]) if self.schedule.num_steps else 0
         turn = int(np.searchsorted(numbers, self.mixture.num_before(member, begin + shown_first)))
-        # Its samples come in their order, from where the epoch begins and then around. What is skipped takes nobody's place.
+        # A member's samples come in order from the epoch's start, then wrap around. Skipped samples take no position.
         count = len(numbers) if self.schedule.skipped else most
         start = int(np.searchsorted(numbers, self.mixture.num_before(member, begin)))
         nearest = np.concatenate([numbers[turn : turn + count], numbers[start : min(turn, start + count)]])
@@ -197,16 +197,16 @@ class Plan:
         return self.schedule.earliest(np.array(shown, np.int64), most)
 
     def own_epochs(self, member: int, epoch: int) -> Iterable[int]:
-        """The epochs of a member that an epoch shows, whole or in part, from that on which its first step shows."""
+        """Returns the epochs of a member that an epoch shows, whole or in part; that of its first step comes first."""
         if self.mixture is None:
             return range(epoch, epoch + 1)
         begin, end = epoch * self.schedule.num_positions, (epoch + 1) * self.schedule.num_positions
         shown = begin + int(self.schedule.positions([0], 0)[0, 0]) if self.schedule.num_steps else begin
         first, at, last = (self.mixture.num_before(member, sample) // self.sizes[member] for sample in (begin, shown, end))
-        return chain(range(at, last + 1), range(first, at))  # a wrapped tail shows the epoch's start again
+        return chain(range(at, last + 1), range(first, at))  # a wrapped last step shows the epoch's start again
 
     def _by_member(self, epoch: int, positions: IntArray) -> list[tuple[int, int, IntArray, IntArray]]:
-        """The positions in parts of one member and one of its epochs: (member, its epoch, which of them, its own positions)."""
+        """Groups positions by member and member epoch: (member, its epoch, indices into `positions`, its own positions)."""
         if self.mixture is None:
             return [(0, epoch, np.arange(len(positions)), positions)]
         datasets, numbers = self.mixture.locate(epoch * self.schedule.num_positions + positions)
@@ -219,17 +219,17 @@ class Plan:
 
 @lru_cache(maxsize=_REMEMBERED_PLANS)
 def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
-    """The plan of a spec that is resolved, for the members that it names, or for the one that is the dataset.
+    """Makes the plan of a resolved spec for the members that it names, or for the dataset as the only member.
 
-    Raises BadParameter: the parameters are sound one by one, but not together or not for this data.
-    Raises IndexNotReady, and what else Index raises: the packing needs counts.
+    Raises BadParameter: the parameters are valid one by one, but not together or not for this data.
+    Raises IndexNotReady, and what Index raises: the packing needs counts.
     """
     if spec.length_bucket_size and spec.window > MAX_WINDOW:
         raise BadParameter(
             f"length_bucket_size sorts the samples of a window; window={spec.window:,} is above its limit, {MAX_WINDOW:,}."
         )
     _check_tokenizers(members)
-    tensors_of([member.snapshot for member in members], spec)  # what makes no batch is refused before anything is counted
+    tensors_of([member.snapshot for member in members], spec)  # refuses a spec without batches before counting starts
     mix = spec.mixed()
     mixture = mixture_of(mix) if mix else None
     sizes = tuple(member.num_samples for member in members)
@@ -272,7 +272,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
 
 
 def _check_tokenizers(members: Sequence[Member]) -> None:
-    """Raises BadParameter: an id of one member is another text in another member. Of ids without a tokenizer nobody knows."""
+    """Raises BadParameter: an id means different text in two members. Members without a tokenizer cannot be checked."""
     known = [(member.name, tokenizer) for member in members if (tokenizer := member.snapshot.recipe.tokenizer)]
     for (name, one), (other_name, other) in pairwise(known):
         if one.digest != other.digest:
@@ -284,7 +284,7 @@ def _check_tokenizers(members: Sequence[Member]) -> None:
 
 
 def _no_step(dataset: str, spec: Spec, num_positions: int) -> str:
-    """What is said of an epoch that is too short for a single step."""
+    """Returns the message for an epoch that is too short for one step."""
     split = "" if spec.split == "all" else f", split={spec.split},"
     skipped = ", of which too many are skipped" if spec.skip else ""
     may_split = spec.cuts_rows and spec.task == "causal"
@@ -298,7 +298,7 @@ def _no_step(dataset: str, spec: Spec, num_positions: int) -> str:
 
 
 def _no_sample(member: Member, spec: Spec) -> str:
-    """What is said of a dataset of which not one sample can be made."""
+    """Returns the message for a dataset without a single sample."""
     name, recipe = member.name, member.snapshot.recipe
     where, ways = "", ""
     if (split := member.order_key.split) != "all":

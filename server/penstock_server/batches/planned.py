@@ -1,4 +1,4 @@
-"""Planned epochs: how blocks become samples, and in what order, remembered while a snapshot is served."""
+"""Planned epochs: packing and order of the samples, cached while a snapshot is served."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock_server.order.shuffle import EpochOrder
 
 PlannedEpoch = tuple[Packing, EpochOrder | LengthOrder]
 
-_BUDGET_BYTES = 256 << 20  # ten epochs of a million blocks; thousands of small ones, of which a mixture may need many at once
+_BUDGET_BYTES = 256 << 20  # ten epochs of a million blocks, or thousands of small ones; a mixture may need many at once
 _MIN_BYTES = 4 << 10  # of the smallest epoch
-_FEWEST = 4  # whatever they take: two jobs whose ranks go from one epoch to the next
+_FEWEST = 4  # whatever their size: two jobs with ranks in two consecutive epochs
 
 
 class PlannedEpochs:
-    """The epochs of one snapshot that were asked for last: as many as the budget holds, and a few at least.
+    """Least recently used cache of the epochs of one snapshot, within a budget, but with a minimum number.
 
-    An epoch is planned once, however many ask for it, and no other snapshot waits for that.
+    An epoch is planned once for all callers, and callers of other snapshots do not wait for it.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class PlannedEpochs:
         self._lock, self._planning = threading.Lock(), threading.Lock()
 
     def get(self, name: Hashable, plan: Callable[[], PlannedEpoch]) -> PlannedEpoch:
-        """The epoch of this name, which `plan` makes if it is not remembered. Raises what `plan` raises."""
+        """Returns the epoch of this name; calls `plan` if it is not cached. Raises what `plan` raises."""
         if found := self._find(name):
             return found
-        with self._planning:  # all ranks come to an epoch at once, and one of them is to plan it
+        with self._planning:  # all ranks reach an epoch at once; only one thread should plan it
             if found := self._find(name):
                 return found
             made = plan()
@@ -53,6 +53,6 @@ class PlannedEpochs:
 
 
 def _nbytes(epoch: PlannedEpoch) -> int:
-    """About the bytes of memory that it takes, or will."""
+    """Estimates the bytes of memory of an epoch, now or later."""
     packing, order = epoch
     return _MIN_BYTES + packing.samples_per_pool.nbytes + order.nbytes

@@ -1,8 +1,8 @@
-"""Stand-ins: which good row is served in place of one that cannot be used, and the inverse.
+"""Replacement: maps a bad row to the good row served in its place, and the inverse.
 
-A bad row gives way to the next good one of its block, round the block's end if need be. The rows of a block without a good one
-give way to those of the next block that has some, round the dataset's end. So the geometry of an epoch stays as it is, and
-which row stands where depends on nothing but the data. Blocks without a row of the split are passed over.
+The next good row of the block replaces a bad row; the search wraps at the block's end. If a block has no good row, the rows of
+the next block with one replace its rows; the search wraps at the dataset's end and skips blocks without a row of the split. So
+the geometry of an epoch does not change, and the row at each position depends only on the data.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from penstock_server.blocks.block import Block
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import BadRow
 
-_MAX_BLOCKS = 64  # that are looked at for a good row; where as many have none, the data is not worth an epoch
+_MAX_BLOCKS = 64  # blocks searched for a good row; a longer stretch without one makes the data useless
 
 
 def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tuple[int, Block, IntArray]:
-    """The rows to serve for these rows of block `index`, shape of `rows`, and the block that they are in.
+    """Returns the rows to serve for rows of block `index`, shape of `rows`, and their block.
 
-    Raises BadRow: one of them cannot be used, and the recipe does not replace bad rows, or there is no good row near.
+    Raises BadRow: one of them is bad, and the recipe does not replace bad rows, or no good row is near.
     """
     bad = [row for row in rows.tolist() if row in block.bad]
     if not bad:
@@ -45,7 +45,7 @@ def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tup
 
 
 def stands_for(member: Member, index: int, block: Block, row: int) -> Iterator[tuple[int, IntArray]]:
-    """The inverse: the rows, by block, in whose place a row of block `index` is served, itself among them."""
+    """Yields, by block, the rows that a row of block `index` is served for, including itself."""
     if row in block.bad:
         return
     if member.snapshot.recipe.on_bad_row == "fail":
@@ -60,7 +60,7 @@ def stands_for(member: Member, index: int, block: Block, row: int) -> Iterator[t
 
 
 def _neighbours(member: Member, index: int, step: int) -> list[int]:
-    """The blocks with rows of the split after a block (step 1), or before it (step -1), on the ring of all blocks."""
+    """Returns the blocks with rows of the split after a block (step 1) or before it (step -1), on the ring of blocks."""
     with_rows = np.flatnonzero(member.index.rows_per_block(member.order_key.split))
     at = int(np.searchsorted(with_rows, index))
     turns = np.arange(1, min(_MAX_BLOCKS, len(with_rows) - 1) + 1)

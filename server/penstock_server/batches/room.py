@@ -1,4 +1,4 @@
-"""Room in the block cache for all that a shuffle draws from at a time: whether it has it, and what follows if not."""
+"""Room in the block cache for the blocks that a shuffle draws from: checks and advice."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from penstock_server.batches.plan import Plan
 from penstock_server.problems import BadParameter
 
 _SMALL_WINDOW = 1000  # samples; fewer mix too little to be recommended
-_ROUGHLY = 1.1  # what is not counted is known to about a tenth: what may just fit is not refused
+_ROUGHLY = 1.1  # estimates are accurate to about 10 %: blocks that may just fit are not refused
 
 
 def check_room(plan: Plan) -> None:
-    """Whether the cache has room for all blocks, where they are shuffled together.
+    """Checks that the cache has room for all blocks with shuffle=global.
 
-    Raises BadParameter: it has not; both numbers are told.  Raises what Index.bytes_per_block raises.
+    Raises BadParameter: it has no room; the message gives both numbers.  Raises what Index.bytes_per_block raises.
     """
     if plan.spec.shuffle != "global":
         return
@@ -28,7 +28,7 @@ def check_room(plan: Plan) -> None:
 
 
 def advice_on_room(plan: Plan) -> str | None:
-    """What follows from a cache that has no room for a window; None if it has."""
+    """Returns advice for a cache without room for a window; None if it has room."""
     cache = plan.members[0].blocks.cache
     if cache.failure:
         return (
@@ -47,7 +47,7 @@ def advice_on_room(plan: Plan) -> str | None:
     needed = sum(member.window_bytes for member in plan.members)
     if needed <= room:
         return None
-    # Room for a window and the next, which is loaded ahead; a window is whole blocks.
+    # Room for a window and the next, which is loaded ahead; a window consists of whole blocks.
     fits = min(plan.spec.window, sum(plan.sizes)) * room // needed // 2
     is_window = plan.spec.shuffle == "window" and fits >= _SMALL_WINDOW and 8 * largest <= room
     or_less = f", or use smaller windows: window={fits}" if is_window else ""

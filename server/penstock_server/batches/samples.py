@@ -1,8 +1,8 @@
-"""Samples: the lines of some batches before they are written, still in their blocks; and where each comes from.
+"""Samples of some batches before they are written, as references into blocks; and their source rows.
 
-All is in columns: a run of batches has thousands of samples, and an object takes longer to make than its tokens to copy.
+All is in columns: a range of batches has thousands of samples, and making an object takes longer than copying its tokens.
 An example: packing=concat with seq_len=5, and a block of two rows, each of five tokens: a prompt of two and a response of
-three, then a prompt of one and a response of four. Sequence 7 begins at the block's fourth token:
+three, then a prompt of one and a response of four. Sample 7 begins at the block's fourth token:
 
 Spans       tokens [3, 8) of the block's stream                                  what the plan says
 RowSpans    tokens [3, 5) of row 0, [0, 3) of row 1                              cut where rows end
@@ -59,7 +59,7 @@ class Origin:
 
 @dataclass(slots=True)
 class LoadedBlock:
-    """Block `index` of a member, the mixture's `number`th, in memory, with the rows of the split that is asked for."""
+    """Loaded block `index` of member `number` of the mixture, with the rows of the requested split."""
 
     member: Member
     number: int
@@ -68,10 +68,10 @@ class LoadedBlock:
 
 
 class Runs(NamedTuple):
-    """What the lines of a tensor are made of, line by line, and in each in its order.
+    """Runs of tokens that make the lines of a tensor, in order.
 
     Run i is tokens [starts[i], starts[i] + lengths[i]) of the loaded block number blocks[i], and goes to token offsets[i] of
-    line lines[i]. `in_loss[i]`: it is no prompt.
+    line lines[i]. `in_loss[i]`: the run is not a prompt.
     """
 
     lines: IntArray
@@ -83,7 +83,7 @@ class Runs(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """The rows that samples are made of, or parts of them, in their order: tokens [firsts[i], lasts[i]) of rows[i]."""
+    """Rows, or parts of rows, of samples, in order: tokens [firsts[i], lasts[i]) of rows[i]."""
 
     samples: IntArray
     blocks: IntArray
@@ -92,14 +92,14 @@ class Documents(NamedTuple):
     lasts: IntArray
 
     def offsets(self) -> IntArray:
-        """Where each document begins in its sample."""
+        """Start of each document in its sample."""
         return _offsets(self.samples, self.lasts - self.firsts)
 
 
 class Samples:
-    """`count` samples, made of `spans`, sample by sample, whose blocks are numbered as in `loaded`.
+    """`count` samples of `spans`, in order; span blocks are numbers in `loaded`.
 
-    `replaced`, shape [count], are those that stand in for bad rows.
+    `replaced`, shape [count], marks the samples with replaced rows.
     """
 
     def __init__(self, count: int, loaded: list[LoadedBlock], spans: Spans, replaced: npt.NDArray[np.bool_]) -> None:
@@ -109,26 +109,26 @@ class Samples:
         self._runs = dict[tuple[str, str | None, int], Runs]()
 
     def tokens(self, feature: str) -> ListColumns:
-        """The tokens of a feature in the loaded blocks, by the numbers that Runs has."""
+        """Returns the tokens of a feature in the loaded blocks, by the block numbers of Runs."""
         return self._feature(feature).tokens
 
     def runs(self, tensor: Tensor) -> Runs:
-        """The runs of tokens that make a tensor's lines; of a mask or a count, those that it marks or counts."""
-        # Spans are cut to seq_len already, but a prompt or a response by itself is cut to a length of its own.
+        """Returns the runs of tokens of a tensor's samples; for a mask or a count, the runs that it marks or counts."""
+        # Spans are already cut to seq_len, but a separate prompt or response has its own limit.
         key = tensor.feature, tensor.turn, tensor.longest if tensor.turn else 0
-        # A cache around the method would hold this, and this the cache: both would stay until garbage is collected.
+        # An lru_cache on the method and this object would refer to each other, and stay until a garbage collection.
         if key not in self._runs:
             self._runs[key] = self._find_runs(*key)
         return self._runs[key]
 
     def lengths(self, tensor: Tensor) -> IntArray:
-        """The tokens of each line of a tensor, shape [count]."""
+        """Returns the tokens of each line of a tensor, shape [count]."""
         runs = self.runs(tensor)
         return np.bincount(runs.lines, runs.lengths, self.count).astype(np.int64)
 
     @cached_property
     def documents(self) -> Documents:
-        """The rows that the samples are made of; a row without tokens is in none."""
+        """Documents of the samples; an empty row is in no sample."""
         samples, blocks, rows, firsts, stops = self._spans
         if self._are_of_streams:
             at, rows, firsts, lasts = self._rows_of_streams
@@ -137,26 +137,26 @@ class Samples:
 
     @cached_property
     def begins(self) -> tuple[IntArray, IntArray]:
-        """The sample of each document, and its first token there. A row that others packed holds several documents."""
+        """Sample of each document, and its first token there. A row that was packed before has several documents."""
         rows = self.documents
         feature = self._feature(next(iter(self.loaded[0].block.features)))
         part, firsts = feature.documents(rows.blocks, RowSpans(np.arange(len(rows.rows)), *rows[2:]))
         return rows.samples[part], (rows.offsets() - rows.firsts)[part] + firsts
 
     def begins_of(self, sample: int) -> list[int]:
-        """Where the documents of one sample begin."""
+        """Returns the starts of the documents of one sample."""
         samples, tokens = self.begins
         own: list[int] = tokens[self._where(samples, sample)].tolist()
         return own
 
     def sources(self, sample: int) -> list[Origin]:
-        """The rows of one sample, as they lie in the shards."""
+        """Returns the source rows of one sample in the shards."""
         own = self._where(self.documents.samples, sample)
         columns = (*self.documents[1:], self._row_tokens)
         return [self._source(*line) for line in zip(*(column[own].tolist() for column in columns), strict=True)]
 
     def line(self, tensor: Tensor, sample: int) -> list[Turn]:
-        """The tokens of one line of a tensor, in runs; none is of two documents."""
+        """Returns the tokens of one line of a tensor, in runs; no run spans two documents."""
         runs, tokens = self.runs(tensor), self.tokens(tensor.feature)
         own = self._where(runs.lines, sample)
         begins = [] if tensor.turn else self.begins_of(sample)
@@ -168,44 +168,44 @@ class Samples:
         return found
 
     def num_tokens(self, tensor: Tensor, sample: int) -> int:
-        """The tokens of one line of a tensor."""
+        """Returns the number of tokens of one line of a tensor."""
         runs = self.runs(tensor)
         return int(runs.lengths[self._where(runs.lines, sample)].sum())
 
     def member(self, sample: int) -> Member:
-        """The dataset that a sample is of."""
+        """Returns the dataset of a sample."""
         return self.loaded[int(self._spans.blocks[np.searchsorted(self._spans.samples, sample)])].member
 
     @cached_property
     def member_numbers(self) -> IntArray:
-        """The number in the mixture of the dataset that each sample is of, shape [count]."""
+        """Number in the mixture of each sample's dataset, shape [count]."""
         first = np.searchsorted(self._spans.samples, np.arange(self.count))
         numbers: IntArray = np.array([own.number for own in self.loaded])[self._spans.blocks[first]]
         return numbers
 
     def row(self, sample: int) -> tuple[Block, int]:
-        """The block and the row of a sample of one row."""
+        """Returns the block and the row of a sample of one row."""
         at = int(np.searchsorted(self._spans.samples, sample))
         return self.loaded[int(self._spans.blocks[at])].block, int(self._spans.rows[at])
 
     def rows(self) -> Iterator[tuple[Block, IntArray, IntArray]]:
-        """Where each sample is one row: the blocks, each with the samples that are made of it and their rows in it."""
+        """Yields (block, its samples, their rows in it), for samples of one row each."""
         for number, mine in self._by_block:
             yield self.loaded[number].block, self._spans.samples[mine], self._spans.rows[mine]
 
     @staticmethod
     def _where(samples: IntArray, sample: int) -> slice:
-        """Where one sample stands among these, which ascend."""
+        """Returns the slice of one sample in ascending `samples`."""
         return slice(*np.searchsorted(samples, [sample, sample + 1]).tolist())
 
     @cached_property
     def _row_tokens(self) -> IntArray:
-        """Of each document the tokens of its row, also those that are not in the sample."""
+        """Tokens of each document's row, including those outside the sample."""
         return self._row_lengths(self.documents.blocks, self.documents.rows)
 
     @cached_property
     def _by_block(self) -> list[tuple[int, IntArray]]:
-        """The number of each block, and the spans that are of it."""
+        """Number of each block, and its spans."""
         return list(by_value(self._spans.blocks))
 
     def _feature(self, name: str) -> Features:
@@ -228,7 +228,7 @@ class Samples:
         return Runs(lines, blocks, starts, lengths, in_loss, offsets)
 
     def _cut(self, feature: Features) -> TokenRuns:
-        """The tokens of the spans, in as few pieces as there can be."""
+        """Returns the tokens of the spans, in the fewest pieces."""
         _, blocks, rows, starts, stops = self._spans
         if not self._are_of_streams:
             return feature.cut(blocks, RowSpans(np.arange(len(rows)), rows, starts, stops))
@@ -238,17 +238,17 @@ class Samples:
 
     @property
     def _are_of_streams(self) -> bool:
-        """Whether the spans are of streams: of one packing all are, or none is."""
+        """Whether the spans are of streams; a packing has only one kind."""
         return bool(self._spans.rows[0] == STREAM)
 
     @cached_property
     def _rows_of_streams(self) -> RowSpans:
-        """The rows that the spans of streams run over; a row without a token is left out."""
+        """Rows in the spans of streams, without empty rows."""
         _, blocks, _, starts, stops = self._spans
         order = np.argsort(blocks, kind="stable")
-        ends = np.stack([starts, stops - 1])[:, order]  # the first token of each and the last
+        ends = np.stack([starts, stops - 1])[:, order]  # the first and the last token of each
         rows_of_ends, begins = np.empty_like(ends), np.empty_like(starts)
-        for number, own in equal_runs(blocks[order]):  # thousands: each step here counts
+        for number, own in equal_runs(blocks[order]):  # thousands of runs: the cost of each step matters
             stream = self.loaded[number].block.stream
             rows_of_ends[:, own] = found = find(stream, ends[:, own])
             begins[own] = stream[found[0]]
@@ -262,7 +262,7 @@ class Samples:
         return RowSpans(*(column[lasts > firsts] for column in (spans, rows, firsts, lasts)))
 
     def _row_lengths(self, blocks: IntArray, rows: IntArray) -> IntArray:
-        """The tokens of rows; of such as have several features, those of the longest."""
+        """Returns the tokens of rows; of the longest feature if a row has several."""
         features = map(self._feature, self.loaded[0].block.features)
         return reduce(np.maximum, (feature.tokens.lengths(blocks, rows) for feature in features))
 
@@ -285,7 +285,7 @@ class Samples:
 
 
 def _offsets(lines: IntArray, lengths: IntArray) -> IntArray:
-    """Where each run begins in its line, if those of a line stand one after the other."""
+    """Returns the start of each run in its line, with the runs of a line placed consecutively."""
     begins = np.cumsum(lengths) - lengths
     offsets: IntArray = begins - np.maximum.accumulate(np.where(begins_run(lines), begins, 0))
     return offsets

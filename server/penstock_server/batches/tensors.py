@@ -1,4 +1,4 @@
-"""The tensors of a batch: what travels of a sample, by what its rows are and what the spec asks for."""
+"""Tensors of a batch: the data of each sample, by the kind of its rows and the spec."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Width = TypeVar("Width", int, int | None)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """A tensor of every batch, made of one feature of the rows or of a column beside them.
+    """A tensor of every batch, from one feature of the rows or a passthrough column.
 
     tokens   the tokens themselves, shape [batch_size, width]; a line has at most `longest`
     mask     1 where a token has loss, shape [batch_size, width]
     count    the number of tokens, shape [batch_size]
-    starts   a bit a token, the lowest of a byte first, set where a document or the padding begins, shape
+    starts   one bit per token, lowest bit of a byte first, set at the start of a document or the padding, shape
              [batch_size, width / 8 rounded up]
-    member   which dataset of the mixture each sample is of, shape [batch_size]
-    column   a column that travels, shape [batch_size, *item]; texts and bytes see penstock.wire
+    member   number of each sample's dataset in the mixture, shape [batch_size]
+    column   a passthrough column, shape [batch_size, *item]; for texts and bytes see penstock.wire
 
-    `turn` takes only the tokens of the prompt, or only those of the response; None takes all.
+    `turn` selects the tokens of the prompt, or those of the response; None selects all.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Tensor:
 
     @property
     def has_lines(self) -> bool:
-        """Whether it has a value a token, in lines that may be padded."""
+        """Whether the tensor has one value per token, in lines that may be padded."""
         return self.kind in ("tokens", "mask")
 
     @property
     def is_ragged(self) -> bool:
-        """Whether its size in bytes differs from batch to batch, whatever the padding."""
+        """Whether its size in bytes differs between batches, whatever the padding."""
         return self.dtype in ("utf8", "binary")
 
     def shape(self, batch_size: int, width: Width) -> tuple[int | Width, ...]:
-        """The shape, where its lines are `width` long, or its texts that many bytes in all; None varies."""
+        """Returns the shape for lines of `width` tokens, or texts of `width` bytes in all; None varies."""
         if self.has_lines:
             return (batch_size, width)
         if self.kind == "starts":
@@ -60,9 +60,9 @@ class Tensor:
 
 
 def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
-    """What a batch of a spec holds on the wire, over all members of a mixture.
+    """Returns the tensors of a batch on the wire, for all members of a mixture.
 
-    Raises BadParameter: the members, or the packing, do not go together.
+    Raises BadParameter: the members, or the packing, are not compatible.
     """
     recipes = [snapshot.recipe for snapshot in snapshots]
     features = recipes[0].features
@@ -85,7 +85,7 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
         if spec.packing != "concat":
             tensors.append(Tensor(name=f"{prefix}lengths", kind="count", dtype="int32", feature=feature))
         if spec.loss_on == "response" and any(recipe.has_turns for recipe in recipes):
-            # A prompt before a response is told by its length; turns that alternate are not.
+            # One length describes a prompt before a response, but not alternating turns.
             if spec.packing == "rows" and not any(recipe.has_many_turns for recipe in recipes):
                 name = f"{prefix}prompt_lengths"
                 tensors.append(Tensor(name=name, kind="count", dtype="int32", feature=feature, turn="prompt"))
@@ -113,7 +113,7 @@ def _seq2seq(snapshots: Sequence[Snapshot], spec: Spec, dtype: str) -> tuple[Ten
 
 
 def _columns(snapshots: Sequence[Snapshot]) -> list[Tensor]:
-    """The columns that travel: those that every member has, of one type."""
+    """Returns the passthrough columns: those that every member has, with one type."""
     found = [{column.name: _column(column.name, column.type) for column in s.recipe.columns} for s in snapshots]
     return [tensor for name, tensor in found[0].items() if all(other.get(name) == tensor for other in found)]
 

@@ -1,4 +1,4 @@
-"""A batch for people and curl: JSON with the decoded text of every sample, a line a fact; and where samples come from."""
+"""Batches for people and curl: JSON with the decoded text of every sample, one field per line; and provenance."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from penstock_server.blocks.on_demand import PickedRows
 from penstock_server.problems import BadParameter
 from penstock_server.recipes.tokenizer import TokenizerFile
 
-_MAX_TOKENS = 1 << 21  # of a batch
-_MAX_SAMPLES = 1 << 14  # of all batches that are made at a time
-_MAX_PARTS = 1 << 17  # of rows, of which provenance is told: as text 25 MB
+_MAX_TOKENS = 1 << 21  # per batch
+_MAX_SAMPLES = 1 << 14  # over all batches of a request
+_MAX_PARTS = 1 << 17  # parts of rows in a provenance response: 25 MB as text
 
 
 def as_json(chunk: Chunk, blocks: Sequence[Block | PickedRows], before_each: Callable[[], None] = lambda: None) -> list[str]:
-    """Each batch of a chunk: the ids and the digest that GET serves, and the text that each sample decodes to.
+    """Returns the JSON of each batch of a chunk: its ids, its digest, and the decoded text of each sample.
 
-    `before_each` is called before each sample; what it raises ends the rest.
+    Calls `before_each` before each sample; an exception from it ends the work.
 
-    Raises BadParameter: there are more samples, or tokens in a batch, than anybody reads.
+    Raises BadParameter: too many samples, or too many tokens in a batch, to be read.
     """
     num_samples = len(chunk.steps) * chunk.plan.spec.batch_size
     if num_samples > _MAX_SAMPLES:
@@ -57,10 +57,12 @@ def as_json(chunk: Chunk, blocks: Sequence[Block | PickedRows], before_each: Cal
 
 
 def provenance(plan: Plan, epoch: int, step: int, rank: int) -> dict[str, Any]:
-    """The rows that each sample of a batch is made of: what ProvenanceAnswer lists.
+    """Returns the source rows of each sample of a batch, as in ProvenanceAnswer.
 
-    Raises StepOutOfRange, RankOutOfRange: there is no such batch. Raises BadParameter: nor such an epoch, or it is of more
-    parts of rows than anybody reads. Raises what a block raises that cannot be read.
+    Raises:
+        StepOutOfRange, RankOutOfRange: the batch does not exist.
+        BadParameter: the epoch does not exist, or the batch has too many parts of rows to be read.
+        What an unreadable block raises.
     """
     plan.check(epoch, step, rank)
     [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
@@ -75,7 +77,7 @@ def provenance(plan: Plan, epoch: int, step: int, rank: int) -> dict[str, Any]:
 
 
 def shown_columns(block: Block, row: int) -> dict[str, Any]:
-    """What travels with a row, as JSON can say it."""
+    """Returns the passthrough columns of a row as JSON values."""
     return {name: _shown(column[row].as_py()) for name, column in block.columns.items()}
 
 
@@ -127,12 +129,12 @@ def _sample(plan: Plan, samples: Samples, number: int) -> dict[str, Any]:
             texts = _texts(plan, tensor, line)
             if tokenizer:
                 facts |= {name: tokenizer.decode(_ids(pieces)) for name, pieces in texts.items()}
-            # Which tokens are of which row and turn the text alone does not tell, and without a tokenizer there is none.
+            # The text alone does not show the rows and turns of its tokens, and without a tokenizer it does not exist.
             if len(line) > 1 and (len(texts) == 1 or not tokenizer):
                 name = f"{tensor.name.removesuffix('input_ids')}pieces"
                 facts[name] = [_piece(plan, tokenizer, piece) for piece in line]
             facts[tensor.name] = _ids(line)
-            if not tensor.turn:  # the labels of seq2seq travel themselves
+            if not tensor.turn:  # a seq2seq batch contains its labels
                 facts[tensor.name.removesuffix("input_ids") + "labels"] = _labels(plan, line)
         elif tensor.kind == "mask":
             facts[tensor.name] = [int(in_loss) for ids, in_loss in line for _ in ids]
@@ -150,13 +152,13 @@ def _sample(plan: Plan, samples: Samples, number: int) -> dict[str, Any]:
 
 
 def _labels(plan: Plan, line: list[Turn]) -> list[int]:
-    """The ids that have loss, as a trainer gets them."""
+    """Returns the labels that the trainer gets: IGNORED for tokens without loss."""
     is_masked = any(tensor.kind == "mask" or tensor.turn == "prompt" for tensor in plan.tensors)
     return [token if in_loss or not is_masked else IGNORED for ids, in_loss in line for token in ids]
 
 
 def _by_document(labels: list[int], starts: list[int]) -> dict[str, list[int]]:
-    """Labels and positions where documents are told: what one begins with does not follow from the one before it."""
+    """Returns labels and position ids with marked documents: positions restart, and the first token has no loss."""
     sizes = np.diff([*(start for start in starts if start < len(labels)), len(labels)]).tolist()
     positions = [position for size in sizes for position in range(size)]
     return {
@@ -166,13 +168,13 @@ def _by_document(labels: list[int], starts: list[int]) -> dict[str, list[int]]:
 
 
 def _starts(samples: Samples, number: int, length: int, width: int) -> list[int]:
-    """Where a document begins in a sample, and the padding."""
+    """Returns the starts of the documents in a sample, then that of the padding."""
     starts = samples.begins_of(number)
     return [*starts, length] if length < width else starts
 
 
 def _texts(plan: Plan, tensor: Tensor, line: list[Turn]) -> dict[str, list[Turn]]:
-    """What to show of a line of tokens as text: prompt and response apart where a row is one of each."""
+    """Returns the parts of a sample to show as text; prompt and response separately if the row has one of each."""
     prefix = tensor.name.removesuffix("input_ids")
     if tensor.turn:
         return {tensor.turn: line}
@@ -182,7 +184,7 @@ def _texts(plan: Plan, tensor: Tensor, line: list[Turn]) -> dict[str, list[Turn]
 
 
 def _piece(plan: Plan, tokenizer: TokenizerFile | None, turn: Turn) -> dict[str, Any]:
-    """One turn of one row, as far as it stands in a sample."""
+    """Returns one turn of one row, cut to the sample, as JSON values."""
     ids, in_loss = turn
     text = {"text": tokenizer.decode(ids)} if tokenizer else {}
     return {"num_tokens": len(ids), "in_loss": in_loss or plan.spec.loss_on == "all"} | text
@@ -193,7 +195,7 @@ def _ids(line: Sequence[Turn]) -> list[int]:
 
 
 def _indented(facts: dict[str, Any]) -> str:
-    # json.dumps(indent=...) would put every token id on a line of its own.
+    # json.dumps(indent=...) would put every token id on a separate line.
     lines = ",\n".join(f"      {json.dumps(name)}: {_dump(value)}" for name, value in facts.items())
     return f"    {{\n{lines}\n    }}"
 

@@ -1,4 +1,4 @@
-"""A block in memory: the tokens of its rows, as views of what the store mapped."""
+"""Block in memory: the tokens of its rows, as views of the mapped file."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from penstock_server.recipes.encode import COLUMN, DOCUMENTS, REASON, ROW, SPLIT
 from penstock_server.recipes.recipe import FEATURES
 from penstock_server.recipes.split_hashes import Selection, is_selected, is_validation
 
-_END_BYTES = 8  # of an Arrow stream
+_END_BYTES = 8  # end marker of an Arrow stream
 
 
 @dataclass(frozen=True)
 class Block:
-    """The tokens of one block's rows.
+    """Tokens of the rows of one block.
 
     features  "tokens", or "chosen" and "rejected"
-    columns   what travels beside them, by name
-    bad       the rows that cannot be used, with the reasons; they have no tokens
-    numbered  of each row its number in the block as it is stored in the shard, shape [num_rows]; None: they are all there
-    splits    of each row the hash that decides of which split it is, shape [num_rows]
-    nbytes    what the whole block takes in the cache
+    columns   passthrough columns, by name
+    bad       unusable rows, with reasons; they have no tokens
+    numbered  number of each row in the block in the shard, shape [num_rows]; None if the block has all of its rows
+    splits    hash of each row that decides its split, shape [num_rows]
+    nbytes    bytes of the whole block in the cache
     """
 
     features: dict[str, Feature]
@@ -43,7 +43,7 @@ class Block:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Block:
-        """The block that an encoded record batch holds."""
+        """Returns the block of an encoded record batch."""
         names, reasons = batch.schema.names, batch.column(REASON)
         bad_rows = np.flatnonzero(reasons.is_valid().to_numpy(zero_copy_only=False))
         features = {}
@@ -62,24 +62,24 @@ class Block:
 
     @property
     def num_rows(self) -> int:
-        """Rows, the bad ones included."""
+        """Number of rows, including bad ones."""
         return len(self.splits)
 
     @property
     def stored_rows(self) -> IntArray:
-        """The number of each row in the block as it is stored in the shard, shape [num_rows]."""
+        """Number of each row in the block in the shard, shape [num_rows]."""
         return np.arange(self.num_rows) if self.numbered is None else self.numbered.astype(np.int64)
 
     def is_validation(self, row: int, share: float) -> bool:
-        """Whether the hash holds a row out for validation, which has that share of all rows."""
+        """Returns whether the hash holds a row out for validation, a `share` of all rows."""
         return bool(is_validation(self.splits[row : row + 1], share)[0])
 
     def selected(self, selection: Selection, share: float) -> Block:
-        """The block of the rows that a split has, where the hash holds out that share for validation."""
+        """Returns the rows of a split as a block; the hash holds out `share` for validation."""
         return self.take(np.flatnonzero(is_selected(is_validation(self.splits, share), selection)))
 
     def take(self, rows: IntArray) -> Block:
-        """The block of some of the rows."""
+        """Returns some of the rows as a block."""
         return replace(
             self,
             features={name: feature.take(rows) for name, feature in self.features.items()},
@@ -91,26 +91,26 @@ class Block:
 
     @cached_property
     def numbers(self) -> dict[str, npt.NDArray[Any]]:
-        """The columns of numbers, each of shape [num_rows, *item]."""
+        """Numeric columns, each of shape [num_rows, *item]."""
         return {name: _numbers(column) for name, column in self.columns.items() if not is_raw(column.type)}
 
     def text_lengths(self, name: str, rows: IntArray) -> IntArray:
-        """The bytes of a column of texts or bytes in some rows, shape of `rows`; nothing is copied for it."""
+        """Returns the bytes of a text or binary column in some rows, shape of `rows`, without a copy."""
         column = self.columns[name]
         borders = np.frombuffer(column.buffers()[1], np.int64)[column.offset :]
         return borders[rows + 1] - borders[rows]
 
     @property
     def row_lengths(self) -> IntArray:
-        """Tokens of each row, shape [num_rows]; where it has several features, of the longest."""
+        """Tokens of each row, shape [num_rows]; of the longest feature if a row has several."""
         return reduce(np.maximum, (feature.tokens.lengths for feature in self.features.values()))
 
     def prompt_lengths(self, rows: IntArray) -> IntArray:
-        """Tokens of these rows before their first response, of a pair on the side that has fewer; shape of `rows`."""
+        """Returns the tokens of rows before their first response, the minimum over the sides of a pair; shape of `rows`."""
         return reduce(np.minimum, (feature.prompt_lengths(rows) for feature in self.features.values()))
 
     def side_lengths(self, row: int) -> dict[str, int] | None:
-        """Tokens of each side of a preference pair; None of another row."""
+        """Returns the tokens of each side of a preference pair; None for other rows."""
         if len(self.features) == 1:
             return None
         lists = {name: feature.tokens for name, feature in self.features.items()}
@@ -118,7 +118,7 @@ class Block:
 
     @cached_property
     def stream(self) -> IntArray:
-        """Where each row starts in the block's stream of tokens, shape [num_rows + 1]."""
+        """Start of each row in the block's stream of tokens, shape [num_rows + 1]."""
         first, *others = (feature.tokens for feature in self.features.values())
         return first.borders if first.is_whole and not others else starts_of(self.row_lengths)
 
@@ -129,13 +129,13 @@ class Block:
 
     @cached_property
     def substitutes(self) -> IntArray:
-        """For each row the row to serve in its place: itself, or the next good one, round the block's end; there is one."""
+        """Row to serve for each row: itself, or the next good row, wrapping at the block's end. Needs a good row."""
         good = np.delete(np.arange(self.num_rows), np.fromiter(self.bad, np.int64, len(self.bad)))
         return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]
 
 
 def _view(numbers: pa.Array) -> npt.NDArray[Any]:
-    """Numbers without nulls where they lie. Arrow's own view would keep its arrays alive, for half of what a block takes."""
+    """Views numbers without nulls. Arrow's view would keep its array objects alive, half of a block's memory."""
     dtype = numpy_type(numbers.type)
     return np.frombuffer(numbers.buffers()[1], dtype, len(numbers), numbers.offset * dtype.itemsize)
 

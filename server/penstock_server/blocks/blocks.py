@@ -32,13 +32,13 @@ from penstock_server.snapshots.snapshot import Snapshot
 
 _Found = TypeVar("_Found", Asked, "Asked | RowsFuture")
 
-_LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
-_KNOWN_NAMES = 1 << 15  # of blocks; to find one takes longer than a row of the block to copy
-_FIRST_ROWS = 16  # that are looked at for what stands between prompts and responses
-_LOOKED_AT, _LOOKED_AT_ROWS = 4, 64  # blocks, and rows of each, to estimate what all of them take in the cache
-_LOOKED_AT_BYTES = 256 << 10  # of text, that is tokenized whole: what a block takes beside its rows counts then
-_MAX_AHEAD = 1 << 12  # blocks that read-ahead is told of at a time
-_HEAD_BYTES = 1000  # about what a stored block takes beside its rows
+_LOADED_TOGETHER = 8  # blocks requested at a time in a pass over a dataset
+_KNOWN_NAMES = 1 << 15  # names of blocks; computing one takes longer than copying a row
+_FIRST_ROWS = 16  # rows checked for a separator between prompt and response
+_LOOKED_AT, _LOOKED_AT_ROWS = 4, 64  # blocks, and rows of each, sampled to estimate the bytes of all blocks in the cache
+_LOOKED_AT_BYTES = 256 << 10  # bytes of text; smaller samples take whole blocks, since the bytes beside the rows matter then
+_MAX_AHEAD = 1 << 12  # blocks passed to read-ahead at a time
+_HEAD_BYTES = 1000  # estimated bytes of a stored block beside its rows
 
 
 class Blocks:
@@ -51,24 +51,24 @@ class Blocks:
         self.names = BlockNames(snapshot)
         self._reader = RowGroupReader(snapshot)
         self._known_name = lru_cache(_KNOWN_NAMES)(self.names.of)
-        self._correction: float | None = None  # of what the footers tell; None: no block was looked at
+        self._correction: float | None = None  # factor on the estimate from the footers; None before `look`
 
     def request(self, indices: Sequence[int]) -> list[Asked]:
-        """The blocks at these indices, each in [0, num_blocks), or futures of them, which raise what `get` raises."""
+        """Returns the blocks at these indices in [0, num_blocks), or futures that raise what `get` raises."""
         known = self._store.maps.known([self._known_name(index) for index in indices])
         return [self._noted(index, block or self._ask(index)) for index, block in zip(indices, known, strict=True)]
 
     def request_rows(
         self, indices: Sequence[int], rows: Callable[[], Mapping[int, IntArray]], split: str
     ) -> list[Asked | RowsFuture]:
-        """As `request`, for some rows of each block: of a block that is not cached these alone are tokenized.
+        """As `request`, for some rows of each block: only these are tokenized if the block is not cached.
 
-        `rows()` are their numbers in each block, or in its split, ascending.
+        `rows()` returns their numbers in each block, or in its split, ascending.
         """
         names = {index: self._known_name(index) for index in indices}
         known = dict(zip(indices, self._store.maps.known([*names.values()]), strict=True))
         cold = [index for index, block in known.items() if block is None and not self._store.cache.has(names[index])]
-        if self._snapshot.recipe.tokenizer is None:  # to encode all rows of ids takes little beside decoding them
+        if self._snapshot.recipe.tokenizer is None:  # encoding all rows of ids takes little time beside decoding them
             cold = []
         futures = dict[int, RowsFuture]()
         if cold:
@@ -77,29 +77,29 @@ class Blocks:
         return [self._noted(index, futures.get(index) or block or self._ask(index)) for index, block in known.items()]
 
     def mapped(self, indices: Sequence[int]) -> list[Block] | None:
-        """The blocks at these indices, if all of them are mapped, or can be without being read, as they mostly are."""
+        """Returns the blocks at these indices if all are mapped, or can be mapped without reading; the common case."""
         blocks = [block for block in self._store.maps.known([self._known_name(index) for index in indices]) if block]
         if len(blocks) < len(indices):
             return None
         for index, block in zip(indices, blocks, strict=True):
-            if block.bad:  # and perhaps mapped for another snapshot
+            if block.bad:  # the block may have been mapped for another snapshot
                 self.quarantine.look_in(index, block)
         return blocks
 
     def get(self, indices: Sequence[int], split: str = "all") -> list[Block]:
-        """The blocks at these indices, each in [0, num_blocks), with the rows of one split.
+        """Returns the blocks at these indices in [0, num_blocks), with the rows of one split.
 
-        Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable, OutOfMemory: it may be another time.
-        Raises SnapshotGone: a shard is no longer the one whose footer was read.
+        Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable, OutOfMemory: a retry may succeed.
+        Raises SnapshotGone: a shard is no longer the file whose footer was read.
         """
         asked = zip(indices, self.request(indices), strict=True)
         return [self.of_split(index, self._wait(index, found), split) for index, found in asked]
 
     def each(self, indices: Sequence[int]) -> Generator[Block, None, None]:
-        """The blocks at these indices, ascending, in turn. Raises what `get` raises.
+        """Yields the blocks at these ascending indices. Raises what `get` raises.
 
-        One thread decodes a row group, which may be very many blocks. So others are decoded beside it, as many as there are
-        cores, if the cache can keep them.
+        One thread decodes a row group, which may have very many blocks. So it decodes up to one row group per core in
+        parallel, if the cache can keep them.
         """
         num_groups = min(num_cores(), self.cache.budget_bytes // max(1, 2 * self._snapshot.largest_group_bytes))
         next_groups = deque(self._snapshot.begins_of_groups(indices))
@@ -116,7 +116,7 @@ class Blocks:
             self.forget(found for found in asked.values() if isinstance(found, Future))
 
     def forget(self, futures: Iterable[Future[Any]]) -> None:
-        """Gives up what was requested, of whatever snapshot, since all have one store; see BlockStore.forget."""
+        """Releases futures, of any snapshot, since all share one store; see BlockStore.forget."""
         for future in futures:
             if isinstance(future, RowsFuture):
                 future.cancel()
@@ -124,14 +124,14 @@ class Blocks:
                 self._store.forget(future)
 
     def of_split(self, index: int, block: Block, split: str) -> Block:
-        """The rows of one split in the block at an index."""
+        """Returns the rows of one split in the block at an index."""
         return self._store.splits.of(block, self._snapshot.select_in(index, split), self._snapshot.validation)
 
     @property
     def expected_bytes(self) -> IntArray:
-        """About what each block takes in the cache, shape [num_blocks], by the footers: some four bytes of text are a token.
+        """Estimated bytes of each block in the cache, shape [num_blocks], from the footers: about four bytes per token.
 
-        What is counted is told by Index.bytes_per_block.
+        Index.bytes_per_block returns exact bytes after counting.
         """
         corrected: IntArray = (self._bytes_by_footers * (self._correction or 1.0)).astype(np.int64)
         return corrected
@@ -145,11 +145,11 @@ class Blocks:
         return found
 
     def look(self) -> None:
-        """Corrects `expected_bytes` by what some rows of a few blocks take. Raises what `get` raises."""
+        """Corrects `expected_bytes` by the bytes of some rows of a few blocks. Raises what `get` raises."""
         if self._correction is not None:
             return
         expected = self._bytes_by_footers
-        # From all over the dataset: its shards may be of several sources.
+        # Spread over the dataset: its shards may come from several sources.
         looked_at: list[int] = np.unique(np.linspace(0, len(expected) - 1, _LOOKED_AT, dtype=np.int64)).tolist()
         num_rows = self._snapshot.rows_per_block
 
@@ -157,7 +157,7 @@ class Blocks:
             spread = {i: np.linspace(0, num_rows[i] - 1, _LOOKED_AT_ROWS, dtype=np.int64) for i in looked_at}
             return {i: np.unique(rows[rows >= 0]) for i, rows in spread.items()}
 
-        # How many rows of a block the filter keeps is not known, so not which rows can be asked for.
+        # With a filter, the number of rows in a block is unknown, so rows cannot be requested by number.
         is_small = int(self._snapshot.bytes_per_block[looked_at].sum()) <= _LOOKED_AT_BYTES
         is_whole = is_small or self._snapshot.recipe.filter is not None
         asked = self.request(looked_at) if is_whole else self.request_rows(looked_at, some_rows, "all")
@@ -182,21 +182,20 @@ class Blocks:
 
     @property
     def cache(self) -> CacheFolder:
-        """Where blocks are stored, those of all datasets."""
+        """Cache folder with the blocks of all datasets."""
         return self._store.cache
 
     def is_stored(self, index: int) -> bool:
-        """Whether a block is in the cache."""
+        """Returns whether a block is in the cache."""
         return self._store.cache.has(self.names.of(index))
 
     def read_ahead(
         self, job: Hashable, position: int, count: int, ahead: Callable[[], list[tuple[int, int]]], *, by_rows: bool
     ) -> None:
-        """Has blocks made in the background that a job needs next; see ReadAhead.want.
+        """Makes the blocks that a job needs next in the background; see ReadAhead.want.
 
-        `ahead()` are the blocks that the job needs after its position, and the position at which it needs each; for
-        `count` positions it knows that exactly. Blocks that the cache has no room for are left out. `by_rows`: what the job
-        needs of a block meanwhile are single rows.
+        `ahead()` returns (block, position that needs it) after the job's position, exact for `count` positions. Blocks that the
+        cache has no room for are skipped. `by_rows`: until then the job requests single rows of a block.
         """
 
         def affordable() -> list[tuple[int, int]]:
@@ -207,7 +206,7 @@ class Blocks:
         self._store.ahead.want(job, position, count, affordable, self._finish if by_rows else self._load)
 
     def _finish(self, index: int) -> None:
-        """Has a block in the cache; its rows may be tokenized one by one meanwhile."""
+        """Completes a block in the cache; requests may tokenize single rows of it meanwhile."""
         name = self._known_name(index)
         if (
             self._snapshot.recipe.tokenizer is None
@@ -223,9 +222,9 @@ class Blocks:
             self.get([index])
 
     def rows_of_shards(self, get_further: Callable[[], None] = lambda: None) -> Iterator[IntArray]:
-        """Rows of each block that the hash keeps and holds out, shape [2, blocks of the shard], by shard.
+        """Yields, by shard, the rows of each block that the hash keeps and holds out, shape [2, blocks of the shard].
 
-        Reads nothing but the columns that the filter and the split need, if any, and calls `get_further` after each block.
+        Reads only the columns that the filter and the split need, if any, and calls `get_further` after each block.
         Raises what `get` raises.
         """
         return self._store.map_ordered(partial(self._count_rows, get_further), range(len(self._snapshot.shards)))
@@ -241,7 +240,7 @@ class Blocks:
 
     def _wait(self, index: int, found: Asked) -> Block:
         block = found if isinstance(found, Block) else found.result()
-        self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
+        self.quarantine.look_in(index, block)  # a waiter may wake before the callback of the future runs
         return block
 
     def _ask(self, index: int) -> Asked:
@@ -249,7 +248,7 @@ class Blocks:
         return self._store.request(self.names.of_group(at), at.number, partial(self._reader.blocks, at))
 
     def _noted(self, index: int, found: _Found) -> _Found:
-        """A block or a future of one, with what is bad in it noted in the quarantine, as soon as it is there."""
+        """Records the bad rows of a block in the quarantine, as soon as it is loaded; returns `found`."""
         if isinstance(found, Block):
             self.quarantine.look_in(index, found)
         else:

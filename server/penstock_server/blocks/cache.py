@@ -1,7 +1,6 @@
-"""The cache folder: files of bytes within a budget, least recently used out first, shared by any number of processes.
+"""Cache folder: sealed files within a byte budget, evicted least recently used first, shared by any number of processes.
 
-A file is sealed. The bytes in use, and those that are being written, are counted for all processes, and one at a time makes
-room.
+All processes share one count of the bytes in use and being written. One process at a time evicts files.
 """
 
 from __future__ import annotations
@@ -37,44 +36,44 @@ log = logging.getLogger("penstock.cache")
 
 _SUFFIX = ".block"
 _UNFINISHED = f"{_SUFFIX}{TEMPORARY}"
-_NEWS = 0.9  # a budget that is lowered by less is not worth another line in the log
-_KNOWN_FILES = 1 << 18  # to be sound, in some 60 bytes each: a terabyte of blocks
-_LOOK_SECONDS = 30.0  # after a full disk lowered the budget, and between looks whether there is room again
-_FUTURE_SECONDS = 60.0  # that a file's date may be ahead of the folder's clock
-_SPARE = 32  # making room frees a 32nd of the budget at once: finding the oldest files takes a look at all of them
+_NEWS = 0.9  # a budget reduced by less than 10 % is not logged again
+_KNOWN_FILES = 1 << 18  # files with a verified seal, some 60 bytes each: a terabyte of blocks
+_LOOK_SECONDS = 30.0  # interval of checks for free space after a full disk lowered the budget
+_FUTURE_SECONDS = 60.0  # a file's mtime may be this far ahead of the folder's clock
+_SPARE = 32  # eviction frees a 32nd of the budget at once, since it scans all files to find the oldest
 
 
 class CacheFolder:
-    """A folder of at most `budget_bytes`; None means half of what is free on its disk.
+    """A folder of at most `budget_bytes`; None means half of the free space on its disk.
 
-    Safe with several processes on one folder; they should have the same budget. Raises OSError: the folder cannot be used.
+    Several processes may use one folder; they should have the same budget. Raises OSError: the folder cannot be used.
     """
 
     def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.failure: str | None = None  # why the last file could not be stored, where that is not that there is no room
-        self.evicted: deque[str] = deque()  # names of files that this process removed; Maps takes them and closes theirs
+        self.failure: str | None = None  # why the last file could not be stored; None if the only reason is lack of room
+        self.evicted: deque[str] = deque()  # names of files that this process evicted; Maps takes them and closes its maps
         self._sound = Sound(_KNOWN_FILES)
         self._count = SharedCount(folder)
         with self._locked() as used:
             used.bytes = self._recount()
             free = shutil.disk_usage(folder).free
             self.budget_bytes = (free + used.bytes) // 2 if budget_bytes is None else budget_bytes
-            self.configured_bytes = self.budget_bytes  # a full disk lowers the budget, for a time
-            self._told_bytes = math.inf  # as the log has it since
+            self.configured_bytes = self.budget_bytes  # a full disk lowers budget_bytes for a time
+            self._told_bytes = math.inf  # the budget last logged
             self._look_at = math.inf
             if used.bytes > self.budget_bytes:
                 self._evict(used, self.budget_bytes)
 
     @property
     def remedy(self) -> str:
-        """What to do where it has no room: its budget may be small, or lowered by a full disk."""
+        """Advice for a folder without room: its budget may be small, or lowered by a full disk."""
         return "Raise --cache-bytes" if self.room_bytes == self.configured_bytes else "Free disk space"
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of blocks that it can hold now: its budget, or less where the disk is full."""
+        """Bytes of blocks that it can hold now: its budget, or less if the disk is full."""
         try:
             free = shutil.disk_usage(self.folder).free
         except OSError:
@@ -83,16 +82,16 @@ class CacheFolder:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all files in the folder, as counted by all processes; 0 where its disk fails."""
+        """Bytes of all files in the folder, as counted by all processes; 0 if its disk fails."""
         try:
             return self._count.bytes
         except OSError:
             return 0
 
     def read(self, name: str) -> pa.Buffer | None:
-        """The bytes stored under a name, mapped into memory, or None: there is no such file, or it was damaged and is gone.
+        """Maps the bytes stored under a name; None if the file does not exist, or was damaged and is now deleted.
 
-        The map stays good when the file is evicted.
+        The map stays valid after the file is evicted.
         """
         try:
             body = map_sealed(self._path(name), self._sound)
@@ -106,7 +105,7 @@ class CacheFolder:
         return body
 
     def read_again(self, name: str) -> pa.Buffer | None:
-        """What `read` gave before, if the file is still there: to map it takes no reading. None: it is not, or is not known."""
+        """Maps a file that `read` has verified, without reading it. None if it is gone or not known to be sound."""
         path = self._path(name)
         try:
             if not self._sound.has(path, path.stat()):
@@ -116,21 +115,21 @@ class CacheFolder:
         return self.read(name)
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of that name, as far as can be told; `read` finds out whether it is sound."""
+        """Returns whether a file of that name appears to exist; only `read` verifies its seal."""
         return is_there(self._path(name))
 
     def touch(self, name: str) -> bool:
-        """Marks a file as used now. False: it is there no more."""
+        """Marks a file as used now. Returns False if it no longer exists."""
         try:
             os.utime(self._path(name))
-        except FileNotFoundError:  # evicted, by another process too
+        except FileNotFoundError:  # evicted, perhaps by another process
             return False
         except OSError:  # a folder that became read-only
             pass
         return True
 
     def write(self, name: str, *pieces: Piece) -> bool:
-        """Stores bytes, piece after piece, under a name. False: nothing is stored, as the budget or the disk has no room.
+        """Stores pieces of bytes under a name. Returns False, and stores nothing, if the budget or the disk has no room.
 
         Raises OSError: the folder can no longer be written to.
         """
@@ -140,7 +139,7 @@ class CacheFolder:
         if nbytes > self.budget_bytes:
             return False
         path = self._path(name)
-        # Not mkstemp: its files are for one user only, and servers of several users may share a folder.
+        # Not mkstemp: its files are private to one user, and servers of several users may share a folder.
         temporary = self.folder / f"{uuid.uuid4().hex}{_UNFINISHED}"
         is_reserved = False
         try:
@@ -150,7 +149,7 @@ class CacheFolder:
             with temporary.open("r+b") as file:
                 write_with_seal(file, pieces, path.name)
             with self._locked() as used:
-                used.bytes -= _size(path)  # another process stored the same meanwhile
+                used.bytes -= _size(path)  # another process may have stored the same file meanwhile
                 temporary.replace(path)
             self._sound.forget(path)
             self.failure = None
@@ -166,9 +165,9 @@ class CacheFolder:
             return False
 
     def _reserve(self, temporary: Path, nbytes: int) -> bool:
-        """Makes a temporary file of this size: its room is taken, on the disk and in the budget, before the bytes are there.
+        """Creates a temporary file of this size, which reserves its room on the disk and in the budget.
 
-        False: others write so much at this moment that there is no room for it.
+        Returns False if files that others are writing now leave no room for it.
         """
         with self._locked() as used:
             if used.bytes + nbytes > self.budget_bytes:
@@ -179,7 +178,7 @@ class CacheFolder:
             try:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(handle, 0, nbytes)
-                else:  # macOS: a disk that has no room for it says so when the bytes are written
+                else:  # macOS: a full disk raises when the bytes are written
                     os.ftruncate(handle, nbytes)
             finally:
                 os.close(handle)
@@ -187,18 +186,18 @@ class CacheFolder:
         return True
 
     def _release(self, temporary: Path, *, is_counted: bool) -> None:
-        """Removes a temporary file, if there is one, also where it cannot be counted off: who counts anew mends that."""
+        """Removes a temporary file, if it exists, even if the count cannot be updated; the next recount corrects the count."""
         with suppress(OSError):
             try:
                 if is_counted:
                     with self._locked() as used:
                         used.bytes -= _size(temporary)
-                        temporary.unlink(missing_ok=True)  # to another process it may have looked abandoned
+                        temporary.unlink(missing_ok=True)  # another process may have removed it as abandoned
             finally:
                 temporary.unlink(missing_ok=True)
 
     def drop(self, name: str) -> None:
-        """Removes a file, if it can be."""
+        """Removes a file; ignores OSError."""
         path = self._path(name)
         self._sound.forget(path)
         with suppress(OSError), self._locked() as used:
@@ -207,11 +206,11 @@ class CacheFolder:
             used.bytes -= size
 
     def _shrink(self, error: OSError) -> None:
-        """A full disk lowers the budget to what is used now: jobs go on, with fewer blocks kept."""
+        """Lowers the budget to the bytes in use after the disk filled up; jobs go on with fewer cached blocks."""
         self.budget_bytes = min(self.budget_bytes, self.used_bytes)
         self._look_at = time.monotonic() + _LOOK_SECONDS
         if self.budget_bytes >= _NEWS * self._told_bytes:
-            return  # it was said: on a disk that others keep full each block fails
+            return  # logged already: on a disk that others keep full every block fails
         self._told_bytes = self.budget_bytes
         has_no_files = self._has_no_files()
         log.warning(
@@ -224,13 +223,13 @@ class CacheFolder:
         )
 
     def _has_no_files(self) -> bool:
-        """Whether the disk can hold no more files, however small; some tell nothing of that."""
+        """Returns whether the disk has no free inodes; some file systems do not report them."""
         stat = os.statvfs(self.folder)
         return stat.f_files > 0 and stat.f_favail == 0
 
     def _grow(self) -> None:
-        """Where the disk has room again, half of it may be used, up to the budget that there was."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # who freed the disk may have removed it
+        """Raises the budget again, by half of the free space, up to the configured budget."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # an operator who freed the disk may have removed it
         free = 0 if self._has_no_files() else shutil.disk_usage(self.folder).free
         room = self.used_bytes + free // 2
         self.budget_bytes = max(self.budget_bytes, min(self.configured_bytes, room))
@@ -240,14 +239,14 @@ class CacheFolder:
             self._told_bytes = math.inf if self.budget_bytes == self.configured_bytes else self.budget_bytes
 
     def _evict(self, used: Used, target_bytes: int) -> None:
-        """Removes the files that were used longest ago until at most `target_bytes` are in use."""
-        used.bytes = self._recount()  # also mends what a crashed process left uncounted
-        # What is no file but has such a name could not be removed, and nothing after it would be.
+        """Removes the least recently used files until at most `target_bytes` are in use."""
+        used.bytes = self._recount()  # also corrects the count after a crashed process
+        # Only files: unlinking a directory of such a name would fail and end the eviction.
         entries = [entry for entry in os.scandir(self.folder) if entry.name.endswith(_SUFFIX) and entry.is_file()]
         latest = self.now() + _FUTURE_SECONDS
 
         def used_at(entry: os.DirEntry[str]) -> float:
-            # A date ahead is of a clock that was wrong. Taken for the last to be used, it would stay, and what is used now go.
+            # A future mtime comes from a wrong clock. Taken as most recent, the file would stay while files in use are evicted.
             seconds = entry.stat().st_mtime
             return seconds if seconds <= latest else 0.0
 
@@ -260,7 +259,7 @@ class CacheFolder:
             self.evicted.append(entry.name.removesuffix(_SUFFIX))
 
     def _recount(self) -> int:
-        """The bytes in the folder; what crashed processes left half written is removed."""
+        """Counts the bytes in the folder, and removes temporary files of crashed processes."""
         total = 0
         now = self.now()
         for entry in os.scandir(self.folder):
@@ -268,16 +267,16 @@ class CacheFolder:
                 continue
             try:
                 stat = entry.stat()
-            except FileNotFoundError:  # of counts, which are written here too, without the lock
+            except FileNotFoundError:  # files of counts are written here without the lock
                 continue
             if entry.name.endswith(TEMPORARY) and now - stat.st_mtime > ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
-            elif entry.name.endswith((_SUFFIX, _UNFINISHED)):  # counts, gigabytes sometimes, are outside of the budget
+            elif entry.name.endswith((_SUFFIX, _UNFINISHED)):  # files of counts, sometimes gigabytes, are outside the budget
                 total += stat.st_size
         return total
 
     def now(self) -> float:
-        """The time by the clock that dates the folder's files. Raises OSError: its disk fails."""
+        """Returns the time of the clock that sets the mtimes of the folder's files. Raises OSError: its disk fails."""
         return self._count.now()
 
     def _locked(self) -> AbstractContextManager[Used]:

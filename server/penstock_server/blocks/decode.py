@@ -1,4 +1,4 @@
-"""Decoding: rows out of shards, block by block, and what it means when a shard cannot be read."""
+"""Decoding: reads rows from shards, block by block, and maps read errors to problems."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from penstock_server.snapshots.shard import FileStat, Shard, is_of, open_shard, 
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 
 _BUFFER_BYTES = 1 << 20
-_PORTION_VALUES = 1 << 23  # of a column; to encode them takes some twenty bytes each
+_PORTION_VALUES = 1 << 23  # of a column; encoding takes some twenty bytes per value
 
-_footers = ParsedFooters()  # of this process, whatever it serves
+_footers = ParsedFooters()  # shared by all datasets of this process
 
 
 def rows_of_group(
     snapshot: Snapshot, address: BlockAddress, columns: list[str] | None, *, in_portions: bool = False
 ) -> Iterator[tuple[BlockAddress, int, pa.RecordBatch]]:
-    """The blocks of the row group that a block is of, with their rows, from the group's start; `columns` None is all columns.
+    """Yields (block, first row in the block, rows) for the blocks of a row group, from its start; `columns` None is all.
 
-    Each comes whole, or, `in_portions`, in several if its rows hold very many values: with the number in the block of the first
-    row of each. Padding takes no room in a file, and in memory as much as any values.
+    With `in_portions`, a block whose rows have very many values comes in several portions. Padding takes no room in a file, but
+    as much memory as other values.
 
-    Raises SnapshotGone: the shard is no longer the one whose footer was read. Raises OSError, ArrowException, ValueError.
+    Raises SnapshotGone: the shard is no longer the file whose footer was read. Raises OSError, ArrowException, ValueError.
     """
-    # Page by page: a row group of gigabytes must not be in memory as a whole.
+    # Page by page: a row group may have gigabytes, too many for memory.
     with _opened(snapshot, address.shard) as (source, opened), _parquet(address.shard, source, opened) as file:
         most_rows = address.rows_per_block
         if in_portions:
@@ -53,7 +53,7 @@ def rows_of_group(
                 rows, left = left or next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow), None
                 if rows.num_rows < wanted:
                     rows = completed(rows, batches, wanted)
-                if rows.num_rows > wanted:  # where portions end otherwise than blocks
+                if rows.num_rows > wanted:  # batches need not end with a block
                     rows, left = rows.slice(0, wanted), rows.slice(wanted)
                 if rows.num_rows != wanted:
                     raise ValueError(f"block {at.number} has {first + rows.num_rows} rows, not {at.num_rows}")
@@ -63,7 +63,7 @@ def rows_of_group(
 
 
 def first_rows(snapshot: Snapshot, num_rows: int) -> pa.RecordBatch:
-    """The rows that the filter keeps among the first `num_rows` of the first row group. Raises what `reading` raises."""
+    """Returns the first `num_rows` rows of the first row group, after the filter. Raises what `reading` raises."""
     recipe, address = snapshot.recipe, snapshot.block(0)
     with (
         reading(snapshot, address),
@@ -84,14 +84,14 @@ def _rows_of_a_portion(group: pq.RowGroupMetaData, columns: list[str] | None) ->
 
 
 def _is_of(path: str, columns: list[str]) -> bool:
-    """Whether a path to the values of a column, whose name may have dots in it, leads to one of these."""
+    """Returns whether a path of values belongs to one of these columns; a column's name may have dots."""
     return any(path == column or path.startswith(f"{column}.") for column in columns)
 
 
 def completed(rows: pa.RecordBatch, more: Iterator[pa.RecordBatch], num_rows: int) -> pa.RecordBatch:
-    """As many rows, if there are: pyarrow ends a batch early where its texts reach 2 GiB. Theirs are large texts then.
+    """Adds rows from `more` up to `num_rows`, since pyarrow ends a batch early at 2 GiB of text. Casts texts to large types.
 
-    Raises ValueError: they are nested in lists or structs, which hold no more.
+    Raises ValueError: the texts are nested in lists or structs, which hold at most 2 GiB.
     """
     parts = [rows]
     while sum(part.num_rows for part in parts) < num_rows and (part := next(more, None)):
@@ -105,10 +105,10 @@ def completed(rows: pa.RecordBatch, more: Iterator[pa.RecordBatch], num_rows: in
 
 
 def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddress, npt.NDArray[np.uint32]]]:
-    """The split hashes of the rows that the recipe keeps, of each block of a shard.
+    """Yields the split hashes of the rows that the recipe keeps, for each block of a shard.
 
-    No more is read than the filter and the split need; row groups that the filter's statistics rule out are not read at all,
-    and their blocks are left out. Raises what `reading` raises.
+    Reads only the columns that the filter and the split need. Skips row groups that the filter excludes by their statistics,
+    with their blocks. Raises what `reading` raises.
     """
     recipe = snapshot.recipe
     addresses = [snapshot.block(index) for index in snapshot.blocks_of_shard(shard)]
@@ -134,19 +134,19 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
 
 @contextmanager
 def reading(snapshot: Snapshot, address: BlockAddress) -> Iterator[None]:
-    """Names the row group in whatever goes wrong while it is read.
+    """Converts read errors to problems that name the row group.
 
     Raises ShardUnreadable: it cannot be decoded.  Raises ShardUnavailable: the storage fails.
-    Raises OutOfMemory: there is not the memory for it.
+    Raises OutOfMemory: the memory is too small.
     """
     try:
         yield
-    except MemoryError as error:  # pyarrow's is an ArrowException, too
+    except MemoryError as error:  # first: pyarrow's MemoryError is also an ArrowException
         what = f"for {_place(address)} of {snapshot.name}"
         advice = "write smaller rows. Or the shard is damaged: such a one may ask for any amount"
         raise OutOfMemory(what, error, advice) from error
     except OSError as error:
-        if error.errno is None:  # pyarrow's word for a damaged file, too
+        if error.errno is None:  # pyarrow also raises this for a damaged file
             raise _unreadable(snapshot, address, error) from error
         raise ShardUnavailable(
             f"{snapshot.name}: {address.shard.path} cannot be read now: {error.strerror}. The client tries "
@@ -158,14 +158,14 @@ def reading(snapshot: Snapshot, address: BlockAddress) -> Iterator[None]:
 
 @contextmanager
 def _opened(snapshot: Snapshot, shard: Shard) -> Iterator[tuple[pa.OSFile, FileStat]]:
-    """A shard's file, and its date: opened once, or what is checked and what is read could be two files of one name.
+    """Opens a shard's file once; yields it and its stat. With two opens, the checked file and the read file could differ.
 
-    Raises SnapshotGone: the shard is no longer the one whose footer was read. Raises OSError.
+    Raises SnapshotGone: the shard is no longer the file whose footer was read. Raises OSError.
     """
     try:
         file = open_shard(shard)
     except FileNotFoundError:
-        if not list_folder(shard.path.parent).shards:  # storage that is away looks like an empty folder, or none
+        if not list_folder(shard.path.parent).shards:  # unmounted storage looks like an empty or missing folder
             raise
         raise SnapshotGone(
             f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} was removed since the server read it. Put it back, or "
@@ -182,13 +182,13 @@ def _opened(snapshot: Snapshot, shard: Shard) -> Iterator[tuple[pa.OSFile, FileS
 
 
 def _parquet(shard: Shard, source: pa.OSFile, opened: FileStat) -> pq.ParquetFile:
-    """A shard to be read page by page, with the footer that was parsed before."""
+    """Opens a shard to be read page by page, with the footer parsed before."""
     footer = _footers.of(shard.path, source, opened)
     return open_parquet(source, metadata=footer, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def _check_unwritten(file: pa.OSFile, opened: FileStat) -> None:
-    if stat_of(file) != opened:  # rewritten in place: what was just read may be of either content
+    if stat_of(file) != opened:  # rewritten in place: the rows just read may mix both contents
         raise OSError(ESTALE, "it is being written to")
 
 

@@ -1,4 +1,4 @@
-"""Features: the tokens of rows that lie in several blocks, and how parts of rows are cut out of them."""
+"""Features: tokens of rows in several blocks, and cutting parts of rows from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Turn = tuple[list[int], bool]  # tokens, and whether they have loss
 
 
 class RowSpans(NamedTuple):
-    """Tokens of rows, in columns: part i is tokens [firsts[i], lasts[i]) of rows[i]; spans[i] is the span that it is of."""
+    """Parts of rows, in columns: part i is tokens [firsts[i], lasts[i]) of rows[i], in span spans[i]."""
 
     spans: IntArray
     rows: IntArray
@@ -27,7 +27,7 @@ class RowSpans(NamedTuple):
 class TokenRuns(NamedTuple):
     """Runs of tokens, in columns: piece i, of span spans[i], is values[starts[i] : starts[i] + lengths[i]] of a feature.
 
-    They stand in the order of the spans; none is empty. `in_loss[i]`: it is no prompt.
+    They are in the order of the spans; no run is empty. `in_loss[i]`: the run is not a prompt.
     """
 
     spans: IntArray
@@ -37,9 +37,9 @@ class TokenRuns(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """A token list a row, and the lengths of the turns in it: prompt, response, prompt, ...; without them all is response.
+    """One token list per row, with the lengths of its turns: prompt, response, prompt, ...; without turns, all is response.
 
-    `documents` are the lengths of the documents in each row; without them a row is one document.
+    `documents` has the lengths of the documents in each row; without it, a row is one document.
     """
 
     tokens: ListColumn
@@ -47,31 +47,31 @@ class Feature(NamedTuple):
     documents: ListColumn | None = None
 
     def take(self, rows: IntArray) -> Feature:
-        """The feature of some of the rows."""
+        """Returns the feature of some of the rows."""
         turns, documents = (lists and lists.take(rows) for lists in (self.turns, self.documents))
         return Feature(self.tokens.take(rows), turns, documents)
 
     def prompt_lengths(self, rows: IntArray) -> IntArray:
-        """How many tokens each of these rows has before its first response, shape of `rows`."""
+        """Returns the tokens of each row before its first response, shape of `rows`."""
         lengths = np.zeros(len(rows), np.int64)
         if self.turns is not None:
             starts, stops, turns = self.turns.starts[rows], self.turns.stops[rows], self.turns.values
             with_prompt, with_both = (np.flatnonzero(stops - starts > n) for n in (0, 1))
             lengths[with_prompt] = turns[starts[with_prompt]]
-            for row in with_both[turns[starts[with_both] + 1] == 0].tolist():  # as of a chat whose first reply is blank
+            for row in with_both[turns[starts[with_both] + 1] == 0].tolist():  # as in a chat with an empty first reply
                 own = turns[starts[row] : stops[row]]
                 first = np.append(np.flatnonzero(own[1::2]), len(own))[0]
                 lengths[row] = own[: 2 * first + 1].sum()
         return lengths
 
     def num_loss_tokens(self, row: int) -> int:
-        """How many tokens of a row have loss."""
+        """Returns the number of tokens with loss in a row."""
         if self.turns is None:
             return int(self.tokens.lengths[row])
         return int(self.turns.values[self.turns.starts[row] : self.turns.stops[row]][1::2].sum(dtype=np.int64))
 
     def row(self, row: int, most: int | None = None) -> list[Turn]:
-        """The tokens of a row, or the first of them, turn by turn."""
+        """Returns the tokens of a row by turn, at most the first `most`."""
         of_row = RowSpans(*np.array([[0], [row], [0], [len(self.tokens.values) if most is None else most]]))
         _, starts, lengths, in_loss = Features([self]).cut(np.zeros(1, np.int64), of_row)
         turns = zip(starts.tolist(), lengths.tolist(), in_loss.tolist(), strict=True)
@@ -79,7 +79,7 @@ class Feature(NamedTuple):
 
 
 class Features:
-    """A feature of several blocks, by their numbers."""
+    """A feature of several blocks, by block number."""
 
     def __init__(self, features: Sequence[Feature]) -> None:
         self.tokens = ListColumns([own.tokens for own in features])
@@ -88,11 +88,11 @@ class Features:
 
     @cached_property
     def are_streams(self) -> bool:
-        """Whether of each block all tokens, end to end, are its stream, and none is of a prompt."""
+        """Whether each block's stream is all of its tokens in order, without prompts."""
         return self.tokens.are_whole and not self._turns.blocks
 
     def cut(self, blocks: IntArray, parts: RowSpans) -> TokenRuns:
-        """The tokens of parts of rows, part i of block blocks[i], each cut at the row's end and between turns."""
+        """Returns the tokens of parts of rows, part i in block blocks[i], cut at the row's end and between turns."""
         spans, rows, firsts, lasts = parts
         begins, ends = self.tokens.bounds(blocks, rows)
         part, firsts, lasts, numbers = self._turns.cut(blocks, rows, firsts, np.minimum(lasts, ends - begins))
@@ -101,13 +101,13 @@ class Features:
         return TokenRuns(spans[part][some], starts[some], lengths[some], numbers[some] % 2 == 1)
 
     def documents(self, blocks: IntArray, parts: RowSpans) -> tuple[IntArray, IntArray]:
-        """The documents in parts of rows, as `cut` takes them: which part each is of, and its first token in the row."""
+        """Returns the documents in parts of rows, as passed to `cut`: the part of each, and its first token in the row."""
         part, firsts, _, _ = self._documents.cut(blocks, *parts[1:])
         return part, firsts
 
 
 class _Partition:
-    """How the rows of blocks are divided: of each block the lengths of each row's pieces, or None for whole rows."""
+    """Division of rows into pieces: for each block the lengths of each row's pieces, or None for whole rows."""
 
     def __init__(self, lists: Sequence[ListColumn | None]) -> None:
         self._has_lists = np.array([own is not None for own in lists])
@@ -115,9 +115,9 @@ class _Partition:
         self.blocks = int(self._has_lists.sum())
 
     def cut(self, blocks: IntArray, rows: IntArray, firsts: IntArray, lasts: IntArray) -> tuple[IntArray, ...]:
-        """Tokens [firsts[i], lasts[i]) of rows, cut between pieces: of each the part i, its tokens, and its number in the row.
+        """Cuts tokens [firsts[i], lasts[i]) of rows between pieces; returns the part i, the tokens and the number of each.
 
-        A whole row counts as number 1: without turns all is response.
+        The number is that of the piece in its row. A whole row has number 1: without turns, all is response.
         """
         whole = (np.arange(len(rows)), firsts, lasts, np.ones(len(rows), np.int64))
         if not self.blocks:
@@ -130,13 +130,13 @@ class _Partition:
     def _cut(
         self, blocks: IntArray, rows: IntArray, firsts: IntArray, lasts: IntArray
     ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        # Each row's pieces are gone through once: one row may be cut into thousands of parts.
+        # Scan each row's pieces once: one row may be cut into thousands of parts.
         keys = blocks << 32 | rows
         own = distinct(keys)
         own_blocks, own_rows = np.divmod(own, 1 << 32)
-        own_blocks = np.cumsum(self._has_lists)[own_blocks] - 1  # their numbers among these
+        own_blocks = np.cumsum(self._has_lists)[own_blocks] - 1  # numbers among the blocks with lists
         starts, stops = self._lists.bounds(own_blocks, own_rows)
-        borders = starts_of(self._lists.values(own_blocks, starts, stops - starts))  # all their pieces, end to end
+        borders = starts_of(self._lists.values(own_blocks, starts, stops - starts))  # all pieces of these rows, concatenated
         first_pieces = starts_of(stops - starts)[np.searchsorted(own, keys)]
         begins = borders[first_pieces]
         pieces = find(borders, begins + firsts)

@@ -1,7 +1,7 @@
-"""Joined: bytes of many buffers, one after the other, in one step and not one a piece.
+"""Joined: concatenates ranges of many buffers in one call, not one call per piece.
 
-To Arrow this is a column of binary views, each of which says where its bytes lie; cast to plain binaries they are written one
-after the other, and other threads run meanwhile.
+The ranges form an Arrow column of binary views; each view refers to its bytes. A cast to plain binaries writes them one after
+the other, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from penstock_server.order.arrays import IntArray
 
-# Arrow's view of a binary. What has few bytes is held by the view itself; of others the first four are there, for who compares
-# them: here they are zero, and nobody does.
+# Arrow's view of a binary. A view holds short bytes itself. For longer ones it holds the first four, for comparisons; here they
+# are zero, since no view is compared.
 _VIEW = np.dtype(
     {
         "names": ["nbytes", "held", "buffer", "offset"],
@@ -24,30 +24,30 @@ _VIEW = np.dtype(
     }
 )
 _HELD_BYTES = 12
-_FEW_PIECES, _FEW_BYTES = 128, 1 << 20  # Python joins fewer than these sooner than Arrow is told of them
-_REACH = (1 << 31) - 1  # bytes: as far into a buffer a view can tell of them, and as many can be joined
+_FEW_PIECES, _FEW_BYTES = 128, 1 << 20  # below both, Python joins the pieces faster than Arrow
+_REACH = (1 << 31) - 1  # bytes: largest offset in a view, and largest joined size
 
 
 def joined(memory: Sequence[pa.Buffer], numbers: IntArray, starts: IntArray, sizes: IntArray) -> memoryview:
-    """Bytes [starts[i], starts[i] + sizes[i]) of memory[numbers[i]], for each i, one after the other.
+    """Concatenates bytes [starts[i], starts[i] + sizes[i]) of memory[numbers[i]] for each i.
 
-    Raises IndexError: they are not all in their buffer, or 2^31 or more in all.
+    Raises IndexError: a range is outside its buffer, or the total is 2^31 bytes or more.
     """
     stops, nbytes = starts + sizes, int(sizes.sum())
     room = np.array([own.size for own in memory])[numbers] - stops
-    if min(starts.min(initial=0), sizes.min(initial=0), room.min(initial=0), _REACH - nbytes) < 0:  # Arrow would not notice
+    if min(starts.min(initial=0), sizes.min(initial=0), room.min(initial=0), _REACH - nbytes) < 0:  # Arrow does not check this
         raise IndexError("some bytes are not in the buffer that they are to be of, or are too many")
     if stops.max(initial=0) > _REACH or (len(numbers) < _FEW_PIECES and nbytes < _FEW_BYTES):
         return memoryview(bytearray().join(_slices(memory, numbers, starts, stops)))
     views = np.zeros(len(numbers), _VIEW)
     views["nbytes"], views["buffer"], views["offset"] = sizes, numbers, starts
     short = sizes <= _HELD_BYTES
-    # What begins where its memory does, as zeros and padding, is looked up once. What else stands in a view is not looked at.
+    # Ranges at the start of their buffer, such as zeros and padding, are looked up once per buffer.
     which, place = np.unique(numbers[at := np.flatnonzero(short & (starts == 0))], return_inverse=True)
     views["held"][at] = np.array([memory[number][:_HELD_BYTES].to_pybytes() for number in which.tolist()], "S12")[place]
     at = np.flatnonzero(short & (starts != 0))
     views["held"][at] = list(map(bytes, _slices(memory, numbers[at], starts[at], stops[at])))
-    # As bytes: to describe the fields of an array for who takes its memory takes longer than all else here.
+    # As bytes: exporting the buffer of a structured array describes its fields, which takes longer than the rest.
     column = pa.Array.from_buffers(pa.binary_view(), len(views), [None, pa.py_buffer(views.view(np.uint8)), *memory])
     *_, content = column.cast(pa.large_binary()).buffers()
     return memoryview(content).cast("B")

@@ -1,4 +1,4 @@
-"""Lists of whole numbers, one a row, where they lie in a stored block; and those of several blocks, looked up together."""
+"""Lists of integers, one per row, as views of a stored block; and lookups over several blocks together."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _BOUNDS = np.dtype(np.int64)
 
 @dataclass(frozen=True, slots=True)
 class ListColumn:
-    """A list a row: row i is values[starts[i] : stops[i]].
+    """A column with one list per row: row i is values[starts[i] : stops[i]].
 
-    dtype    of the values
-    memory   what they lie in, from the first on
-    bounds   where lists begin and end, int64: list i is told by the 16 bytes from byte i * stride on
-    stride   8 where each list begins where the one before it ends, and they are all of the values; else 16
+    dtype    type of the values
+    memory   buffer of the values, from the first one on
+    bounds   start and stop of list i, int64, in the 16 bytes from byte i * stride on
+    stride   8 if the lists are contiguous and cover all values; else 16
     """
 
     dtype: np.dtype[Any]
@@ -35,14 +35,14 @@ class ListColumn:
 
     @classmethod
     def of(cls, column: pa.LargeListArray) -> ListColumn:
-        """The lists of an Arrow column, without a copy: thousands of blocks are held at a time."""
+        """Views the lists of an Arrow column without a copy: thousands of blocks are held at a time."""
         values = column.values
-        # Buffers alone: Arrow's own objects would take half of what a block does.
+        # Keep only buffers: Arrow's array objects would take half of a block's memory.
         return cls(numpy_type(values.type), _memory(values), _memory(column.offsets), _BOUNDS.itemsize)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the lists are all of the values, end to end."""
+        """Whether the lists are contiguous and cover all values."""
         return self.stride == _BOUNDS.itemsize
 
     @property
@@ -52,32 +52,32 @@ class ListColumn:
 
     @property
     def starts(self) -> IntArray:
-        """Where each list begins, shape [num_lists]."""
+        """Start of each list, shape [num_lists]."""
         return self.borders[:-1] if self.is_whole else self.borders[::2]
 
     @property
     def stops(self) -> IntArray:
-        """Where each list ends, shape [num_lists]."""
+        """Stop of each list, shape [num_lists]."""
         return self.borders[1:] if self.is_whole else self.borders[1::2]
 
     @property
     def borders(self) -> IntArray:
-        """All bounds; of lists end to end where each begins, and at last where all end."""
+        """All bounds; for contiguous lists the start of each, then the end of the last."""
         return np.frombuffer(self.bounds, _BOUNDS)
 
     @property
     def lengths(self) -> IntArray:
-        """The length of each list, shape [num_lists]."""
+        """Length of each list, shape [num_lists]."""
         return self.stops - self.starts
 
     def take(self, rows: IntArray) -> ListColumn:
-        """Some of the rows."""
+        """Returns some of the rows."""
         bounds = np.stack([self.starts[rows], self.stops[rows]], axis=1)
         return ListColumn(self.dtype, self.memory, pa.py_buffer(bounds), 2 * _BOUNDS.itemsize)
 
 
 class ListColumns:
-    """A list column of several blocks, by their numbers. Of thousands of blocks a step for each would take longest."""
+    """A list column of several blocks, by block number. Avoids a Python step per block, since there may be thousands."""
 
     def __init__(self, columns: Sequence[ListColumn]) -> None:
         self._columns = columns
@@ -87,23 +87,23 @@ class ListColumns:
 
     @cached_property
     def memory(self) -> list[pa.Buffer]:
-        """What the values of each block lie in."""
+        """Buffer of each block's values."""
         return [own.memory for own in self._columns]
 
     @cached_property
     def dtypes(self) -> list[np.dtype[Any]]:
-        """Of what type they are, of each block."""
+        """Type of each block's values."""
         return [own.dtype for own in self._columns]
 
     @property
     def are_whole(self) -> bool:
-        """Whether the lists of each block are all of its values, end to end."""
+        """Whether the lists of each block are contiguous and cover all of its values."""
         return all(own.is_whole for own in self._columns)
 
     def bounds(self, blocks: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
-        """Where lists begin and end among the values of their block: those of rows[i] of block blocks[i].
+        """Returns (starts, stops) of the lists of rows[i] of block blocks[i] in the block's values.
 
-        Raises IndexError: a block has no such row.
+        Raises IndexError: a row does not exist.
         """
         sizes = np.full(len(rows), 2 * _BOUNDS.itemsize)
         pairs = joined(self._bounds, blocks, rows * self._strides[blocks], sizes)
@@ -111,12 +111,12 @@ class ListColumns:
         return starts, stops
 
     def lengths(self, blocks: IntArray, rows: IntArray) -> IntArray:
-        """The lengths of lists, as `bounds` finds them."""
+        """Returns the lengths of lists; arguments as in `bounds`."""
         starts, stops = self.bounds(blocks, rows)
         return stops - starts
 
     def values(self, blocks: IntArray, starts: IntArray, lengths: IntArray) -> npt.NDArray[Any]:
-        """Values [starts[i], starts[i] + lengths[i]) of block blocks[i], for each i, end to end; of blocks of one type."""
+        """Concatenates values [starts[i], starts[i] + lengths[i]) of block blocks[i]; all blocks must have one type."""
         dtype = self.dtypes[0]
         return np.frombuffer(joined(self.memory, blocks, starts * dtype.itemsize, lengths * dtype.itemsize), dtype)
 
@@ -130,6 +130,6 @@ class ListColumns:
 
 
 def _memory(numbers: pa.Array) -> pa.Buffer:
-    """What numbers without nulls lie in, from the first to the last."""
+    """Returns the buffer slice of numbers without nulls, from the first to the last."""
     itemsize = numpy_type(numbers.type).itemsize
     return numbers.buffers()[1].slice(numbers.offset * itemsize, len(numbers) * itemsize)

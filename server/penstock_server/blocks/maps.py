@@ -22,7 +22,7 @@ from penstock_server.logs import Seldom
 
 log = logging.getLogger("penstock.maps")
 
-_OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, and more where rows are bad
+_OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, more with bad rows
 _TOUCH_SECONDS = 10.0
 
 
@@ -33,7 +33,7 @@ class _Open:
 
 
 class Maps:
-    """The blocks of a cache folder by their keys, those used last in memory. For all threads."""
+    """Blocks of a cache folder by key, with the most recently used ones mapped. For all threads."""
 
     def __init__(self, cache: CacheFolder) -> None:
         self.cache = cache
@@ -46,23 +46,23 @@ class Maps:
         return len(self._open)
 
     def open_now(self, key: str) -> Block | None:
-        """A block that is mapped at this moment."""
+        """Returns a block if it is mapped now."""
         with self._lock:
             found = self._open.get(key)
         return found.block if found else None
 
     def known(self, keys: Sequence[str]) -> list[Block | None]:
-        """The blocks of these keys; None for those that would have to be read, since they were never mapped here."""
+        """Returns the blocks of these keys; None for blocks never mapped here, which must be read first."""
         now = time.monotonic()
-        with self._lock:  # once for all: where many threads wait for a lock, to have it takes longer than what it guards
+        with self._lock:  # once for all keys: under contention, taking the lock costs more than the work under it
             found = [self._open.get(key) for key in keys]
-            # Whether it was used a moment ago or just now makes no difference to which are used last.
+            # Order by use only needs a resolution of _TOUCH_SECONDS.
             long_ago = [key for key, own in zip(keys, found, strict=True) if own and own.touched_at < now - _TOUCH_SECONDS]
             for key in long_ago:
                 self._open.move_to_end(key)
                 self._open[key].touched_at = now
-        # Else a block in constant use would look like the one used longest ago; and what another process has removed would
-        # hold disk space, that no budget counts, for as long as it is mapped.
+        # Touch the files: otherwise a block in constant use would look least recently used. Drop maps of files that another
+        # process removed: they hold disk space that no budget counts.
         for key in long_ago:
             if not self.cache.touch(key):
                 with self._lock:
@@ -72,7 +72,7 @@ class Maps:
         ]
 
     def read(self, key: str) -> Block | None:
-        """A block that is stored, whose file is read if it was never mapped here; None: it is not, or damaged."""
+        """Returns a stored block, and reads its file if it was never mapped here; None if it is not stored or damaged."""
         return self._opened(key, self.cache.read(key))
 
     def write(self, key: str, batch: pa.RecordBatch) -> int:
@@ -115,20 +115,20 @@ class Maps:
                 return
             self._checked_at = time.monotonic()
             keys = list(self._open)
-        gone = [key for key in keys if not self.cache.has(key)]  # by another process
+        gone = [key for key in keys if not self.cache.has(key)]  # removed by another process
         with self._lock:
             for key in gone:
                 self._open.pop(key, None)
 
 
 class _Pieces(RawIOBase):
-    """What is written, piece by piece: to join them would copy every block once more."""
+    """Pieces of a written stream, not joined, since that would copy every block once more."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
 
     def writable(self) -> bool:
-        """So that pyarrow writes to it."""
+        """Returns True; pyarrow requires it."""
         return True
 
     def write(self, piece: Piece) -> int:

@@ -1,4 +1,4 @@
-"""Pages: what the kernel is told of mapped blocks, of which a few rows are needed at a time, from more than memory holds."""
+"""madvise hints for mapped blocks: random reads of a few rows, from more data than fits into memory."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from contextlib import contextmanager
 
 import pyarrow as pa
 
-_LIBC = ctypes.CDLL(None)  # Python can advise on maps of its own alone, and those keep a descriptor each
-_THIS_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # on macOS of the whole process
+_LIBC = ctypes.CDLL(None)  # Python's madvise works only on mmap objects, and each keeps a descriptor open
+_THIS_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS counts the whole process
 PAGE_BYTES = mmap.PAGESIZE
 _MANY_WAITS = 16
 _ADVISED_COPIES = 64
 
 
 def expect_few(content: pa.Buffer) -> None:
-    """Has the kernel read no more of a map than is asked for.
+    """Advises random access, so that the kernel reads only the requested pages of a map.
 
-    Otherwise it reads up to megabytes around each row, and drops pages that others need.
+    Otherwise it reads up to megabytes around each row, and evicts pages that others need.
     """
     if content.size:
         _advise(content.address, content.size, mmap.MADV_RANDOM)
 
 
 class Waits:
-    """Tells the kernel beforehand what will be copied from maps, once a copy had to wait for a disk.
+    """Announces copies from maps to the kernel, after a copy had to wait for the disk.
 
-    The kernel then reads all of it at a time, and not page by page. To tell it takes longer than a copy that waits for nothing.
+    The kernel then reads all pages at a time, not one by one. The hints take longer than a copy that does not wait.
     """
 
     def __init__(self) -> None:
-        self._num_to_advise = 0  # copies that the kernel is still to be told of
+        self._num_to_advise = 0  # number of copies still to announce
 
     @contextmanager
     def copying(self, spans: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Around a copy that reads these spans, (address, nbytes) each."""
+        """Wraps a copy that reads these spans, (address, nbytes) each."""
         if self._num_to_advise:
             self._num_to_advise -= 1
             for address, nbytes in spans:
@@ -50,9 +50,9 @@ class Waits:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
-    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)  # it may be refused: it is but advice
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)  # errors are ignored: it is only advice
 
 
 def _num_waits() -> int:
-    """How often this thread has waited for a page to be read."""
+    """Returns the number of page reads that this thread has waited for."""
     return resource.getrusage(_THIS_THREAD).ru_majflt

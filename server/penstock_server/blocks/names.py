@@ -1,4 +1,4 @@
-"""The names of blocks in the cache: hashes of all that tokens depend on, so a changed shard or recipe finds no old block."""
+"""Names of blocks in the cache: hashes of all inputs of the tokens, so that a changed shard or recipe gets new blocks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from penstock_server.snapshots.shard import Shard
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 
-_FORMAT = 6  # of the stored blocks: a change here rebuilds them
+_FORMAT = 6  # of the stored blocks: after a change, they are rebuilt
 
 
 class BlockNames:
-    """Those of one snapshot's blocks, and of what is made of all of them."""
+    """Cache names of one snapshot's blocks, and of the files derived from all of them."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -23,22 +23,22 @@ class BlockNames:
         )
 
     def of(self, index: int) -> str:
-        """The name of a block, in [0, num_blocks)."""
+        """Returns the name of a block; `index` is in [0, num_blocks)."""
         address = self._snapshot.block(index)
         return name_in(self._of_group(address), address.number)
 
     def of_group(self, address: BlockAddress) -> list[str]:
-        """The names of all blocks of the row group that a block is of."""
+        """Returns the names of all blocks in the row group of a block."""
         group = self._of_group(address)
         return [name_in(group, number) for number in range(len(self._snapshot.blocks_of_group(address.group)))]
 
     @cached_property
     def of_all(self) -> str:
-        """A name for the tokens and splits of all blocks: they depend on nothing else."""
+        """Returns a name for the tokens and splits of all blocks, which depend on nothing else."""
         return _digest([*map(self.of_shard, range(len(self._snapshot.shards)))])
 
     def of_shard(self, shard: int) -> str:
-        """A name for the tokens and splits of one shard's blocks."""
+        """Returns a name for the tokens and splits of one shard's blocks."""
         blocks = self._snapshot.blocks_of_shard(shard)
         sizes = self._snapshot.rows_per_block[blocks.start : blocks.stop].tolist()
         identity = _identity_of(self._snapshot.shards[shard])
@@ -51,12 +51,12 @@ class BlockNames:
 
 
 def name_in(group: str, number: int) -> str:
-    """The name of a block in a row group of this name."""
+    """Returns the name of a block from the name of its row group."""
     return f"{group}-{number}"
 
 
 def group_of(name: str) -> str:
-    """The name of the row group that a block of this name is in."""
+    """Returns the name of a block's row group."""
     return name.rpartition("-")[0]
 
 
@@ -65,5 +65,5 @@ def _digest(parts: list[Any]) -> str:
 
 
 def _identity_of(shard: Shard) -> list[str | int]:
-    # By path and date too: the shard's digest is of samples.
+    # Includes path and mtime, since the shard's digest covers only samples of its bytes.
     return [str(shard.path.absolute()), shard.date.size_bytes, shard.date.mtime_ns, shard.digest]

@@ -1,8 +1,8 @@
-"""Rows on demand: the rows that a cold batch needs are tokenized by themselves; whole blocks are made of them afterwards.
+"""Rows on demand: tokenizes only the rows that a cold batch needs, and completes their blocks afterwards.
 
-request   a future for some rows of each block that is not cached yet
-_serve    a thread decodes the row groups of a request, and tokenizes the rows that it asks for, together, on all cores
-Decoded   a block whose rows are decoded; it keeps the tokens of rows that batches asked for, so no row is tokenized twice
+request   returns a future for some rows of each block that is not cached yet
+_serve    a thread decodes the row groups of a request, and tokenizes the requested rows together, on all cores
+Decoded   a block with decoded rows; it keeps the tokens of requested rows, so that no row is tokenized twice
 finish    read-ahead tokenizes the rest of a block, between requests, and stores it
 """
 
@@ -35,18 +35,18 @@ from penstock_server.snapshots.snapshot import BlockAddress
 
 log = logging.getLogger("penstock.on_demand")
 
-_REQUESTS = 8  # served at a time; each holds the text and tokens of the rows that it asks for
+_REQUESTS = 8  # served at a time; each holds the text and tokens of its rows
 _ENCODED_TOGETHER = 32 << 20  # bytes of rows; texts of 2 GiB do not fit into one Arrow array
-_FINISHED_TOGETHER = 64 << 10  # bytes of rows that read-ahead tokenizes before it looks whether a request waits
-_UNUSED_SECONDS = 30.0  # after which decoded rows make room for others
-_PRESSED = 0.9  # of the budget: from there on blocks are finished although requests wait, since that makes room
+_FINISHED_TOGETHER = 64 << 10  # bytes of rows that read-ahead tokenizes before it gives way to requests
+_UNUSED_SECONDS = 30.0  # unused for this long, decoded rows may be dropped to make room
+_PRESSED = 0.9  # fraction of the budget; above it, blocks are completed while requests wait, since that makes room
 
 
 class PickedRows(NamedTuple):
     """Some rows of a block, with their tokens.
 
-    block  these rows alone; none of them is bad
-    rows   the number of each in the block, or in its split where one was asked for; ascending, shape [block.num_rows]
+    block  only these rows, all good
+    rows   row numbers in the block, or in its split if one was requested; ascending, shape [block.num_rows]
     """
 
     block: Block
@@ -54,9 +54,9 @@ class PickedRows(NamedTuple):
 
 
 class RowsFuture(Future["PickedRows | Block"]):
-    """Rows that one request waits for: of a block with bad rows among them, the whole block.
+    """Future of the rows of one request; the result is the whole block if some of the rows are bad.
 
-    `is_decoded`: they are read, and wait for being tokenized together with others.
+    `is_decoded`: the rows are read, and wait to be tokenized together with others.
     """
 
     is_decoded = False
@@ -64,9 +64,9 @@ class RowsFuture(Future["PickedRows | Block"]):
 
 @dataclass(slots=True, eq=False)
 class Decoded:
-    """A block whose rows are decoded, with the tokens of those that were asked for.
+    """A block with decoded rows, and the tokens of the requested rows.
 
-    Row i is encoded as row `row_in_piece[i]` of `pieces[piece[i]]`, or not yet where piece[i] is -1.
+    Row i is encoded as row `row_in_piece[i]` of `pieces[piece[i]]`; piece[i] is -1 before that.
     """
 
     name: str
@@ -85,12 +85,12 @@ class Decoded:
         self.row_in_piece = np.zeros(len(self.rows.numbers), np.int32)
 
     def missing(self, rows: IntArray) -> IntArray:
-        """Those of these rows that are not encoded."""
+        """Returns the rows in `rows` that are not encoded."""
         missing: IntArray = rows[self.piece[rows] < 0]
         return missing
 
     def add(self, rows: IntArray, encoded: pa.RecordBatch) -> bool:
-        """Keeps the tokens of rows. True: with these, and for the first time, all rows are encoded."""
+        """Keeps the tokens of rows. Returns True once: when they complete the block."""
         with self.lock:
             new = self.piece[rows] < 0
             self.row_in_piece[rows[new]] = np.flatnonzero(new)
@@ -102,7 +102,7 @@ class Decoded:
             return is_complete
 
     def encoded(self, rows: IntArray) -> pa.RecordBatch:
-        """The tokens of rows that are encoded, in the order of `rows`."""
+        """Returns the tokens of encoded rows, in the order of `rows`."""
         with self.lock:
             piece, row_in_piece, pieces = self.piece[rows], self.row_in_piece[rows], list(self.pieces)
         used = np.flatnonzero(np.bincount(piece, minlength=1)) if len(piece) else np.zeros(1, np.int64)
@@ -114,7 +114,7 @@ class Decoded:
 
 @dataclass(slots=True)
 class _Wanted:
-    """Rows of one block that a request waits for; `picked` are those not encoded before, numbered in the block by `own`."""
+    """Requested rows of one block; `picked` are those not encoded before, `own` the numbers of all in the block."""
 
     at: BlockAddress
     name: str
@@ -126,16 +126,16 @@ class _Wanted:
 
 
 class RowsOnDemand:
-    """The decoded rows of all datasets, within `budget_bytes` of memory, and the threads that tokenize what is asked for."""
+    """Decoded rows of all datasets, within `budget_bytes` of memory, and the threads that tokenize requested rows."""
 
     def __init__(self, maps: Maps, budget_bytes: int, num_threads: int) -> None:
         self.budget_bytes, self.held_bytes = budget_bytes, 0
         self._maps = maps
         self._lock = threading.Lock()
-        self._decoded = OrderedDict[str, Decoded]()  # by the names of blocks, the last one used last
+        self._decoded = OrderedDict[str, Decoded]()  # by block name, least recently used first
         self._decoding: dict[str, Future[None]] = {}  # by the name of a row group's first block
         self._idle = threading.Condition()
-        self._num_requests = 0  # that wait for rows
+        self._num_requests = 0  # requests that wait for rows
         self._relief: threading.Thread | None = None
         self._requests = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="penstock-rows")
         self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-decode")
@@ -143,9 +143,9 @@ class RowsOnDemand:
     def request(
         self, reader: RowGroupReader, names: Mapping[int, str], rows: Mapping[int, IntArray], split: str
     ) -> dict[int, RowsFuture]:
-        """Futures of rows of blocks, by the blocks' indices: ascending numbers of rows in the block, or in its split.
+        """Returns a future per block index for `rows`: ascending row numbers in the block, or in its split.
 
-        The futures raise what RowGroupReader raises. To cancel one gives its rows up.
+        The futures raise what RowGroupReader raises. Cancel one to release its rows.
         """
         snapshot = reader.snapshot
         wanted = [_Wanted(snapshot.block(index), names[index], own, RowsFuture()) for index, own in rows.items()]
@@ -160,9 +160,9 @@ class RowsOnDemand:
         return {each.at.index: each.future for each in wanted}
 
     def finish(self, reader: RowGroupReader, address: BlockAddress, name: str) -> Block | None:
-        """Tokenizes what is missing of a block and stores it. None: there was no room to decode it, or it is being finished.
+        """Tokenizes the missing rows of a block and stores it. None if it has no room, or is already being completed.
 
-        Gives way to requests before each small part of it. Raises what RowGroupReader raises.
+        Gives way to requests before each small part. Raises what RowGroupReader raises.
         """
         with self._giving_way():
             self._give_way()
@@ -175,7 +175,7 @@ class RowsOnDemand:
             return self._complete(reader, decoded, gives_way=True)
 
     def close(self) -> None:
-        """Drops the requests that are not being served yet."""
+        """Cancels the requests that have not started."""
         self._requests.shutdown(wait=False, cancel_futures=True)
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
@@ -194,7 +194,7 @@ class RowsOnDemand:
                     self._relief = None
 
     def _give_way(self) -> None:
-        """Waits while requests wait for rows. Where decoded rows fill their budget one thread goes on, to make room."""
+        """Waits while requests wait for rows. If decoded rows fill their budget, one thread goes on to make room."""
         me = threading.current_thread()
         with self._idle:
             while self._num_requests:
@@ -204,7 +204,7 @@ class RowsOnDemand:
                 self._idle.wait(0.1)
 
     def _serve(self, reader: RowGroupReader, wanted: list[_Wanted], split: str) -> None:
-        """Answers a request: decodes the row groups that are not in memory side by side, and encodes the rows together."""
+        """Serves a request: decodes missing row groups in parallel, then encodes the rows together."""
         try:
             self._pick_all(reader, wanted, split)
         except BaseException as error:
@@ -227,7 +227,7 @@ class RowsOnDemand:
         for own, (future, is_own) in under_way:
             try:
                 future.result()
-                # Another request decoded it, and perhaps there was no room to keep all that this one needs.
+                # Another request decoded it, perhaps without room to keep all rows of this one.
                 left = [each for each in own if not self._pick_decoded(reader, each, split)] if not is_own else []
                 if left:
                     self._decode_group(reader, left, split)
@@ -236,7 +236,7 @@ class RowsOnDemand:
                     _answer(each.future, error)
                 continue
             for each in own:
-                if each.picked is not None:  # unless it was given up
+                if each.picked is not None:  # None if the request was cancelled
                     nbytes += each.picked.rows.nbytes
                     ready.append(_decoded(each))
             if nbytes >= _ENCODED_TOGETHER:
@@ -245,7 +245,7 @@ class RowsOnDemand:
         self._encode(reader, ready)
 
     def _pick_decoded(self, reader: RowGroupReader, each: _Wanted, split: str) -> bool:
-        """Takes the rows out of a block that is decoded. False: it is not."""
+        """Picks the rows from a decoded block. Returns False if the block is not decoded."""
         decoded = self._find(each.name)
         if decoded is None:
             return False
@@ -263,7 +263,7 @@ class RowsOnDemand:
             return decoded
 
     def _begin_decoding(self, reader: RowGroupReader, wanted: list[_Wanted], split: str) -> tuple[Future[None], bool]:
-        """Has a row group decoded, once however many requests need it; and whether it is for this one."""
+        """Decodes a row group once for all requests. Returns the future, and whether this call started it."""
         name = group_of(wanted[0].name)
         with self._lock:
             if under_way := self._decoding.get(name):
@@ -278,7 +278,7 @@ class RowsOnDemand:
         return future, True
 
     def _decode_group(self, reader: RowGroupReader, wanted: Sequence[_Wanted], split: str) -> None:
-        """Decodes a row group as far as need be, keeps its blocks while there is room, and picks the rows that are wanted."""
+        """Decodes a row group up to the last wanted block, keeps its blocks while the budget has room, and picks the rows."""
         if all(each.future.cancelled() for each in wanted):
             return
         snapshot, first = reader.snapshot, wanted[0].at
@@ -343,7 +343,7 @@ class RowsOnDemand:
                 self.held_bytes -= decoded.nbytes
 
     def _encode(self, reader: RowGroupReader, wanted: list[_Wanted]) -> None:
-        """Encodes the rows that were picked, together where they are of one schema, and answers the request for them."""
+        """Encodes the picked rows, together if they share a schema, and resolves their futures."""
         alike = list[list[_Wanted]]()
         for each in wanted:
             if each.future.cancelled():
@@ -367,7 +367,7 @@ class RowsOnDemand:
             except Problem:
                 if len(some) == 1:
                     raise
-                for each in some:  # by themselves: one may be at fault, and the error names the row group of the first
+                for each in some:  # one by one: one may be at fault, and the joint error names the row group of the first
                     try:
                         self._encode_alike(reader, [each])
                     except Problem as problem:
@@ -378,15 +378,15 @@ class RowsOnDemand:
         joined = reader.encode(Selected.joined(picked), wanted[0].at)
         first = 0
         for each, own in zip(wanted, picked, strict=True):
-            # Copied: a part of what was encoded together would keep all of it in memory.
+            # Copied: a slice would keep the whole joint batch in memory.
             encoded = joined.take(pa.array(np.arange(first, first + len(own.numbers))))
             first += len(own.numbers)
             self._hand_over(reader, each, encoded)
 
     def _hand_over(self, reader: RowGroupReader, each: _Wanted, encoded: pa.RecordBatch | None) -> None:
-        """Answers for the rows of one block, and keeps their tokens for the block that will be made of them.
+        """Resolves the future for the rows of one block, and keeps their tokens to complete the block.
 
-        `encoded` are the tokens of the rows that were picked; None where all were encoded before.
+        `encoded` are the tokens of the picked rows; None if all were encoded before.
         """
         decoded, is_complete = each.decoded, False
         assert each.picked is not None
@@ -414,7 +414,7 @@ class RowsOnDemand:
         return is_complete
 
     def _whole(self, reader: RowGroupReader, each: _Wanted) -> Block:
-        """A block as a whole, now: what takes the place of a bad row, and what is said of it, depends on all of its rows."""
+        """Makes the whole block now: the replacement of a bad row, and its error message, depend on all rows."""
         decoded = each.decoded
         if decoded is None:
             parts = [rows for at, rows, _ in reader.rows(each.at, lambda number: number == each.at.number)]
@@ -422,7 +422,7 @@ class RowsOnDemand:
         return self._complete(reader, decoded, gives_way=False)
 
     def _complete(self, reader: RowGroupReader, decoded: Decoded, *, gives_way: bool) -> Block:
-        """Encodes the rows that are left of a block, some at a time, and stores it."""
+        """Encodes the remaining rows of a block, some at a time, and stores it."""
         rows = decoded.rows
         size = len(rows.numbers)
         step = max(1, _FINISHED_TOGETHER * size // max(1, rows.rows.nbytes)) if gives_way else max(1, size)
@@ -431,7 +431,7 @@ class RowsOnDemand:
             if gives_way:
                 self._give_way()
                 if self._maps.cache.has(decoded.name) and (block := self._maps.read(decoded.name)):
-                    self._drop(decoded)  # another process has made it meanwhile
+                    self._drop(decoded)  # another process has stored it meanwhile
                     return block
             missing = decoded.missing(np.arange(start, min(start + step, size)))
             if len(missing):
@@ -442,7 +442,7 @@ class RowsOnDemand:
         return self._store(reader, decoded, tells=is_complete)
 
     def _store(self, reader: RowGroupReader, decoded: Decoded, *, tells: bool = True) -> Block:
-        """Stores a block whose rows are all encoded."""
+        """Stores a block after all its rows are encoded."""
         batch = decoded.encoded(np.arange(len(decoded.rows.numbers)))
         if tells:
             reader.warn_of_bad_rows(decoded.at, batch)
@@ -452,22 +452,22 @@ class RowsOnDemand:
 
 
 class _Picker:
-    """Takes the rows that are wanted of a block out of its parts, as they are decoded."""
+    """Picks the wanted rows of a block from its parts as they are decoded."""
 
     def __init__(self, reader: RowGroupReader, wanted: _Wanted, split: str) -> None:
         self._reader, self._wanted, self._split = reader, wanted, split
         self._parts = list[Selected]()
-        self._num_before = 0  # rows of the split in the parts before
+        self._num_before = 0  # rows of the split in earlier parts
 
     def take(self, part: Selected) -> None:
-        """Takes the rows of one part."""
+        """Picks the rows of one part."""
         own = _rows_of_split(part, self._split, self._reader, self._wanted.at)
         rows = self._wanted.rows - self._num_before
         self._parts.append(part.take(own[rows[(rows >= 0) & (rows < len(own))]]))
         self._num_before += len(own)
 
     def end(self, decoded: Decoded | None) -> None:
-        """After the last part: these are the rows that are wanted; `decoded` is the block, where it is kept."""
+        """Sets the picked rows after the last part; `decoded` is the block, if it is kept."""
         self._wanted.decoded = decoded
         if decoded:
             self._wanted.own = _rows_of_split(decoded.rows, self._split, self._reader, self._wanted.at)[self._wanted.rows]
@@ -475,7 +475,7 @@ class _Picker:
 
 
 def _rows_of_split(rows: Selected, split: str, reader: RowGroupReader, at: BlockAddress) -> IntArray:
-    """The indices of those rows of a block that are in a split."""
+    """Returns the indices of the rows of a block in a split."""
     selection = reader.snapshot.select_in(at.index, split)
     if selection == "all":
         return np.arange(len(rows.numbers))
@@ -488,7 +488,7 @@ def _decoded(each: _Wanted) -> _Wanted:
 
 
 def _answer(future: RowsFuture, answer: PickedRows | Block | BaseException) -> None:
-    """Answers a future, unless it was given up or answered before."""
+    """Resolves a future, unless it is cancelled or done."""
     if future.done() or not future.set_running_or_notify_cancel():
         return
     if isinstance(answer, BaseException):

@@ -1,4 +1,4 @@
-"""Parsed footers: to parse that of 20,000 row groups takes longer than to read one of them."""
+"""Cache of parsed footers: parsing a footer of 20,000 row groups takes longer than reading one row group."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pyarrow.parquet as pq
 from penstock_server.snapshots.folders import is_settled
 from penstock_server.snapshots.shard import FileStat, stat_of
 
-_FOOTER_BYTES = 4 << 20  # of footers as they are stored; parsed they take some ten times as much
-_MAX_FOOTERS = 64  # those of a few row groups are parsed in less time than one of these takes to decode
+_FOOTER_BYTES = 4 << 20  # of stored footers; parsed, they take some ten times as much memory
+_MAX_FOOTERS = 64  # parsing a footer of a few row groups takes less time than decoding one of them
 
 
 class ParsedFooters:
-    """The footers of the shards that were read last: the last one, and others within a budget. For any number of threads."""
+    """Footers of the most recently read shards: the last one, and others within a budget. For any number of threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[Path, FileStat], pq.FileMetaData] = OrderedDict()
 
     def of(self, path: Path, file: pa.OSFile, date: FileStat) -> pq.FileMetaData:
-        """The footer of a shard's file, opened and of this date. Raises OSError, ArrowException: it cannot be read."""
+        """Returns the footer of an opened shard file with this stat. Raises OSError, ArrowException: it is unreadable."""
         key = path, date
         with self._lock:
             if found := self._known.get(key):

@@ -1,4 +1,4 @@
-"""The quarantine: rows that cannot be used and row groups that cannot be read, as far as they were met, and why."""
+"""Quarantine: unusable rows and unreadable row groups found so far, with reasons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock_server.snapshots.snapshot import Snapshot
 
 log = logging.getLogger("penstock.quarantine")
 
-_LISTED_ROWS = 100_000  # with their reasons; beyond them rows are only counted
+_LISTED_ROWS = 100_000  # with reasons; further rows are only counted
 _LISTED_FOOTERS = 1000
 
 
@@ -41,7 +41,7 @@ class Quarantined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadGroup:
-    """A row group that cannot be read, or of which the footer alone tells that it has bad rows."""
+    """A row group that cannot be read, or that has bad rows according to its footer."""
 
     shard: str
     """its Parquet file"""
@@ -52,22 +52,22 @@ class BadGroup:
 
 
 class Quarantine:
-    """What is known to be bad of one snapshot. Every block that is made or mapped is looked at once."""
+    """Known bad rows and row groups of one snapshot. Every block is checked once, when it is made or mapped."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._lock = threading.Lock()
-        # Every request asks: to add up ten thousand footers would take longer than a batch.
+        # Cached, since every request needs it: summing ten thousand footers takes longer than a batch.
         self._num_in_footers = sum(nulls for shard in snapshot.shards for nulls in shard.null_rows)
-        self.num_rows = snapshot.num_rows  # those that the filter keeps, set once they are counted
-        self.num_bad_counted = 0  # bad rows of the whole dataset, set once the tokens of all rows are counted
+        self.num_rows = snapshot.num_rows  # rows that the filter keeps, after they are counted
+        self.num_bad_counted = 0  # bad rows of the whole dataset, after all tokens are counted
         self._num_met = 0
-        self._rows: dict[int, list[Quarantined]] = {}  # of each block that has some
+        self._rows: dict[int, list[Quarantined]] = {}  # by block with bad rows
         self._num_listed = 0
         self._groups: dict[tuple[str, int], BadGroup] = {}
 
     def look_at(self, index: int, loaded: Future[Any]) -> None:
-        """Notes what is bad in a block that was loaded, or that it could not be."""
+        """Records the bad rows of a loaded block, or the failure to load it."""
         if loaded.cancelled():
             return
         error = loaded.exception()
@@ -77,22 +77,22 @@ class Quarantine:
             with self._lock:
                 is_known = (group.shard, group.row_group) in self._groups
                 self._groups[group.shard, group.row_group] = group
-            if not is_known:  # batches ask for it again and again
+            if not is_known:  # batches request the row group again and again
                 log.warning("%s", error)
         elif error is None:
             if self._groups:
                 self._forget(index)
-            if isinstance(block := loaded.result(), Block):  # not some rows of it, of which none is bad
+            if isinstance(block := loaded.result(), Block):  # PickedRows have no bad rows
                 self.look_in(index, block)
 
     def _forget(self, index: int) -> None:
-        """A block could be read: what was wrong with its row group was of its time, as a disk that was away."""
+        """Forgets a failure of a row group that can be read again, as after a disk outage."""
         at = self._snapshot.block(index)
         with self._lock:
             self._groups.pop((at.shard.path.name, at.row_group), None)
 
     def look_in(self, index: int, block: Block) -> None:
-        """Notes what is bad in a block."""
+        """Records the bad rows of a block."""
         if block.bad and not self.has_met(index):
             at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
             numbers = block.stored_rows.tolist()
@@ -115,7 +115,7 @@ class Quarantine:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more rows are listed, whatever is met."""
+        """Whether the list of rows is full."""
         return self._num_to_list == 0
 
     @property
@@ -123,21 +123,21 @@ class Quarantine:
         return max(0, _LISTED_ROWS - self._num_listed)
 
     def has_met(self, index: int) -> bool:
-        """Whether the bad rows of a block have been noted."""
+        """Returns whether the bad rows of a block are recorded."""
         return index in self._rows
 
     @property
     def num_bad_rows(self) -> int:
-        """Bad rows met so far, or as many as the footers tell; all, once they are counted."""
+        """Number of bad rows: found so far or from the footers; exact after counting."""
         return max(self._num_in_footers, self._num_met, self.num_bad_counted)
 
     def rows(self) -> list[Quarantined]:
-        """The bad rows met so far, in the order of the dataset; the first 100,000 that were met."""
+        """Returns the first 100,000 bad rows found so far, in the order of the dataset."""
         with self._lock:
             return [row for index in sorted(self._rows) for row in self._rows[index]]
 
     def groups(self) -> list[BadGroup]:
-        """The row groups that could not be read, and up to a thousand with more bad rows, by their footers, than are listed."""
+        """Returns unreadable row groups, and up to a thousand whose footers count more bad rows than are listed."""
         with self._lock:
             unread = dict(self._groups)
             listed = Counter((row.shard, row.row_group) for rows in self._rows.values() for row in rows)
@@ -154,12 +154,12 @@ class Quarantine:
                     yield BadGroup(shard=shard.path.name, row_group=number, reason=reason)
 
     def check_block(self, block: Block, index: int) -> None:
-        """Raises BadRow: block `index` has one, and the recipe does not allow to do without it."""
+        """Raises BadRow: block `index` has a bad row, and on_bad_row is "fail"."""
         if block.bad and self._snapshot.recipe.on_bad_row == "fail":
             raise self.bad_row(block, index, min(block.bad))
 
     def bad_row(self, block: Block, index: int, row: int) -> BadRow:
-        """What is said of a row of block `index` that cannot be used."""
+        """Returns the error for an unusable row of block `index`."""
         address, recipe, reason = self._snapshot.block(index), self._snapshot.recipe, block.bad[row]
         limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.has_too_many else ""
         number = address.first_row + int(block.stored_rows[row])
@@ -171,7 +171,7 @@ class Quarantine:
             f'Mend the shard, or set on_bad_row = "replace"{limit} in {self._snapshot.folder / "penstock.toml"} to serve a '
             f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
         )
-        if not block.has_good:  # no neighbour could stand in
+        if not block.has_good:  # no neighbour could replace it
             mended = f"Mend the shard, or what {self._snapshot.folder / 'penstock.toml'} says of it."
         return BadRow(
             f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there "
@@ -179,7 +179,7 @@ class Quarantine:
         )
 
     def check(self) -> None:
-        """Raises DatasetInvalid: more rows are known to be bad than the recipe allows to replace."""
+        """Raises DatasetInvalid: more bad rows are known than the recipe allows to replace."""
         recipe = self._snapshot.recipe
         if recipe.on_bad_row == "replace" and self.has_too_many:
             name, num_bad = self._snapshot.name, self.num_bad_rows
@@ -191,7 +191,7 @@ class Quarantine:
 
     @property
     def refusal(self) -> str | None:
-        """Why every batch is refused by now; None if none is."""
+        """Reason why every batch is refused; None if batches are served."""
         try:
             self.check()
         except DatasetInvalid as refusal:
@@ -200,10 +200,10 @@ class Quarantine:
 
     @property
     def num_unread_groups(self) -> int:
-        """Row groups that could not be read when they were needed."""
+        """Number of row groups that could not be read when needed."""
         return len(self._groups)
 
     @property
     def has_too_many(self) -> bool:
-        """Whether more rows than the recipe allows to replace are known to be bad."""
+        """Whether more bad rows are known than the recipe allows to replace."""
         return self.num_bad_rows > self._snapshot.recipe.max_bad_share * self.num_rows

@@ -1,4 +1,4 @@
-"""Read-ahead: blocks are made in the background in the order in which jobs come to need them."""
+"""Read-ahead: makes blocks in the background, the soonest needed first."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from penstock_server.problems import Problem
 
 log = logging.getLogger("penstock.read_ahead")
 
-_FORGET_SECONDS = 30.0  # a job that has asked for nothing for so long has ended, or is far from what comes next
+_FORGET_SECONDS = 30.0  # without a request for this long, a job has ended or will not need its blocks soon
 
 
 @dataclass(slots=True)
 class _Job:
     """One pass of ranks over an epoch.
 
-    position    as far as the front rank had come when `pending` was made
-    pending     blocks that no thread has begun to make, each with the position at which it is needed, ascending
-    begun       the others of those that were wanted then
-    pace        positions a second, from `began` (time, position) on
+    position    position of the front rank when `pending` was made
+    pending     (block, position that needs it) of blocks that no thread has begun to make, ascending
+    begun       the blocks wanted then that a thread has begun to make
+    began       (time, position) that the pace, in positions per second, is measured from
     """
 
     position: int
@@ -35,16 +35,16 @@ class _Job:
 
     @property
     def seconds_left(self) -> float:
-        """Until the next pending block is needed, at the pace that the ranks have had so far."""
+        """Seconds until the next pending block is needed, at the pace of the ranks so far."""
         began_at, first = self.began
         _, needed_at = self.pending[0]
         return (needed_at - self.position) * (self.asked_at - began_at) / max(1, self.position - first)
 
 
 class ReadAhead:
-    """Makes blocks in `num_threads` threads of its own: of all jobs' blocks always the one that is needed soonest.
+    """A pool of `num_threads` threads that always makes the soonest needed block of all jobs.
 
-    Nothing waits for it and nothing depends on it: a block that it did not make is made when it is needed.
+    No request waits for it or depends on it: a block that it did not make is made on request.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
@@ -61,10 +61,11 @@ class ReadAhead:
         blocks: Callable[[], Sequence[tuple[int, int]]],
         load: Callable[[int], object],
     ) -> None:
-        """A job has come to a position; `blocks()` are those that it needs from there on, and at which positions, ascending.
+        """Records that a job has reached a position. Call it with every request.
 
-        Called with every request. `blocks()` is called where the job is a quarter of `count` further than it was then, or
-        `count` behind: ranks that are a little behind the others find what those have had made. `load(block)` makes one.
+        `blocks()` returns (block, position that needs it) from there on, ascending. It is called again when the job has
+        advanced by a quarter of `count`, or is `count` behind: ranks slightly behind find the blocks made for the others.
+        `load(block)` makes one block.
         """
         now = time.monotonic()
         with self._changed:
@@ -96,8 +97,8 @@ class ReadAhead:
             try:
                 load(block)
             except Problem:
-                pass  # whoever needs the block is told
-            except Exception:  # else all later ones would begin cold
+                pass  # the request that needs the block gets the error
+            except Exception:  # otherwise the thread would end and later blocks would be cold
                 log.exception("block %d could not be loaded ahead; it is loaded when it is needed", block)
 
     def _next(self) -> tuple[Callable[[int], object], int]:

@@ -1,4 +1,4 @@
-"""Row groups as the blocks of one snapshot: the rows of each block, and the tokens of some of them or of all."""
+"""Reader of row groups as blocks of one snapshot: rows of each block, and tokens of some or all rows."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class RowGroupReader:
     def rows(
         self, address: BlockAddress, is_needed: Callable[[int], bool] = lambda _: True
     ) -> Generator[tuple[BlockAddress, Selected, bool], None, None]:
-        """The rows that the recipe keeps of each block of a row group, from the group's start.
+        """Reads the rows that the recipe keeps, block by block, from the start of a row group.
 
-        Yields (block, rows, whether they are its last). A block whose rows hold very many values comes in several parts.
-        `is_needed(number)` is called before each block; blocks for which it returns false are left out.
+        Yields (block, rows, whether these are its last). A block whose rows have very many values comes in several parts.
+        Calls `is_needed(number)` before each block, and skips the block if the result is false.
         """
         snapshot, recipe = self.snapshot, self.snapshot.recipe
         needs_block = False
         with reading(snapshot, address):
-            # A transform may look at the rows of a whole block.
+            # A transform may need all rows of a block.
             for at, first, rows in rows_of_group(snapshot, address, recipe.read_columns, in_portions=not recipe.transform):
                 needs_block = needs_block if first else is_needed(at.number)
                 if needs_block:
@@ -44,18 +44,18 @@ class RowGroupReader:
                     yield at, Selected.of(rows, recipe, place, first), first + rows.num_rows == at.num_rows
 
     def encode(self, rows: Selected, address: BlockAddress) -> pa.RecordBatch:
-        """The tokens of rows, of blocks with the same `token_bound`; errors name the row group of `address`."""
+        """Encodes rows of blocks with the same `token_bound`; errors name the row group of `address`."""
         with reading(self.snapshot, address):
             return encode.encode(rows, self.snapshot.recipe, self.snapshot.token_dtype, self.token_bound(address))
 
     def token_bound(self, address: BlockAddress) -> int:
-        """Token ids of a block that are not below this make a bad row."""
+        """Returns the exclusive upper bound of token ids in a block; larger ids make a row bad."""
         return self.snapshot.bound_in(address.shard)
 
     def blocks(
         self, address: BlockAddress, is_needed: Callable[[int], bool]
     ) -> Generator[tuple[int, pa.RecordBatch], None, None]:
-        """The tokens of each block of a row group as (number, tokens), from the group's start; `is_needed` as in `rows`."""
+        """Yields (number, tokens) of each block of a row group, from the group's start; `is_needed` as in `rows`."""
         parts = list[pa.RecordBatch]()
         for at, rows, is_last in self.rows(address, is_needed):
             parts.append(self.encode(rows, at))
@@ -66,7 +66,7 @@ class RowGroupReader:
                 yield at.number, batch
 
     def warn_of_bad_rows(self, address: BlockAddress, batch: pa.RecordBatch) -> None:
-        """Logs how many rows of an encoded block cannot be used."""
+        """Logs the number of unusable rows of an encoded block."""
         reasons = pc.drop_null(batch.column(REASON))
         if len(reasons):
             first = f"the first: {printable(reasons[0].as_py())}"

@@ -1,4 +1,4 @@
-"""The bytes in use in a folder, as all processes have them: they stand in its lock file, which one holds to change them."""
+"""Shared count of the bytes in use in a folder: all processes keep it in the lock file, and lock that to change it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pathlib import Path
 
 _NAME = ".lock"
 _NUMBER = struct.Struct("<q")
-_PATIENCE_SECONDS = 30.0  # for who holds the folder: one that was stopped meanwhile would have all others wait with it
+_PATIENCE_SECONDS = 30.0  # wait for the lock: a stopped holder would block all others
 _POLL_SECONDS = 0.002
 
 
 @dataclass(slots=True)
 class Used:
-    """The bytes in use, for who holds the folder to change."""
+    """Bytes in use; the holder of the lock may change them."""
 
     bytes: int
 
 
 class SharedCount:
-    """The count of one folder, for any number of threads. Raises OSError: its file cannot be made."""
+    """Count of one folder, for any number of threads. Raises OSError: its file cannot be created."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,27 +39,27 @@ class SharedCount:
 
     @property
     def bytes(self) -> int:
-        """The count as it was left by whoever held the folder last."""
+        """The count written by the last holder of the lock."""
         return int(_NUMBER.unpack(os.pread(self._file, _NUMBER.size, 0).ljust(_NUMBER.size, b"\0"))[0])
 
     def now(self) -> float:
-        """The time by the clock that dates the folder's files: a file server's may differ from ours by minutes."""
+        """Returns the time of the clock that sets the folder's mtimes; a file server's may differ from ours by minutes."""
         os.utime(self._file)
         return os.fstat(self._file).st_mtime
 
     @contextmanager
     def held(self, recount: Callable[[], int]) -> Iterator[Used]:
-        """Holds the folder for this process and thread; what is left in the count is written back, unless an error is raised.
+        """Locks the folder for this process and thread; writes the count back at the end, unless an error is raised.
 
-        `recount` gives the bytes where the file is new. Raises OSError: another process has held the folder for thirty seconds,
-        or held it then and does so still.
+        `recount` returns the bytes if the file is new. Raises OSError: another process has held the lock for thirty seconds;
+        until it releases the lock, later calls raise at once.
         """
-        with self._threads:  # the file's lock belongs to the process, so it does not part its threads
+        with self._threads:  # the file lock belongs to the process, so it does not exclude its other threads
             self._follow()
             deadline = time.monotonic() + self._patience_seconds
             while not self._has_locked():
                 if time.monotonic() >= deadline:
-                    self._patience_seconds = 0.0  # or each block would wait as long
+                    self._patience_seconds = 0.0  # otherwise each block would wait as long
                     raise OSError(errno.EBUSY, "another process holds it, and may have been stopped", str(self._folder))
                 time.sleep(_POLL_SECONDS)
             self._patience_seconds = _PATIENCE_SECONDS
@@ -75,7 +75,7 @@ class SharedCount:
         return os.open(self._folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
 
     def _follow(self) -> None:
-        """Where somebody removed the folder, other processes lock and count in another file by now, or soon."""
+        """Reopens the lock file if the folder was removed: other processes then lock and count in a new file."""
         with suppress(OSError):
             if os.path.samestat(os.fstat(self._file), (self._folder / _NAME).stat()):
                 return

@@ -1,4 +1,4 @@
-"""Splits: of a block the rows that are of one split. A block lies in a map, but its splits in memory, so they have a budget."""
+"""Splits: the rows of a block in one split. A block is mapped, but its splits are in memory, so they have a budget."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from penstock_server.blocks.block import Block
 from penstock_server.recipes.split_hashes import Selection
 
 _BUDGET_BYTES = 256 << 20
-_MIN_BYTES = 4096  # of Python's objects
+_MIN_BYTES = 4096  # of Python objects per split
 
 _Key = tuple[int, Selection, float]
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    block: weakref.ref[Block]  # weak, or it would keep a file mapped that was evicted; the split is dropped with its block
+    block: weakref.ref[Block]  # weak, so that evicted files can be unmapped; the split is dropped with its block
     split: Block
     nbytes: int
 
 
 class Splits:
-    """The splits of blocks that were looked at last, for as long as anybody has the blocks. For any number of threads."""
+    """Least recently used cache of the splits of live blocks, for any number of threads."""
 
     def __init__(self, budget_bytes: int = _BUDGET_BYTES) -> None:
         self._budget_bytes, self.held_bytes = budget_bytes, 0
-        self._lock = threading.RLock()  # a block may go while this thread has it
+        self._lock = threading.RLock()  # reentrant: a block may be collected while this thread holds the lock
         self._held = OrderedDict[_Key, _Held]()
 
     def of(self, block: Block, selection: Selection, share: float) -> Block:
-        """The block of the rows of one split, or itself where these are all; see Block.selected."""
+        """Returns the rows of one split as a block; the block itself if the split has all rows. See Block.selected."""
         if selection == "all":
             return block
         key = (id(block), selection, share)
@@ -57,7 +57,7 @@ class Splits:
 
 
 def _nbytes(split: Block) -> int:
-    """About the memory that a split of a block takes: all but its tokens, which it shares."""
+    """Estimates the memory of a split, without the tokens, which it shares with the block."""
     lists = sum(len(feature) - feature.count(None) for feature in split.features.values())
     columns = sum(int(column.nbytes) for column in split.columns.values())
     return _MIN_BYTES + 8 * split.num_rows * (2 * lists + 4) + columns

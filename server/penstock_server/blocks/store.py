@@ -1,11 +1,11 @@
-"""The store: blocks of tokens, mapped if they are stored, and made if not: once, however many ask for them.
+"""Block store: maps cached blocks of tokens and decodes the others, once for all callers.
 
-Of a row group it is known what is wanted (a future a block), and whether a thread makes it:
+For each row group, the store keeps one future per requested block, and whether a thread decodes the row group:
 
-request    a mapped block is given at once; of another a future, the same for all who ask, and a mapper looks for it
-_find      a mapper answers it from the cache folder, or has the row group made, unless that is under way
-_make      a thread decodes the row group, and answers what is wanted of it, also what comes to be wanted meanwhile
-forget     who asked has left: a future that nobody waits for is given up, and what nobody wants is not made
+request    returns a mapped block at once; otherwise a future, shared by all callers, and a mapper looks the block up
+_find      a mapper reads the block from the cache folder, or schedules the row group unless a thread decodes it already
+_make      a thread decodes the row group, and resolves its futures, including those added meanwhile
+forget     a caller left: a future without waiters is cancelled, and its block is not made
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ log = logging.getLogger("penstock.store")
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 
-DECODED_BYTES = 1 << 30  # of rows that are decoded and wait to be tokenized, where no setting says otherwise
-_AHEAD_SHARE = 2  # of the threads load ahead, one at least: the others are for what is asked for now
-_MAPPERS = 4  # threads for what is asked for now; to map a block is to read it, and a disk reads faster for several
+DECODED_BYTES = 1 << 30  # default budget for rows that are decoded and wait to be tokenized
+_AHEAD_SHARE = 2  # one thread in two loads ahead, at least one; the others serve requests
+_MAPPERS = 4  # threads that serve requests; mapping reads the block, and a disk is faster with several readers
 
 
-# A block that was asked for: itself where it is mapped, since a future takes 1.4 KB, and a crowd asks for tens of thousands.
+# A requested block: the block if it is mapped, else a future. A future takes 1.4 KB; many clients request tens of thousands.
 Asked = Block | Future[Block]
 
-# Gives (number, encoded rows) of each block of a row group for which its argument says that it is needed.
+# Yields (number, encoded rows) for the blocks of a row group that its argument, a predicate on the number, accepts.
 Decoder = Callable[[Callable[[int], bool]], Generator[tuple[int, pa.RecordBatch], None, None]]
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """What is wanted of a row group, by the numbers of its blocks."""
+    """Requested blocks of a row group, by block number."""
 
     futures: dict[int, Future[Block]] = field(default_factory=dict)
     is_under_way: bool = False  # a thread decodes it
@@ -57,7 +57,7 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _Load:
-    """Where a future belongs that is not answered yet, and how many wait for it."""
+    """Location and number of waiters of an unresolved future."""
 
     wanted: _Wanted
     number: int
@@ -65,10 +65,10 @@ class _Load:
 
 
 class BlockStore:
-    """The blocks of all datasets: in the cache folder, and the ones that are mapped into memory now.
+    """Blocks of all datasets: those in the cache folder, and those mapped into memory now.
 
-    However many ask for blocks of a row group, one thread decodes it for all of them. Threads decode row groups side by side;
-    pyarrow and `tokenizers` release the GIL.
+    One thread decodes a row group for all callers. Threads decode different row groups in parallel; pyarrow and `tokenizers`
+    release the GIL.
     """
 
     def __init__(self, cache: CacheFolder, num_threads: int | None = None, decoded_bytes: int = DECODED_BYTES) -> None:
@@ -78,19 +78,19 @@ class BlockStore:
         self.rows = RowsOnDemand(self.maps, decoded_bytes, self._num_threads)
         self.ahead = ReadAhead(self._num_threads)
         num_ahead = max(1, self._num_threads // _AHEAD_SHARE)
-        self.loading_ahead = threading.Semaphore(num_ahead)  # for whole blocks, which nobody waits for
+        self.loading_ahead = threading.Semaphore(num_ahead)  # for whole blocks that no request waits for
         self._mappers = ThreadPoolExecutor(_MAPPERS + num_ahead, thread_name_prefix="penstock-map")
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
-        self._wanted: dict[str, _Wanted] = {}  # by the key of the first block, of each row group of which something is wanted
-        self._loads: dict[Future[Block], _Load] = {}  # of each future that is not answered yet
+        self._wanted: dict[str, _Wanted] = {}  # row groups with requests, by the key of the first block
+        self._loads: dict[Future[Block], _Load] = {}  # unresolved futures
 
     def request(self, group: Sequence[str], number: int, decode: Decoder) -> Asked:
-        """The block `number` of a row group whose blocks have these keys, or a future of it.
+        """Returns block `number` of the row group with these block keys, or a future.
 
-        What is stored is mapped, by threads that do nothing else. What is not is made by `decode`, with all that is asked
-        for of the same row group, and its neighbours if the cache can keep them: the group is decoded from its start. The
-        future raises whatever `decode` raises; the next request tries again.
+        Dedicated threads map stored blocks. `decode` makes the others, together with all requested blocks of the row group.
+        It also makes their neighbours if the cache can keep them, since the group is decoded from its start. The future
+        raises whatever `decode` raises; the next request retries.
         """
         if found := self.maps.open_now(group[number]):
             return found
@@ -109,10 +109,10 @@ class BlockStore:
             return future
 
     def forget(self, future: Future[Block]) -> None:
-        """Gives up a block, once for each time it was asked for; a load that nobody wants any more is dropped."""
+        """Releases a block, once per request for it; the last release drops the load."""
         with self._lock:
             load = self._loads.get(future)
-            if load is None:  # it is being answered, and what is cancelled now could not be
+            if load is None:  # it is being resolved; a cancelled future could not be
                 return
             load.num_askers -= 1
             if load.num_askers > 0:
@@ -122,43 +122,43 @@ class BlockStore:
         future.cancel()
 
     def map_ordered(self, make: Callable[[_Item], _Made], items: Iterable[_Item]) -> Iterator[_Made]:
-        """What `make` gives for each item, in turn; as many are made at a time as there are threads. Raises what it raises."""
+        """Yields `make(item)` for each item in order, in parallel on all threads. Raises what `make` raises."""
         return map_ordered(self._threads, self._num_threads, make, items)
 
     def close(self) -> None:
-        """Drops the loads that have not begun."""
+        """Cancels the loads that have not begun."""
         self._mappers.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.rows.close()
 
     def _find(self, group: Sequence[str], number: int, wanted: _Wanted, decode: Decoder) -> None:
-        """Maps a block if it is stored, and has it made if not."""
+        """Maps a stored block; schedules its row group otherwise."""
         with self._answering(wanted, [number]):
             if self._missing(group, wanted, [number]):
                 with self._lock:
                     if number in wanted.futures and not wanted.is_under_way:
                         self._threads.submit(self._make, group, wanted, decode)
-                        wanted.is_under_way = True  # not before: if no thread can be started, nobody may rely on it
+                        wanted.is_under_way = True  # not before: no caller may rely on a thread that could not be started
         with self._lock:
             self._end(group, wanted)
 
     def _make(self, group: Sequence[str], wanted: _Wanted, decode: Decoder) -> None:
-        """Makes what is wanted of a row group, also what comes to be wanted meanwhile, and leaves nothing unanswered.
+        """Makes the requested blocks of a row group, including requests added meanwhile, and resolves every future.
 
-        Holds no more than one block at a time; what the cache does not keep is handed out once.
+        Holds at most one block at a time. A block that the cache does not keep is handed out once.
         """
         while asked := self._still_wanted(group, wanted):
             with self._answering(wanted, asked):
-                # What was stored between a request's look for it and now is not to be made again.
+                # A block may have been stored since the request looked for it; do not make it again.
                 if missing := self._missing(group, wanted, asked):
                     self._decode_once(group, wanted, missing, decode)
 
         if not self._wanted:
-            pa.default_memory_pool().release_unused()  # what was decoded into; until then it is decoded into again
+            pa.default_memory_pool().release_unused()  # the buffers of decoding; until now decoding reused them
 
     @contextmanager
     def _answering(self, wanted: _Wanted, asked: list[int]) -> Iterator[None]:
-        """Answers the blocks asked for that have no answer yet with the error that is raised meanwhile."""
+        """Sets an error raised in the `with` block on the unresolved futures of `asked`."""
         try:
             yield
         except BaseException as error:
@@ -170,7 +170,7 @@ class BlockStore:
                     future.set_exception(failure)
 
     def _missing(self, group: Sequence[str], wanted: _Wanted, asked: list[int]) -> list[int]:
-        """Hands out those of the blocks asked for that are stored; the numbers of the others that are still wanted."""
+        """Hands out the stored blocks in `asked`; returns the numbers of the others that still have waiters."""
         missing = []
         for number in asked:
             if number not in wanted.futures:
@@ -183,19 +183,19 @@ class BlockStore:
         return missing
 
     def _still_wanted(self, group: Sequence[str], wanted: _Wanted) -> list[int]:
-        """The blocks of a row group that are wanted by now; if there is none, the row group is no longer being made."""
+        """Returns the block numbers with waiters; if it returns no number, the row group is no longer being made."""
         with self._lock:
             wanted.is_under_way = bool(wanted.futures)
             self._end(group, wanted)
             return list(wanted.futures)
 
     def _end(self, group: Sequence[str], wanted: _Wanted) -> None:
-        """Forgets a row group of which nothing is wanted any more: a request begins anew. To be called with the lock."""
+        """Forgets a row group without requests, so that the next request starts anew. The caller holds the lock."""
         if not wanted.futures and not wanted.is_under_way and self._wanted.get(group[0]) is wanted:
             del self._wanted[group[0]]
 
     def _take(self, wanted: _Wanted, number: int) -> Future[Block] | None:
-        """The future of a block, for the caller to answer; None: it was answered, or given up."""
+        """Returns the future of a block for the caller to resolve; None if it was resolved or released."""
         with self._lock:
             future = wanted.futures.pop(number, None)
             if future:
@@ -203,38 +203,38 @@ class BlockStore:
             return future
 
     def _hand_out(self, key: str, wanted: _Wanted, number: int, batch: pa.RecordBatch) -> bool:
-        """Gives a block that was just made to who waits for it, if anyone does, and keeps hold of nothing."""
-        block = self.maps.read(key) or Block.of(batch)  # first: what it raises is to reach who waits
+        """Hands a new block to its waiters and keeps no reference. Returns whether it had waiters."""
+        block = self.maps.read(key) or Block.of(batch)  # before the future is taken: waiters must get what this raises
         future = self._take(wanted, number)
         if future:
             future.set_result(block)
         return future is not None
 
     def _decode_once(self, group: Sequence[str], wanted: _Wanted, asked: list[int], decode: Decoder) -> None:
-        """Decodes a row group from its start, as far as need be, and hands out what is wanted of it.
+        """Decodes a row group from its start up to the last requested block, and hands out the requested blocks.
 
-        Its other blocks are made and stored, too, if the cache can keep all of them.
+        It also makes and stores the other blocks if the cache can keep all of them.
         """
         last, keeps, served = max(asked), True, False
 
         def needed(number: int) -> bool:
             if number in asked and number in wanted.futures:
                 return True
-            # No neighbours where all that was wanted has been given up.
+            # Make no neighbours once every request has been released.
             keeps_neighbours = keeps and (served or bool(wanted.futures))
-            # A stored block need not be made: whoever came to want it since is about to be given it from the cache.
+            # A stored block need not be made: later requests for it are served from the cache.
             return (number in wanted.futures or keeps_neighbours) and not self.cache.has(group[number])
 
         batches = decode(needed)
         try:
             for number, batch in batches:
                 nbytes = self.maps.write(group[number], batch)
-                # Neighbours are worth their tokenizing only if the whole group has room beside what else is in use.
+                # Neighbours are worth tokenizing only if the cache has room for the whole group beside other blocks in use.
                 keeps = keeps and 0 < 2 * nbytes * len(group) <= self.cache.budget_bytes
                 if number in wanted.futures:
                     served = self._hand_out(group[number], wanted, number, batch) or served
                 with self._lock:
-                    last = max([last, *wanted.futures])  # what came to be wanted further on need not begin anew
+                    last = max([last, *wanted.futures])  # serve later requests in this pass, not in a new one
                 if (number >= last and not keeps) or not (served or wanted.futures):
                     return
         except Problem as problem:

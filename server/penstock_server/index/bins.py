@@ -1,6 +1,6 @@
-"""The bins of a snapshot: what best_fit packed for one seq_len and split, in a sealed file beside the cached blocks.
+"""Bins of a snapshot, packed by best_fit for one seq_len and split, in a sealed file beside the cached blocks.
 
-A file is, little-endian: of each pool in turn its Bins.words, uint32; then bins and parts of each pool, int64 [2, num_pools].
+A file holds, little-endian: the Bins.words of each pool, uint32; then bins and parts of each pool, int64 [2, num_pools].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock_server.order.best_fit import Bins, PackedPools
 
 
 def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) -> PackedPools:
-    """The bins that were stored, else those that `pack` gives pool by pool, stored; if they cannot be, they stay in memory."""
+    """Returns the stored bins; otherwise stores those that `pack` yields per pool, or keeps them in memory if that fails."""
     load = partial(read_sealed, path, partial(_parse, num_pools))
     with turn(path) as get_further:
         if found := load():
@@ -27,7 +27,7 @@ def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) ->
 
 
 def _pieces(pools: Iterable[Bins], get_further: Callable[[], None]) -> Iterator[bytes]:
-    # Pool by pool: all of them may be more than there is memory.
+    # Pool by pool: all pools may exceed the memory.
     sizes = []
     for bins in pools:
         yield bins.words.astype("<u4").tobytes()

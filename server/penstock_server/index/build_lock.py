@@ -1,4 +1,4 @@
-"""Turns: of several processes with one cache folder, one at a time counts the same; the others find what it stored."""
+"""Build lock: of the processes with one cache folder, one counts a shard; the others read the file that it stores."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pathlib import Path
 log = logging.getLogger("penstock.turn")
 
 _NAME = ".counting"
-_MARKS = 1 << 12  # bytes that stand in the lock file: who counts changes some of them, by the names, as long as it gets further
-_MARK_SECONDS = 1.0  # between changes
+_MARKS = 1 << 12  # bytes of the lock file: a counting process changes those of its files as a heartbeat
+_MARK_SECONDS = 1.0  # between heartbeats
 _POLL_SECONDS = 0.1
-_PATIENCE_SECONDS = 120.0  # for who gets no further: it may have been stopped, or its disk hang, and all others wait with it
+_PATIENCE_SECONDS = 120.0  # without a heartbeat: the process may be stopped, or its disk hang, while all others wait
 
 
 @contextmanager
 def turn(*paths: Path) -> Iterator[Callable[[], None]]:
-    """Waits while another process makes any of these files, which are of one folder; then the others wait until the block ends.
+    """Waits while another process makes any of these files of one folder, then locks them until the `with` block ends.
 
-    The block calls the function that it is given after each piece of progress. After two minutes without any, or on a disk
-    without locks, nobody waits, and the work is done twice. Threads of one process do not wait for each other.
+    The block calls the yielded function after each piece of progress. After two minutes without progress, or on a disk without
+    locks, the processes do not wait, and do the work twice. Threads of one process do not wait for each other.
     """
     folder, places = paths[0].parent, [_place(path) for path in paths]
-    marks, marked_at = count(1), 0.0  # a byte that nobody has written is 0
+    marks, marked_at = count(1), 0.0  # from 1: an unwritten byte is 0
 
     def get_further() -> None:
         nonlocal marked_at
@@ -52,9 +52,10 @@ def turn(*paths: Path) -> Iterator[Callable[[], None]]:
 
 
 def _wait(file: int, paths: Sequence[Path]) -> None:
-    """Locks the place of each file, until it is there; gives up once who holds one has got no further for two minutes.
+    """Locks the byte of each file that does not exist yet; gives up after two minutes without a heartbeat of its holder.
 
-    As long as that one gets further, so does who waits for it, holding others that a third may wait for.
+    While the holder makes progress, this process forwards its heartbeat to the bytes that it holds, for processes that wait
+    for those.
     """
     since = time.monotonic()
     places = [_place(path) for path in paths]
@@ -67,28 +68,28 @@ def _wait(file: int, paths: Sequence[Path]) -> None:
                 for own in places[:number]:
                     os.pwrite(file, mark, own % _MARKS)
             seen = mark
-            if now - since >= _PATIENCE_SECONDS:  # nor is the next file waited for then: it may be held by the same
+            if now - since >= _PATIENCE_SECONDS:  # the same process may hold the next file, so do not wait for that either
                 log.warning("who counts %s has got no further for %.0f seconds; it is counted here, too", path, now - since)
                 break
             time.sleep(_POLL_SECONDS)
         else:
-            since = time.monotonic()  # the next file may be another's
+            since = time.monotonic()  # another process may hold the next file
 
 
 def _has_locked(file: int, place: int) -> bool:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-    except (BlockingIOError, PermissionError):  # either tells that another process has
+    except (BlockingIOError, PermissionError):  # either error means that another process holds it
         return False
     return True
 
 
 def _place(path: Path) -> int:
-    """A byte of the lock file, by the name."""
+    """Returns the offset of a file's byte in the lock file, from its name."""
     return int.from_bytes(blake2b(path.name.encode(), digest_size=7).digest(), "big")
 
 
 @cache
 def _lock_file(folder: Path) -> int:
-    # Opened once: whoever closes a file gives up every lock that the process has on it.
+    # Opened once: closing any descriptor of a file releases all locks of the process on it.
     return os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)

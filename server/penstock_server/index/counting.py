@@ -1,4 +1,4 @@
-"""Counting: what takes a pass over a dataset, made once, in the background; until then whoever asks is told how far it is."""
+"""Counting: results that need a pass over a dataset, made once in the background; until then callers get the progress."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("penstock.counting")
 
-_PATIENCE_SECONDS = 1.0  # all who ask wait as long from its begin on, and once more when it will end soon
-_FAILURE_SECONDS = 30.0  # a failure is told to all who ask for so long; then it begins again
+_PATIENCE_SECONDS = 1.0  # from the start, one deadline for all callers; once more shortly before the end
+_FAILURE_SECONDS = 30.0  # all callers get a failure for this long; the next call after it starts again
 
 
 def _duration(seconds: int) -> str:
@@ -30,12 +30,12 @@ def _duration(seconds: int) -> str:
 
 
 class Counting(Generic[T]):
-    """Makes one thing in a thread of its own, when it is first asked for.
+    """A result that a background thread makes on the first call of `get`.
 
-    what   what is counted, for people: "the tokens of wiki"
-    total  in how many steps
-    make   makes it, and calls its argument with the number of steps that are done
-    files  gives the files that it is kept in
+    what   name of the result in messages: "the tokens of wiki"
+    total  number of steps
+    make   makes the result, and calls its argument with the number of steps done
+    files  returns the files that hold the result
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class Counting(Generic[T]):
         self._has_neared_end = False
 
     def get(self) -> T:
-        """What was made; the first call begins to make it.
+        """Returns the result; the first call starts to make it.
 
-        Raises IndexNotReady: it is being made; the message tells how far. Raises what stopped it.
+        Raises IndexNotReady: the result is not ready; the message gives the progress. Raises the error that stopped it.
         """
         if not self._made and (thread := self._start()):
             thread.join(max(0.0, self._wait_until - time.monotonic()))
         if self._made:
             return self._made[0]
         if failure := self._failure:
-            raise failure[0].with_traceback(None)  # else the frames of all who ask would pile up in it
+            raise failure[0].with_traceback(None)  # otherwise the traceback would grow with every caller
         done, seconds_left = self.num_done, self._seconds_left(time.monotonic())
-        # The time comes first: a terminal cuts what is too long for its line.
+        # The time comes first: a terminal truncates long lines.
         if seconds_left is None:
             told = f"{self._what} are being counted"
         else:
@@ -72,14 +72,14 @@ class Counting(Generic[T]):
         raise IndexNotReady(f"{told}: {share}. This happens once.", done, self.total, seconds_left)
 
     def _start(self) -> threading.Thread | None:
-        """Begins, unless it has begun, or failed a moment ago; the thread that makes it."""
+        """Starts the thread unless it runs or failed recently; returns the running thread, if any."""
         with self._lock:
             now = time.monotonic()
             if self._made or (self._failure and now < self._failure[1]):
                 return None
             if self._thread:
                 if not self._has_neared_end and self._will_end_soon(now):
-                    # Once, and until one moment for all: those who ask come one after the other, and hold what others need.
+                    # Once, with one deadline for all callers: they arrive one by one, and each holds a thread that others need.
                     self._has_neared_end, self._wait_until = True, now + _PATIENCE_SECONDS
                 return self._thread
             self.num_done, self._failure, self._has_neared_end = 0, None, False
@@ -87,39 +87,39 @@ class Counting(Generic[T]):
             self._thread = threading.Thread(target=self._run, name="penstock-counting", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:  # no thread can be started now; whoever asks next begins it
+            except RuntimeError:  # no thread can be started now; the next call retries
                 self._thread = None
                 raise
             return self._thread
 
     def _will_end_soon(self, now: float) -> bool:
-        """Whether it will have been made within the time that one waits, should it go on as fast as it did so far."""
+        """Returns whether it will end within the patience, at the rate so far."""
         seconds_left = self._seconds_left(now)
         return seconds_left is not None and seconds_left <= _PATIENCE_SECONDS
 
     def _seconds_left(self, now: float) -> int | None:
-        """Seconds until it is made at the rate so far, rounded up; None before the first step is done."""
+        """Returns the seconds left at the rate so far, rounded up; None before the first step is done."""
         elapsed, done = now - self._began_at, self.num_done
         return max(1, math.ceil(elapsed * (self.total - done) / done)) if done else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is made."""
+        """Whether the result is in memory."""
         return bool(self._made)
 
     @property
     def is_stored(self) -> bool:
-        """Whether all files are there that it is kept in."""
+        """Whether all files of the result exist."""
         return all(map(is_there, self._files()))
 
     def read(self) -> None:
-        """Makes it if it is stored, which takes no counting. Whatever stops that, `get` tells."""
+        """Reads the result if it is stored, without counting. `get` raises what stops that."""
         if not self._made and self.is_stored:
             with suppress(Problem):
                 self.get()
 
     def make(self, advance: Callable[[int], None]) -> T:
-        """Makes it now, in this thread. Raises what stops it."""
+        """Makes the result now, in this thread. Raises the error that stops it."""
         if not self._made:
             made = self._make(advance)
             self.mark_used()
@@ -128,9 +128,9 @@ class Counting(Generic[T]):
         return self._made[0]
 
     def mark_used(self) -> None:
-        """Gives the files that it is kept in the date of today, so that they are not taken for forgotten."""
+        """Sets the mtime of the result's files to now, so that cleanup does not remove them."""
         for path in self._files():
-            with suppress(OSError):  # it is not made yet, could not be stored, or the folder became read-only
+            with suppress(OSError):  # not made yet, could not be stored, or the folder became read-only
                 os.utime(path)
 
     def _advance(self, num_done: int) -> None:

@@ -1,8 +1,8 @@
-"""The index: what a packing must know of all blocks before its first batch. Counted once, in the background, and kept.
+"""Index: counts of all blocks that a packing needs before its first batch. Counted once in the background, and stored.
 
-rows per block        from the footers; where a filter or a split leaves rows out, from the columns that these read
-row lengths           from the tokens of every block; for concat, best_fit, split rows and batches of similar length; with what
-                      each block takes in the cache
+rows per block        from the footers; with a filter or a split, from the columns that these read
+row lengths           from the tokens of every block; for concat, best_fit, split rows and length buckets; with the bytes of
+                      each block in the cache
 bins                  from the row lengths; for best_fit
 """
 
@@ -38,9 +38,9 @@ _FORGET_SECONDS = 30 * _MARK_SECONDS
 
 
 class Index:
-    """The counts of one snapshot.
+    """Counts of one snapshot.
 
-    A method that gives counts raises IndexNotReady while they are being made, and whatever stopped that.
+    Methods that return counts raise IndexNotReady while counting runs, and the error that stopped it.
     """
 
     def __init__(self, name: str, snapshot: Snapshot, blocks: Blocks) -> None:
@@ -54,7 +54,7 @@ class Index:
         self._mark_at = time.monotonic() + _MARK_SECONDS
 
     def rows_per_block(self, split: str) -> IntArray:
-        """Rows of a split in each block, after the filter and with the bad ones; shape [num_blocks]."""
+        """Returns the rows of a split in each block, after the filter, including bad rows; shape [num_blocks]."""
         snapshot, selections = self._snapshot, self._snapshot.select(split)
         rows: dict[Selection, IntArray] = {"none": np.zeros(snapshot.num_blocks, np.int64)}
         if snapshot.recipe.filter is None and {*selections} <= {"all", "none"}:
@@ -71,7 +71,7 @@ class Index:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows after the filter, with the bad ones; None until they are counted, which is not begun here."""
+        """Rows after the filter, including bad rows; None before they are counted. Does not start the count."""
         if self._snapshot.recipe.filter:
             self.lengths.read()
             self.rows.read()
@@ -80,10 +80,9 @@ class Index:
         return int(self.rows_per_block("all").sum())
 
     def bytes_per_block(self, *, look: bool = False) -> IntArray:
-        """What each block takes in the cache, shape [num_blocks]: as it was counted, and until then about that.
+        """Returns the bytes of each block in the cache, shape [num_blocks]: counted, or estimated before that.
 
-        With `look` a few blocks are read where nothing is counted, and correct what the footers tell. Raises what
-        Blocks.get raises, with `look`.
+        With `look`, the estimate from the footers is corrected by reading a few blocks; that raises what Blocks.get raises.
         """
         self.lengths.read()
         if self.lengths.is_ready:
@@ -93,28 +92,28 @@ class Index:
         return self._blocks.expected_bytes
 
     def tokens_per_block(self, split: str) -> IntArray:
-        """Tokens of each block's rows, shape [num_blocks]. Raises BadRow: see row_lengths."""
+        """Returns the tokens of each block's rows, shape [num_blocks]. Raises BadRow: see row_lengths."""
         return self._sound_lengths(split).per_block(split).tokens
 
     def row_lengths(self, split: str) -> Callable[[int], IntArray]:
-        """Gives the tokens of each row of a block, shape [rows of the split in the block], 0 for bad rows.
+        """Returns a function from a block to its row lengths, shape [rows of the split in the block]; 0 for bad rows.
 
-        Raises BadRow: there is one, and the recipe does not allow to do without it.
+        Raises BadRow: the split has a bad row, and the recipe does not allow to leave it out.
         """
         lengths = self._sound_lengths(split)
         return lambda block: lengths.of_block(block, split)
 
     def parts_per_block(self, split: str, seq_len: int) -> IntArray:
-        """Samples of each block, shape [num_blocks], where rows longer than seq_len are several. Raises BadRow."""
+        """Returns the samples of each block, shape [num_blocks], with rows longer than seq_len split. Raises BadRow."""
         return self._sound_lengths(split).parts_per_block(split, seq_len)
 
     def bins(self, split: str, seq_len: int) -> PackedPools:
-        """The bins of each pool of blocks; see best_fit. Raises BadRow."""
+        """Returns the bins of each pool of blocks; see best_fit. Raises BadRow."""
         self._sound_lengths(split)
         return self.counting_bins(split, seq_len).get()
 
     def counting_bins(self, split: str, seq_len: int) -> Counting[PackedPools]:
-        """The counting of bins; it needs the row lengths."""
+        """Returns the counting of bins; it needs the row lengths."""
         with self._lock:
             if (seq_len, split) not in self._bins:
                 make = partial(self._count_bins, split, seq_len)
@@ -126,19 +125,19 @@ class Index:
 
     @property
     def num_counted(self) -> int:
-        """Blocks whose tokens are counted."""
+        """Number of blocks with counted tokens."""
         return self._snapshot.num_blocks if self.lengths.is_ready else self.lengths.num_done
 
     @property
     def is_stored(self) -> bool:
-        """Whether all that was counted is in its files, so that no other process counts it again."""
+        """Whether all counts are stored, so that no other process counts again."""
         return all(counting.is_stored for counting in self._countings() if counting.is_ready)
 
     def _countings(self) -> list[Counting[Any]]:
         return [self.lengths, self.rows, *list(self._bins.values())]
 
     def mark_used(self) -> None:
-        """A job uses the snapshot now: what is counted of it is not to be dropped. Done once a day."""
+        """Marks the stored counts as used, at most once a day, so that they are not dropped."""
         if time.monotonic() >= self._mark_at:
             self._mark_at = time.monotonic() + _MARK_SECONDS
             countings = self._countings()
@@ -160,7 +159,7 @@ class Index:
         return lengths
 
     def _count_rows(self, advance: Callable[[int], None]) -> IntArray:
-        """Rows that the hash keeps and holds out in each block, shape [2, num_blocks]; stored little-endian."""
+        """Counts the rows that the hash keeps and holds out per block, shape [2, num_blocks]; stored little-endian."""
         path, size = self._path("rows"), 16 * self._snapshot.num_blocks
 
         def parse(body: memoryview) -> IntArray | None:
@@ -203,12 +202,12 @@ class Index:
 
 
 def drop_old_counts(folder: Path, now: float) -> None:
-    """Removes the counts of all snapshots that no server has used for 30 days. Who has one mapped keeps it.
+    """Removes the counts of all snapshots that no server has used for 30 days. Existing maps stay valid.
 
-    `now` is of the clock that dates the folder's files. Raises OSError: it cannot be listed.
+    `now` is the time of the clock that sets the folder's mtimes. Raises OSError: the folder cannot be listed.
     """
     for entry in os.scandir(folder):
         if entry.name.endswith((SUFFIX, _SUFFIX)):
-            with suppress(OSError):  # another server tidies up at the same time
+            with suppress(OSError):  # another server may remove it at the same time
                 if now - entry.stat().st_mtime > _FORGET_SECONDS:
                     Path(entry.path).unlink()

@@ -1,9 +1,9 @@
-"""Row lengths: how many tokens each row of a snapshot has, in a sealed file a shard beside the cached blocks.
+"""Row lengths: tokens of each row of a snapshot, in one sealed file per shard beside the cached blocks.
 
-A file is, little-endian: the rows of each block of the shard, int64 [num_blocks]; what each block takes in the cache, int64
-[num_blocks]; a word a row, uint32 [num_rows]; where rows have prompts, the tokens of each prompt, uint32 [num_rows]. A word is
-the row's tokens, 0 for a bad row; its highest bit is set for rows that the hash holds out for validation.
-Files of shards that stay are used again when others come, and what was counted before an interruption is not counted again.
+A file holds, little-endian: the rows of each block of the shard, int64 [num_blocks]; the bytes of each block in the cache,
+int64 [num_blocks]; one word per row, uint32 [num_rows]; if rows have prompts, the tokens of each prompt, uint32 [num_rows]. A
+word is the row's tokens, 0 for a bad row; its highest bit is set for rows that the hash holds out for validation.
+A new snapshot reuses the files of unchanged shards, and an interrupted count resumes after the last complete shard.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from penstock_server.recipes.split_hashes import Selection, is_selected, is_vali
 from penstock_server.snapshots.snapshot import Snapshot
 
 SUFFIX = ".lengths"
-_FORMAT = 3  # of the files: a change here counts anew
-_REMEMBERED = 16  # sums, of 8 bytes a block or 24
+_FORMAT = 3  # of the files: after a change, every shard is counted again
+_REMEMBERED = 16  # sums, each 8 or 24 bytes per block
 _VALIDATION = np.uint32(1 << 31)
-QUANTILES = {"median": 500, "p90": 900, "p99": 990, "longest": 1000}  # of a thousand rows
-_STEP = 1 << 20  # rows that are looked at at a time: a shard may have any number
-_SHORT = 1 << 16  # tokens; of longer rows there are few, for they have so many
-_GROUPS_A_CORE = 4  # with fewer, cores would wait for the slowest of each few
-# Linux gives a process 65,530 maps. Small files of counts are copied instead, but not more than so many bytes of them.
+QUANTILES = {"median": 500, "p90": 900, "p99": 990, "longest": 1000}  # per mille of the rows
+_STEP = 1 << 20  # rows per step: a shard may have any number
+_SHORT = 1 << 16  # tokens; the few longer rows are kept one by one
+_GROUPS_A_CORE = 4  # with fewer, cores would wait for the slowest row group of each batch
+# Linux gives a process 65,530 maps. Files up to _SMALL_BYTES are copied instead, up to _COPIED_BYTES in all.
 _SMALL_BYTES, _COPIED_BYTES = 1 << 16, 1 << 28
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _ShardLengths:
-    """What is counted of one shard.
+    """Counts of one shard.
 
-    starts       where the rows of each of its blocks start
-    block_bytes  what each block takes in the cache
-    words        of its rows
-    prompts      the tokens of each row's prompt; none where rows have no prompts
+    starts       the first row of each block, and the total, shape [num_blocks + 1]
+    block_bytes  bytes of each block in the cache, shape [num_blocks]
+    words        one word per row, shape [num_rows]
+    prompts      tokens of each row's prompt, shape [num_rows]; empty if rows have no prompts
     """
 
     starts: IntArray
@@ -60,38 +60,38 @@ class _ShardLengths:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what there is of each row."""
+        """Bytes of the per-row arrays."""
         return self.words.nbytes + self.prompts.nbytes
 
 
-# What is read already, by cache folder and file, while anybody uses it: snapshots of a dataset that grows share most shards.
+# Counts in use, by cache folder and file: snapshots of a dataset that grows share most shards.
 _read: WeakValueDictionary[tuple[CacheFolder, Path], _ShardLengths] = WeakValueDictionary()
 
 
 class Counts(NamedTuple):
-    """What there is in each block, shape [num_blocks] each. Bad rows are rows, too, and have no tokens."""
+    """Counts per block, shape [num_blocks] each. `rows` includes bad rows, which have no tokens."""
 
     rows: IntArray
     tokens: IntArray
     bad_rows: IntArray
 
     def sums(self) -> list[int]:
-        """Rows, tokens and bad rows of all blocks."""
+        """Returns the totals [rows, tokens, bad_rows] over all blocks."""
         return [int(counts.sum()) for counts in self]
 
 
 class RowLengths:
-    """The lengths of all rows of a snapshot, by block. `select` gives which rows of each shard a split has."""
+    """Lengths of all rows of a snapshot, by block. `select(split)` returns the selection of each shard."""
 
     def __init__(self, first_block: IntArray, shards: list[_ShardLengths], select: Callable[[str], list[Selection]]) -> None:
         self._first_block, self._shards = first_block, shards
         self._select = lru_cache(maxsize=_REMEMBERED)(select)
-        # Each takes a look at all rows.
+        # Cached, since each call scans all rows.
         self.per_block = lru_cache(maxsize=_REMEMBERED)(self._per_block)
         self.parts_per_block = lru_cache(maxsize=_REMEMBERED)(self._parts_per_block)
 
     def of_block(self, block: int, split: str) -> IntArray:
-        """Tokens of each row of a block that is in the split, shape [rows]; 0 for a bad row."""
+        """Returns the tokens of each row of a block in the split, shape [rows]; 0 for a bad row."""
         shard = find_one(self._first_block, block)
         found, number = self._shards[shard], block - int(self._first_block[shard])
         selection = self._select(split)[shard]
@@ -100,14 +100,14 @@ class RowLengths:
 
     @cached_property
     def bytes_per_block(self) -> IntArray:
-        """What each block takes in the cache, shape [num_blocks]."""
+        """Bytes of each block in the cache, shape [num_blocks]."""
         return np.concatenate([shard.block_bytes for shard in self._shards])
 
     @cached_property
     def quantiles(self) -> dict[str, dict[str, int]]:
-        """The tokens that so many of the rows that can be used have at most, by `QUANTILES`; 0 if there is no such row.
+        """Quantiles (`QUANTILES`) of tokens over the usable rows; 0 if no row is usable.
 
-        Of rows, and of their prompts and their responses where they have both.
+        Keys: "row"; and "prompt" and "response" if rows have both.
         """
         found = {"row": _Quantiles()}
         if any(len(shard.prompts) for shard in self._shards):
@@ -124,39 +124,39 @@ class RowLengths:
         return {name: quantiles.found() for name, quantiles in found.items()}
 
     def _per_block(self, split: str) -> Counts:
-        """What there is of a split in each block; the last few splits asked for are remembered."""
+        """Returns the counts of a split per block; the results for the last few splits are cached."""
         functions = (np.ones_like, lambda lengths: lengths, lambda lengths: lengths == 0)
         return Counts(*(self._sum_per_block(split, function) for function in functions))
 
     def _parts_per_block(self, split: str, seq_len: int) -> IntArray:
-        """Samples of each block, shape [num_blocks], where rows longer than seq_len are several; the last few remembered."""
+        """Returns samples per block, shape [num_blocks], with rows longer than seq_len split; cached for the last few calls."""
         return self._sum_per_block(split, lambda lengths: SplitRows.count(lengths, seq_len))
 
     def _sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
-        """The sums over each block of what a function makes of its rows' lengths, shape [num_blocks]."""
+        """Sums `function(lengths)` over the rows of each block, shape [num_blocks]."""
         pairs = zip(self._shards, self._select(split), strict=True)
         return np.concatenate([_sums(shard, selection, function) for shard, selection in pairs])
 
     def rows_by_hash(self) -> IntArray:
-        """Rows that the hash keeps and holds out in each block, shape [2, num_blocks]."""
+        """Returns the rows per block that the hash keeps and holds out, shape [2, num_blocks]."""
         selections: tuple[Selection, ...] = ("train", "validation")
         return np.stack([np.concatenate([_sums(shard, each, np.ones_like) for shard in self._shards]) for each in selections])
 
 
 class _Quantiles:
-    """How long the most of so many lengths are, which come some at a time."""
+    """Quantiles of lengths that are added in batches."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(_SHORT, np.int64)
         self._long: list[npt.NDArray[np.uint32]] = []
 
     def add(self, lengths: npt.NDArray[np.uint32]) -> None:
-        """Some more."""
+        """Adds lengths."""
         self._counts += np.bincount(lengths[lengths < _SHORT], minlength=_SHORT)
         self._long.append(lengths[lengths >= _SHORT])
 
     def found(self) -> dict[str, int]:
-        """What so many of them are at most, by `QUANTILES`; 0 if there are none."""
+        """Returns each quantile in `QUANTILES`; 0 without lengths."""
         upto, longer = self._counts.cumsum(), np.sort(np.concatenate([np.zeros(0, np.uint32), *self._long]))
         num_short, number = int(upto[-1]), int(upto[-1]) + len(longer)
         if not number:
@@ -180,14 +180,14 @@ def _sums(shard: _ShardLengths, selection: Selection, function: Callable[[IntArr
 
 
 def _selected(words: npt.NDArray[np.uint32], selection: Selection) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """The lengths that words tell, and which of them are of selected rows."""
+    """Returns the lengths in words, and the mask of selected rows."""
     return (words & ~_VALIDATION).astype(np.int64), is_selected((words & _VALIDATION) > 0, selection)
 
 
 def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], None]) -> RowLengths:
-    """Counts the tokens of all rows, by loading every block of which they are not known; `advance` is told the blocks done.
+    """Counts the tokens of all rows; loads every block without stored counts.
 
-    Raises what a block raises that cannot be read.
+    Calls `advance` with the number of blocks done. Raises what an unreadable block raises.
     """
     paths = list(lengths_files(snapshot, blocks))
     shards = []
@@ -214,13 +214,13 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
 
 
 def lengths_files(snapshot: Snapshot, blocks: Blocks) -> Iterator[Path]:
-    """Where the lengths of each shard's rows are, or will be."""
+    """Yields the path of each shard's file of row lengths, existing or not."""
     for shard in range(len(snapshot.shards)):
         yield blocks.cache.folder / f"{blocks.names.of_shard(shard)}-{_FORMAT}{SUFFIX}"
 
 
 def _counted_together(snapshot: Snapshot) -> Iterator[range]:
-    """The shards, some at a time: so many that each core has row groups to decode, also where a shard has but one."""
+    """Yields ranges of shards with enough row groups for every core, even if each shard has only one."""
     enough = _GROUPS_A_CORE * num_cores()
     first = num_groups = 0
     for number, shard in enumerate(snapshot.shards, start=1):
@@ -242,7 +242,7 @@ def _count_shard(
     get_further: Callable[[], None],
     advance: Callable[[int], None],
 ) -> _ShardLengths:
-    """The lengths of a shard's rows, which its blocks tell, stored, and mapped if they could be."""
+    """Counts and stores the row lengths of a shard from its blocks; maps the file if it was stored."""
     num_rows, block_bytes, words, prompts = [], [], [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
     for done, block in enumerate(blocks, start=snapshot.blocks_of_shard(shard).start + 1):
         num_rows.append(block.num_rows)

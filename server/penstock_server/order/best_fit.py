@@ -1,8 +1,8 @@
 """Best fit: whole documents packed into samples of seq_len tokens, best-fit decreasing, inside pools of blocks.
 
-Every document is in exactly one bin, except those longer than seq_len: they fill bins of their own, and the rest of each
-is packed like a document. Packing happens once and fixes the size of every slot of every bin. Each epoch draws anew which
-document, or part of one, fills a slot, among all of the pool that have exactly the slot's size.
+Every document is in exactly one bin, except those longer than seq_len: they fill separate bins, and the rest of each is
+packed like a document. Packing happens once and fixes the size of every slot of every bin. Each epoch draws anew the document,
+or part of one, that fills a slot, among all in the pool with exactly the slot's size.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from penstock_server.order.permutation import WordArray, keys_below, permute, un
 _Words = npt.NDArray[np.uint32]
 _Move = Callable[[IntArray, IntArray, WordArray], IntArray]
 
-POOL_ROWS = 1 << 16  # blocks are packed together until they have so many rows: fewer would leave more padding
-_COLUMNS = 4  # of Bins.words, with a word a part each
+POOL_ROWS = 1 << 16  # minimum rows of a pool of small row groups: fewer would leave more padding
+_COLUMNS = 4  # columns of Bins.words, one word per part
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """The bins of a pool: bin b holds parts [starts[b], starts[b + 1]), the longest first.
+    """Bins of a pool: bin b holds parts [starts[b], starts[b + 1]), the longest first.
 
     Part i is tokens [firsts[i], lasts[i]) of document rows[i] of the pool: all of it, unless it is longer than seq_len.
     """
@@ -41,12 +41,12 @@ class Bins:
 
     @property
     def num_bins(self) -> int:
-        """How many bins there are."""
+        """Number of bins."""
         return len(self.starts) - 1
 
     @property
     def words(self) -> _Words:
-        """The bins as slots, and the parts that may fill them, end to end.
+        """Arrays of slots, and of the parts that may fill them, concatenated.
 
         Slots and parts have ranks, [0, num_parts): by size, the largest first. As packed, a slot holds the part of its rank.
 
@@ -68,7 +68,7 @@ class Bins:
 
 
 def pack(lengths: IntArray, seq_len: int) -> Bins:
-    """Packs documents of these lengths, shape [num_documents], into bins of seq_len; documents without tokens are in none.
+    """Packs documents of these lengths, shape [num_documents], into bins of seq_len; leaves out empty documents.
 
     Best-fit decreasing (Johnson, "Near-optimal bin packing algorithms", MIT, 1973): the documents in the order of their
     lengths, the longest first, each into the fullest bin that still has room.
@@ -77,8 +77,8 @@ def pack(lengths: IntArray, seq_len: int) -> Bins:
     sizes = lasts - firsts
     order = np.argsort(-sizes, kind="stable")
     bin_of = np.empty(len(sizes), np.int64)
-    with_room: dict[int, list[int]] = {}  # the bins with so many tokens of room
-    rooms: list[int] = []  # its keys, ascending
+    with_room: dict[int, list[int]] = {}  # bins by free tokens
+    rooms: list[int] = []  # keys of with_room, ascending
     num_bins = 0
     for part, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         at = bisect_left(rooms, size)
@@ -102,24 +102,24 @@ def pack(lengths: IntArray, seq_len: int) -> Bins:
 
 
 def _parts(lengths: IntArray, seq_len: int) -> tuple[IntArray, IntArray, IntArray]:
-    """The documents, those that are too long in parts of seq_len and a rest."""
+    """Splits documents longer than seq_len into parts of seq_len and a rest."""
     rows, numbers = numbered(-(-lengths // seq_len))
     firsts = numbers * seq_len
     return rows, firsts, np.minimum(firsts + seq_len, lengths[rows])
 
 
 class Pools(NamedTuple):
-    """How blocks are pooled: where each pool starts, and at last their number; and how many each group of them has."""
+    """Pools of blocks: the first block of each, then the number of blocks; and the pools per group."""
 
     starts: IntArray
     per_group: IntArray
 
 
 def pools_of(rows_per_block: IntArray, blocks_per_group: IntArray) -> Pools:
-    """The pools of blocks.
+    """Groups blocks into pools.
 
-    Small row groups that follow each other are one pool; each block of a large row group is a pool of its own, and the order
-    keeps these together, since the row group is decoded in one go.
+    Consecutive small row groups form one pool. Each block of a large row group is a separate pool; the order keeps these
+    together, since the row group is decoded at once.
     """
     starts, per_group = [0], list[int]()
     first_block = starts_of(blocks_per_group).tolist()
@@ -142,9 +142,9 @@ def _close(starts: list[int], per_group: list[int], end: int) -> None:
 
 
 class PackedPools:
-    """The bins of each pool; `sizes` are the bins and the parts of each, shape [2, num_pools], `words` those of all Bins.
+    """Bins of all pools; `sizes` has the bins and parts of each, shape [2, num_pools], `words` the words of all Bins.
 
-    `draw_key` is the epoch's: it decides which part fills which slot. With None each is where it was packed.
+    The epoch's `draw_key` decides which part fills which slot. With None, each part stays in the slot of its packing.
     """
 
     def __init__(self, sizes: IntArray, words: _Words) -> None:
@@ -154,21 +154,21 @@ class PackedPools:
 
     @classmethod
     def of(cls, pools: Iterable[Bins]) -> PackedPools:
-        """The bins of pools, kept in memory."""
+        """Builds the pools in memory."""
         found = [(bins.num_bins, len(bins.rows), bins.words) for bins in pools]
         sizes = np.array([(num_bins, num_parts) for num_bins, num_parts, _ in found], np.int64).reshape(-1, 2).T
         return cls(sizes, np.concatenate([np.zeros(0, np.uint32), *(words for *_, words in found)]))
 
     @staticmethod
     def num_words(sizes: IntArray) -> int:
-        """Words of pools with these bins and parts, shape [2, num_pools]."""
+        """Returns the number of words of pools with these bins and parts, shape [2, num_pools]."""
         return int((sizes[0] + 1 + _COLUMNS * sizes[1]).sum())
 
     def documents(self, pools: IntArray, numbers: IntArray, draw_key: int | None) -> tuple[IntArray, IntArray, IntArray]:
-        """The content of bin numbers[i] of pool pools[i], both of shape [num_bins].
+        """Returns the content of bin numbers[i] of pool pools[i], both of shape [num_bins].
 
-        Returns the number of parts of each bin, [num_bins]. Then, bin by bin, each part's document, as its number in the
-        pool, and the document's token that the part begins with, [num_parts] both.
+        The result is the number of parts of each bin, [num_bins]; then, bin by bin, each part's document, as its number in the
+        pool, and the document's token that the part begins with, both [num_parts].
         """
         at = self._starts[pools] + numbers
         starts, ends = self._read(at), self._read(at + 1)
@@ -179,7 +179,7 @@ class PackedPools:
         return sizes, self._read(self._column(pools, 1) + ranks), self._read(self._column(pools, 2) + ranks)
 
     def holding(self, pool: int, document: int, draw_key: int | None) -> IntArray:
-        """The bins of a pool that a document is in, or a part of it."""
+        """Returns the bins of a pool with a document, or a part of it."""
         begin, middle, end = self._starts[pool], self._starts[pool] + self.bins_per_pool[pool] + 1, self._starts[pool + 1]
         ranks, rows, *_ = self._words[middle:end].reshape(_COLUMNS, -1)
         parts = np.flatnonzero(rows == document)
@@ -189,7 +189,7 @@ class PackedPools:
         return found
 
     def _drawn(self, pools: IntArray, ranks: IntArray, draw_key: int | None, move: _Move) -> IntArray:
-        """Where the epoch moves ranks among those of the same size."""
+        """Moves ranks among those of the same size, by the epoch's key."""
         if draw_key is None:
             return ranks
         at = self._column(pools, 3)
@@ -203,15 +203,15 @@ class PackedPools:
         return self._words[places].astype(np.int64)
 
     def _column(self, pools: IntArray, number: int) -> IntArray:
-        """Where a column of Bins.words begins in each pool; 0 is `ranks`."""
+        """Returns the offset of a column of Bins.words in each pool; column 0 is `ranks`."""
         begins: IntArray = self._starts[pools] + self.bins_per_pool[pools] + 1 + number * self._num_parts[pools]
         return begins
 
 
 class BestFit:
-    """The bins of every pool, one sample each: a Packing.
+    """A Packing with one sample per bin of every pool.
 
-    `pool_starts` see Pools; `rows_per_block` are the rows that were packed, shape [num_blocks]; `draw_key` see PackedPools.
+    `pool_starts`: see Pools. `rows_per_block`: the packed rows, shape [num_blocks]. `draw_key`: see PackedPools.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class BestFit:
         self.samples_per_pool = packed.bins_per_pool
 
     def blocks_of(self, pool: int) -> range:
-        """The blocks whose documents are packed together."""
+        """Returns the blocks of a pool."""
         return range(int(self._pool_starts[pool]), int(self._pool_starts[pool + 1]))
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
-        """A span a document."""
+        """Returns one span per document."""
         sizes, documents, starts = self._packed.documents(pools, indices, self._draw_key)
         rows = np.repeat(self._first_row[self._pool_starts[pools]], sizes) + documents
         blocks = find(self._first_row, rows)
@@ -234,7 +234,7 @@ class BestFit:
         return Spans(samples, blocks, rows - self._first_row[blocks], starts, starts + self._seq_len)
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
-        """The bin of the document; several if it is too long for one."""
+        """Returns the bin of the document; several if it is longer than seq_len."""
         pool = find_one(self._pool_starts, block)
         document = int(self._first_row[block] - self._first_row[self._pool_starts[pool]]) + row
         found = self._packed.holding(pool, document, self._draw_key)

@@ -1,7 +1,7 @@
-"""Mixtures: which dataset each sample is of, and which sample of that dataset's own endless stream. Pure, invertible, O(1).
+"""Mixtures: map each sample to a dataset and a sample of its endless stream. Pure, invertible, O(1).
 
-A mixture's samples are counted from 0 over all its epochs, and so are each dataset's: dataset i's stream is its epochs one
-after the other. In every prefix of a phase each dataset has its share of the samples, to within one.
+A mixture's samples are counted from 0 over all its epochs, and so are each dataset's: dataset i's stream is the sequence of
+its epochs. In every prefix of a phase each dataset has its share of the samples, to within one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from penstock.mix import Mix
 from penstock_server.order.arrays import IntArray, by_value, find, find_one, numbered
 
-ENDLESS = 1 << 52  # samples of an epoch that never ends; they and what is made of them stay below 2^53
+ENDLESS = 1 << 52  # samples of an endless epoch; numbers derived from it stay below 2^53
 
 
 def _schedule(shares: tuple[int, ...]) -> IntArray:
-    """Which dataset each sample of one period is of, shape [sum(shares)], so that shares[i] are of dataset i.
+    """Returns the dataset of each sample of one period, shape [sum(shares)]; dataset i has shares[i] samples.
 
     Any prefix of n samples holds dataset i more than n * share - 1 and less than n * share + 1 times: Tijdeman, "The chairman
-    assignment problem", Discrete Mathematics 32, 1980. Of the datasets that may come, the one that must come first.
+    assignment problem", Discrete Mathematics 32, 1980. Each step takes the eligible dataset with the earliest deadline.
     """
     period, present = sum(shares), [i for i, share in enumerate(shares) if share]
     if len(present) == 1:
@@ -32,8 +32,8 @@ def _schedule(shares: tuple[int, ...]) -> IntArray:
     margin = 2 * len(present) - 2
     datasets, numbers = numbered(np.array(shares))
     turns, own = 1 + numbers * margin, np.array(shares)[datasets]
-    firsts = -(-period * turns // (margin * own)) - 1  # from which on the dataset's sample of this number may come
-    # By when it must come, in a unit of its own: two that differ do so by 4 / period^2 at least, which float64 tells apart.
+    firsts = -(-period * turns // (margin * own)) - 1  # earliest position of the dataset's sample of this number
+    # Its latest position, in another unit: unequal values differ by at least 4 / period^2, which float64 resolves.
     deadlines = (turns + margin - 2) / own
     by_first = np.argsort(firsts, kind="stable")
     coming = list(zip(deadlines[by_first].tolist(), datasets[by_first].tolist(), strict=True))
@@ -49,9 +49,9 @@ def _schedule(shares: tuple[int, ...]) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _Period:
-    """One period of a phase: of each sample its dataset, and how many of that dataset came before it.
+    """One period of a phase: the dataset of each sample, and the number of earlier samples of that dataset.
 
-    `counts` are the samples of each dataset, and `places` where they are.
+    `counts` has the number of samples of each dataset, and `places` their positions.
     """
 
     schedule: IntArray
@@ -60,7 +60,7 @@ class _Period:
     places: list[IntArray]
 
     def num_before(self, dataset: int, samples: int) -> int:
-        """Samples of a dataset among the first `samples` of the phase."""
+        """Returns the samples of a dataset among the first `samples` of the phase."""
         rounds, rest = divmod(samples, len(self.schedule))
         places = self.places[dataset]
         return rounds * len(places) + int(np.searchsorted(places, rest))
@@ -76,12 +76,12 @@ def _period(shares: tuple[int, ...]) -> _Period:
 
 @lru_cache(maxsize=64)
 def mixture_of(mix: Mix) -> Mixture:
-    """The mixture of a mix; the last few are remembered."""
+    """Returns the mixture of a mix, cached for the last few."""
     return Mixture(mix)
 
 
 class Mixture:
-    """The phases of a mix as a function of samples."""
+    """Phases of a mix as a function of samples."""
 
     def __init__(self, mix: Mix) -> None:
         self._starts = np.array([phase.start for phase in mix.phases])
@@ -94,7 +94,7 @@ class Mixture:
         self._before = np.stack(before, axis=1)  # samples of each dataset in the phases before each
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
-        """The dataset of each sample and its number in that dataset's stream, both of the shape of `samples`."""
+        """Returns the dataset of each sample and its number in that dataset's stream, both of the shape of `samples`."""
         datasets, numbers = np.empty_like(samples), np.empty_like(samples)
         phases = find(self._starts, samples)
         for phase, mine in by_value(phases):
@@ -106,25 +106,25 @@ class Mixture:
         return datasets, numbers
 
     def num_before(self, dataset: int, sample: int) -> int:
-        """Samples of a dataset before this one."""
+        """Returns the number of samples of a dataset before this one."""
         phase = find_one(self._starts, sample)
         of_phase = self._periods[phase].num_before(dataset, sample - int(self._starts[phase]))
         return int(self._before[dataset, phase]) + of_phase
 
     def sample(self, dataset: int, number: int) -> int | None:
-        """The inverse: the sample that is the given one of a dataset's stream, or None: it never comes."""
+        """Returns the sample with a given number in a dataset's stream, the inverse of `locate`; None if it never comes."""
         phase = find_one(self._before[dataset], number)
         period = self._periods[phase]
         places = period.places[dataset]
-        if not len(places):  # it ends with an earlier phase
+        if not len(places):  # the dataset ends with an earlier phase
             return None
         rounds, rest = divmod(number - int(self._before[dataset, phase]), len(places))
         return int(self._starts[phase]) + rounds * len(period.schedule) + int(places[rest])
 
     def epoch_length(self, sizes: Sequence[int], stop: str) -> int | None:
-        """Samples of an epoch over datasets of these sizes, in samples; None if the rule never ends it.
+        """Returns the samples of an epoch over datasets of these sizes, in samples; None if the rule never ends it.
 
-        first: before the first dataset would begin a second time. all: once every dataset has been seen whole. never: endless.
+        first_exhausted: before a dataset would repeat. all_exhausted: when every dataset was seen whole. never: endless.
         """
         if stop == "never":
             return ENDLESS

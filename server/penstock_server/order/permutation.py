@@ -1,6 +1,6 @@
-"""Keyed permutations: invertible functions on [0, size), in O(1) memory a look-up. No I/O, no library's random generator.
+"""Keyed permutations: invertible functions on [0, size), in O(1) memory per lookup. No I/O, no library's random generator.
 
-Golden values in tests/golden freeze all of it: whoever changes a value here breaks every run that resumes.
+Golden values in tests/golden freeze it: a changed value breaks every run that resumes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STRETCH = 512  # indices
 _REMEMBERED_STRETCHES = 1024
 _REMEMBERED_PERMUTATIONS = 256
 _MAX_OUTSIDE = 1 << 12  # cells, of permutations of up to some ten million
-_AT_A_TIME = 1 << 14  # elements; what is made of them on the way then stays in a core's cache
+_AT_A_TIME = 1 << 14  # elements; temporary arrays then fit into a core's cache
 
 
 def key(seed: int, epoch: int, purpose: str) -> int:
@@ -39,14 +39,14 @@ def key(seed: int, epoch: int, purpose: str) -> int:
 
 
 def keys_below(key: int, numbers: IntArray) -> WordArray:
-    """A key for each of several numbers, shape [n], below one key: those of the windows of an epoch."""
+    """Derives a key per number, shape [n], from one key, as for the windows of an epoch."""
     return _mix(np.full(1, key, _Word) + (numbers.astype(_Word) + _Word(1)) * _GOLDEN)
 
 
 def permute(index: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> IntArray:
-    """Where a keyed permutation of [0, size) sends each index.
+    """Applies a keyed permutation of [0, size) to each index.
 
-    The three broadcast against each other: sizes and keys may differ from element to element. Every size is in
+    The three arguments broadcast: sizes and keys may differ between elements. Every size is in
     [1, 2^53], every index in [0, size).
 
     A generalised Feistel network on a rectangle of at least `size` cells, walked until it lands inside [0, size):
@@ -56,10 +56,10 @@ def permute(index: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> In
 
 
 def permute_together(index: IntArray, size: IntArray, key: WordArray) -> IntArray:
-    """As permute, of `index` [n]; `size` and `key` are [n] both, or [1] both.
+    """As permute, for `index` [n]; `size` and `key` are both [n], or both [1].
 
-    Of few indices that are close together the neighbours are permuted, too, and remembered: to permute tens takes as long as
-    to permute hundreds, and the ranks of a job ask for tens each, side by side.
+    For a few close indices it also permutes their neighbours and caches them: permuting tens takes as long as hundreds, and the
+    ranks of a job request adjacent tens.
     """
     if size.size > 1 or not 0 < len(index) <= _STRETCH // 4:
         return permute(index, size, key)
@@ -76,7 +76,7 @@ def _permuted_stretch(number: int, size: int, key: int) -> IntArray:
 
 
 def unpermute(image: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> IntArray:
-    """The inverse of permute, for the same size and key."""
+    """Applies the inverse of `permute` for the same size and key."""
     return _walk(image, size, key, _backward)
 
 
@@ -103,9 +103,9 @@ def _walk_some(cells: WordArray, sizes: WordArray, keys: WordArray, step: _Step)
 
 @lru_cache(maxsize=_REMEMBERED_PERMUTATIONS)
 def _next_of_outside(size: int, key: int, step: _Step) -> WordArray | None:
-    """Where the walk goes on to from each cell outside [0, size); None where these are too many to remember.
+    """Returns the next cell of the walk from each cell outside [0, size); None if these are too many to cache.
 
-    Of some thousand elements a handful falls outside, and a step of these alone takes half as long as one of all.
+    Among some thousand elements a handful falls outside, and a step of only these takes half as long as a step of all.
     """
     height, width = _sides(np.array([size], _Word))
     outside = np.arange(size, int(height[0] * width[0]), dtype=_Word)
@@ -113,12 +113,12 @@ def _next_of_outside(size: int, key: int, step: _Step) -> WordArray | None:
 
 
 def _one_or_all(values: WordArray, shape: tuple[int, ...]) -> WordArray:
-    # One key for all elements is one key schedule; only what differs from element to element is spread out.
+    # One key for all elements needs one key schedule; only arguments that differ between elements are expanded.
     return values.reshape(1) if values.size == 1 else np.broadcast_to(values, shape).reshape(-1)
 
 
 def _sides(size: WordArray) -> tuple[WordArray, WordArray]:
-    # height * width >= size, with little to spare. An odd height would leave only even permutations within reach.
+    # height * width >= size, with a small excess. An odd height could only produce even permutations.
     height = (np.sqrt(size.astype(np.float64)).astype(_Word) | _Word(1)) + _Word(1)
     return height, size // height + _Word(1)
 
@@ -144,13 +144,13 @@ def _backward(cells: WordArray, size: WordArray, key: WordArray) -> WordArray:
 
 
 def _add(value: WordArray, by: WordArray, side: WordArray) -> None:
-    """Adds in place, modulo side; both are at most side."""
+    """Adds in place modulo `side`; both operands are at most `side`."""
     value += by
-    np.minimum(value, value - side, out=value)  # what is below side wraps to a huge number
+    np.minimum(value, value - side, out=value)  # a value below side wraps to a huge number
 
 
 class _Rounds:
-    """The keyed functions of all rounds, for `count` elements. What they need on the way is allocated once."""
+    """Keyed functions of all rounds, for `count` elements, with temporary arrays allocated once."""
 
     def __init__(self, key: WordArray, count: int) -> None:
         turns = np.arange(1, _ROUNDS + 1, dtype=_Word)[:, None] * _GOLDEN
@@ -158,7 +158,7 @@ class _Rounds:
         self._drawn, self._spare = np.empty((2, count), _Word)
 
     def draw(self, value: WordArray, turn: int, side: WordArray) -> WordArray:
-        """A function to [0, side), valid until the next is drawn; side is below 2^32."""
+        """Returns values in [0, side), valid until the next call; side is below 2^32."""
         drawn = self._drawn
         np.bitwise_xor(value, self._keys[turn], out=drawn)
         _mix(drawn, drawn, self._spare)

@@ -1,4 +1,4 @@
-"""The schedule: (step, rank, index) -> epoch position, and back. Pure."""
+"""Schedule: (step, rank, index) -> epoch position, and back. Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
 
 class Schedule(Slicing):
-    """The slicing of an epoch, for those who ask for batches and for samples of it."""
+    """Slicing of an epoch into batches and samples, with range checks."""
 
     def check(self, step: int, rank: int) -> None:
-        """Whether the epoch has such a batch.
+        """Checks that the epoch has the batch.
 
         Raises StepOutOfRange: step is not in [0, num_steps).
         Raises RankOutOfRange: rank is not in [0, world_size).
@@ -38,7 +38,7 @@ class Schedule(Slicing):
             )
 
     def positions(self, steps: Sequence[int], rank: int) -> IntArray:
-        """Epoch positions of some batches of a rank, shape [len(steps), batch_size], each in [0, num_positions).
+        """Returns epoch positions of some batches of a rank, shape [len(steps), batch_size], in [0, num_positions).
 
         Raises StepOutOfRange, RankOutOfRange: see check.
         """
@@ -53,16 +53,17 @@ class Schedule(Slicing):
         return starts[run] + samples - firsts[run]
 
     def locate(self, position: int) -> Iterator[tuple[int, int, int]]:
-        """Each (step, rank, index) that shows a position, in the order of samples.
+        """Yields each (step, rank, index) that shows a position, in the order of samples.
 
-        No such one if it is skipped or dropped, several where the tail wraps: a small dataset fills a large step over and over.
+        It yields none for a skipped or dropped position. It yields several if the last step wraps: a small dataset may fill a
+        large step several times.
         """
         for sample in self._samples(position):
             step, within = divmod(sample, self.samples_per_step)
             yield step, *divmod(within, self.batch_size)
 
     def earliest(self, positions: IntArray, count: int) -> IntArray:
-        """Of some positions the first that an epoch shows, as many, in their order; none that is skipped."""
+        """Returns the first `count` positions that an epoch shows, in order, without skipped ones."""
         samples = positions
         if self.skipped:
             starts, firsts = self._runs
@@ -75,13 +76,13 @@ class Schedule(Slicing):
         return first
 
     def shows(self, position: int, step: int) -> bool:
-        """Whether a step shows a position, on any rank."""
+        """Returns whether a step shows a position, on any rank."""
         samples = self._samples(position)
         at = bisect_left(samples, step * self.samples_per_step)
         return at < len(samples) and samples[at] < (step + 1) * self.samples_per_step
 
     def _samples(self, position: int) -> range:
-        """The samples that show a position."""
+        """Returns the samples that show a position."""
         if any(start <= position < stop for start, stop in self.skipped):
             return range(0)
         begin, number = self.num_left_out, num_kept_before(self.skipped, position)
@@ -90,6 +91,6 @@ class Schedule(Slicing):
 
     @cached_property
     def _runs(self) -> tuple[IntArray, IntArray]:
-        """Between what is skipped: where each run of positions starts, and the samples before it, and at last all of them."""
+        """Runs of positions between skipped ones: the start of each, and the samples before it, then the total."""
         starts, stops = np.array(kept_runs(self.skipped, self.num_positions), np.int64).reshape(-1, 2).T
         return starts, starts_of(stops - starts)

@@ -1,6 +1,6 @@
-"""The order of an epoch: a pure, invertible function from positions to samples. No I/O, O(1) memory a look-up.
+"""The order of an epoch: a pure, invertible function from positions to samples. No I/O, O(1) memory per lookup.
 
-Golden values in tests/golden freeze all of it: whoever changes a value here breaks every run that resumes.
+Golden values in tests/golden freeze it: a changed value breaks every run that resumes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _Move = Callable[[IntArray, IntArray, WordArray], IntArray]
 
 
 class EpochOrder:
-    """The order of one epoch: which sample stands at which position. Samples come in pools of one block or a few.
+    """The order of one epoch: maps positions to samples. Samples come in pools of one or a few blocks.
 
-    none    the pools as they are stored, each from its start to its end
-    window  the groups of pools permuted, then cut into windows of at least `window` samples, each permuted as a whole
+    none    the pools in stored order, each from its start to its end
+    window  permutes the groups of pools, cuts them into windows of at least `window` samples, and permutes each window
     global  one window
 
-    The pools of a group, which are of one row group, stay together: to decode one of them is to decode them all. Windows end
-    at pools.
+    The pools of a group come from one row group and stay together, since decoding one decodes all of them. Windows end at
+    pools.
 
-    Planning is O(pools), a look-up O(log pools); nothing is ever listed per sample.
+    Planning is O(pools), a lookup O(log pools); no list has one entry per sample.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EpochOrder:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that it takes."""
+        """Bytes of memory that the order takes."""
         return self._pools.nbytes + self._pool_starts.nbytes + self._window_starts.nbytes
 
     @property
@@ -56,43 +56,43 @@ class EpochOrder:
         return int(np.diff(self._window_starts).max())
 
     def samples(self, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """The (pool, index in the pool) at each position; positions are in [0, num_samples)."""
+        """Returns the (pool, index in the pool) at each position; positions are in [0, num_samples)."""
         slots = self._in_windows(positions, permute_together) if self._shuffled else positions
         place = find(self._pool_starts, slots)
         return self._pools[place], slots - self._pool_starts[place]
 
     def positions(self, pools: IntArray, indices: IntArray) -> IntArray:
-        """The inverse: the position at which each (pool, index in the pool) stands."""
+        """Returns the position of each (pool, index in the pool): the inverse of `samples`."""
         place = np.empty_like(self._pools)
         place[self._pools] = np.arange(len(place))
         slots = self._pool_starts[place[pools]] + indices
         return self._in_windows(slots, unpermute) if self._shuffled else slots
 
     def window(self, position: int) -> int:
-        """In which window a position lies."""
+        """Returns the window of a position."""
         return find_one(self._window_starts, position)
 
     def windows(self, positions: IntArray) -> IntArray:
-        """In which windows positions lie."""
+        """Returns the window of each position."""
         return find(self._window_starts, positions)
 
     def bounds_of_window(self, window: int) -> tuple[int, int]:
-        """The positions [start, stop) of a window."""
+        """Returns the positions [start, stop) of a window."""
         start, stop = self._window_starts[window : window + 2].tolist()
         return start, stop
 
     def pools_of_window(self, window: int) -> IntArray:
-        """The pools of a window; none past the last one."""
+        """Returns the pools of a window; empty past the last window."""
         if window + 1 >= len(self._window_starts):
             return self._pools[:0]
         first, last = np.searchsorted(self._pool_starts, self._window_starts[window : window + 2])
         return self._pools[first:last]
 
     def ahead(self, position: int, count: int) -> tuple[IntArray, IntArray]:
-        """The pools that come next from a position on, and the position at which each is first needed, ascending.
+        """Returns the next pools from a position on, and the position that first needs each, ascending.
 
-        Exactly so for the next `count` positions. The other pools of their last window follow, then those of the next window;
-        stored order has no windows, and there the next `count` pools follow.
+        It is exact for the next `count` positions. The other pools of their last window follow, then those of the next window.
+        Stored order has no windows: there the next `count` pools follow.
         """
         stop = min(position + count, self.num_samples)
         pools, first = np.unique(self.samples(np.arange(position, stop))[0], return_index=True)
@@ -122,7 +122,7 @@ class EpochOrder:
 
 
 def _cut(pool_starts: IntArray, window: int) -> IntArray:
-    """Window borders: each at the first pool's end that makes the window full. A short rest joins the last window."""
+    """Returns window offsets: a window ends with the pool that fills it. A short rest joins the last window."""
     ends = pool_starts.tolist()
     total = ends[-1]
     borders = [0]

@@ -1,4 +1,4 @@
-"""The routes of batches: one, or a run of them."""
+"""Routes of batches: one batch, or a range."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock_server.routes.service import service_of
 from penstock_server.schemas.batches import BatchAnswer, ProvenanceAnswer
 from penstock_server.threads import InThread, in_waiting_threads, while_asked
 
-# An example is what the documentation page fills in: with the defaults a try would fetch a whole epoch, and the page hang.
+# The docs page fills in the example: with the defaults a try would fetch a whole epoch, and the page would hang.
 Format = Annotated[
     BatchFormat, Query(description="msgpack for trainers; json, with text, for people", json_schema_extra={"example": "json"})
 ]
@@ -30,11 +30,11 @@ Stop = Annotated[
 ]
 
 _BATCHES = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
-_LONG_QUERY = 1024  # bytes; to parse a mix or a skip of many may take a second, and on the event loop all would wait for it
+_LONG_QUERY = 1024  # bytes; parsing a long mix or skip may take a second, too long for the event loop
 
 
 def _responses(shown: Any) -> dict[int | str, dict[str, Any]]:
-    """What a URL of batches answers; `shown` is its JSON."""
+    """Returns the documented responses of a URL of batches; `shown` is the JSON example."""
     return {
         200: {"model": shown, "content": {wire.MEDIA_TYPE: BINARY}, "description": "one or more frames, or JSON"},
         304: {"description": "the client's copy is current"},
@@ -114,7 +114,7 @@ async def _answer(
             inline=False,
         )
     spec = spec_of(request, *own)
-    # Who may have a copy may be told so without anything being planned.
+    # A conditional request may get a 304 without a plan.
     may_block = spec.length_bucket_size or "If-None-Match" in request.headers or service.catalog.may_block(dataset, spec)
     in_thread: InThread = in_waiting_threads if may_block else service.epochs.thread_of((dataset, spec, epoch))
     return await respond(request, service.in_flight, service.unanswered, lambda: find(spec), in_thread, inline=not may_block)

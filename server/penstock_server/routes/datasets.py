@@ -1,4 +1,4 @@
-"""The routes of datasets and of their rows."""
+"""Routes of datasets and of their rows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def show_spec(request: Request, dataset: Name) -> Response:
     plan = _plan_of(request, dataset)
     check_room(plan)
     answer = JSONResponse(describe_spec(plan))
-    # A run counts its steps by it: with a digit flipped on the way it would end early, and nobody would notice.
+    # A run counts its steps by this: with a flipped digit it would end early without an error.
     answer.headers["Content-Digest"] = wire.content_digest(bytes(answer.body))
     return answer
 

@@ -1,4 +1,4 @@
-"""What routes share: their parameters, how a spec is read from a query, and what goes wrong."""
+"""Shared code of routes: their parameters, parsing of a spec from a query, and documented problems."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPEC_PARAMETERS = {
         for p in describe()
     ]
 }
-BINARY = {"schema": {"type": "string", "format": "binary"}}  # what is said of an answer of bytes
+BINARY = {"schema": {"type": "string", "format": "binary"}}  # documented schema of a binary response
 _STATUSES = {
     404: "no such dataset, step, rank or row",
     409: "the data changed",
@@ -44,7 +44,7 @@ _STATUSES = {
     500: "data that cannot be used; the detail says where it is",
     503: "not now; try again later",
 }
-# Together, or the page would show five times what a problem is. By hand, since FastAPI would take it for application/json.
+# One entry, since the page would show the schema five times. By hand, since FastAPI would declare application/json.
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     "default": {
         "description": "\n".join(f"- {status}: {text}" for status, text in _STATUSES.items()),
@@ -54,21 +54,21 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 
 def spec_of(request: Request, *own: str) -> Spec:
-    """The spec that a request's query spells out, beside the route's own parameters. Raises SpecError."""
+    """Parses the spec from a request's query, without the route's parameters `own`. Raises SpecError."""
     query = query_of(request.scope)
     check_once([unquote(name) for name, _ in query], own)
     return _spec_of("&".join("=".join(pair) for pair in query if pair[0] not in own), own)
 
 
 def check_once(names: Sequence[str], own: tuple[str, ...]) -> None:
-    """Raises SpecError: one of the route's own parameters is more than once among a query's names."""
+    """Raises SpecError: a route parameter appears more than once in the query's names."""
     given = [name for name in names if name in own]
     if len(given) > 1 and (twice := [name for name in own if given.count(name) > 1]):
         raise SpecError(f"{twice[0]} is given twice; give it once", (twice[0],))
 
 
-@lru_cache(maxsize=_REMEMBERED_QUERIES)  # every batch of a job is asked for with the same one
+@lru_cache(maxsize=_REMEMBERED_QUERIES)  # all batches of a job have the same query
 def _spec_of(query: str, own: tuple[str, ...]) -> Spec:
-    # A parameter of the route is still among them where its name is spelled with escapes.
+    # A route parameter with an escaped name is still among them.
     pairs = [(name, value) for name, value in parse_qsl(query, keep_blank_values=True) if name not in own]
     return Spec.from_query(pairs, others=own)

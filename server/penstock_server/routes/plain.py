@@ -1,4 +1,4 @@
-"""A route that reads plain numbers itself: FastAPI takes half as long to check them as a batch takes to be made."""
+"""A route that parses plain numbers itself: FastAPI's checks take half the time of making a batch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pydantic.fields import FieldInfo
 from starlette.types import Receive, Scope, Send
 
 _Bounds = dict[str, range | None]
-_MAX_DIGITS = 18  # of a plain number
+_MAX_DIGITS = 18  # maximum digits of a plain number
 
 
 class PlainRoute(APIRoute):
-    """A route whose endpoint is a coroutine of a request, of texts and whole numbers in its path, and of further parameters.
+    """A route with an async endpoint: a request, strings and integers in its path, and further parameters.
 
-    Plain requests are read here, and what FastAPI does around an endpoint is left out, for it has no dependencies: a request
-    that waits for its batch takes less memory then. All others FastAPI reads, as it documents them, and tells what is wrong:
-    those with a number that is none or out of bounds, with an escape in a name, or with a parameter that is a text.
+    It parses plain requests itself and skips FastAPI's wrapper around endpoints, since the endpoint has no dependencies; a
+    waiting request then takes less memory. FastAPI handles and reports all others: invalid or out-of-range numbers, escapes in
+    names, and string parameters.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,20 +33,20 @@ class PlainRoute(APIRoute):
 
     @cached_property
     def _parameters(self) -> tuple[_Bounds, _Bounds]:
-        """What may stand in the path, and in the query."""
+        """Bounds of the parameters in the path, and in the query."""
         fields = self.dependant.path_params, self.dependant.query_params
         in_path, in_query = ({field.name: _bounds(field.field_info) for field in own} for own in fields)
         return in_path, in_query
 
 
 def query_of(scope: Scope) -> list[tuple[str, str]]:
-    """The names and values of a request's query, as they are spelled there."""
+    """Returns the names and values of a request's query, still escaped."""
     query: str = scope["query_string"].decode("latin-1")
     return [part.partition("=")[::2] for part in query.split("&") if part]
 
 
 def _bounds(parameter: FieldInfo) -> range | None:
-    """The numbers that a parameter may be; None: it is a text."""
+    """Returns the range of an integer parameter; None for a string."""
     if parameter.annotation not in (int, int | None):
         return None
     least = next((bound.ge for bound in parameter.metadata if hasattr(bound, "ge")), 0)
@@ -55,7 +55,7 @@ def _bounds(parameter: FieldInfo) -> range | None:
 
 
 def _plain(scope: Scope, in_path: _Bounds, in_query: _Bounds) -> dict[str, int | str] | None:
-    """The parameters of a route that a request gives, or None: it is not plain."""
+    """Parses the parameters of a request; None if it is not plain."""
     values: dict[str, int | str] = {}
     for name, text in scope["path_params"].items():
         bounds = in_path[name]

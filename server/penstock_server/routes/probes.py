@@ -1,4 +1,4 @@
-"""The routes of probes: what load balancers and watchers ask."""
+"""Routes of probes for load balancers and monitoring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock_server.schemas.service import HealthAnswer, ReadyAnswer
 router = APIRouter(tags=["probes"])
 
 
-# HEAD is what load balancers and `wget --spider` ask.
+# Load balancers and `wget --spider` send HEAD.
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
 async def healthz() -> HealthAnswer:

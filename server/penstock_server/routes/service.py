@@ -1,4 +1,4 @@
-"""What the routes of one application answer from. The routes themselves are made once, by whatever number of applications."""
+"""State that the routes of one application serve from. All applications share the routes, which are made once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from penstock_server.waiting import Unanswered
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One catalog, one budget of bytes in flight, and what is remembered of the requests for them."""
+    """One catalog, one budget of bytes in flight, and the state of their requests."""
 
     catalog: Catalog
     in_flight: InFlight
     epochs: Epochs = field(default_factory=Epochs)
     unanswered: Unanswered = field(default_factory=Unanswered)
-    refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)  # those who wait for it need no thread
+    refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)  # async, so that waiters take no thread
 
 
 def service_of(request: Request) -> Service:
-    """The service of the application that a request came to."""
+    """Returns the service of a request's application."""
     service: Service = request.app.state.service
     return service

@@ -1,8 +1,8 @@
-"""Serving: a process, or several, that answer at one port until they are told to stop.
+"""Serving: one or several processes on one port, until a stop signal.
 
 serve      one process with its catalog
-processes  several of them, started and watched by one that serves nothing
+processes  several processes, started and supervised by one that does not serve
 listening  the socket; `accepting` shares its connections among processes
-heads      cuts off a request whose head does not end
-stalled    cuts off a reader that takes nothing
+heads      refuses a request whose head does not end
+stalled    closes a connection whose client reads nothing
 """

@@ -1,6 +1,6 @@
-"""Accepting: processes take connections from the socket that they share, each only while none has clearly fewer.
+"""Accepting: processes share a socket, and each accepts only while no other has clearly fewer connections.
 
-Otherwise whoever is idle takes what comes, and the ranks of a run all go at the pace of those whose process has most.
+Otherwise an idle process would accept most of them, and all ranks of a run would wait for the ranks on that process.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from typing import Any
 
 log = logging.getLogger("penstock.accepting")
 
-_LEAD = 1 / 16  # by which one may have more than another: one that is busy comes to its turn late
-_LOOK_SECONDS = 0.001  # while one waits that another is to take
-_MAX_LOOKS = 20  # then a connection is taken though another has fewer: it is alive, but slow
-_TELL_SECONDS = 0.25  # while nobody connects
-_HUNG_SECONDS = 1.0  # after which one that tells nothing is not waited for
+_LEAD = 1 / 16  # allowed excess of connections over another process: a busy process accepts late
+_LOOK_SECONDS = 0.001  # polling interval while another process should accept
+_MAX_LOOKS = 20  # then this process accepts, although another has fewer: that one is alive, but slow
+_TELL_SECONDS = 0.25  # interval of heartbeats while no client connects
+_HUNG_SECONDS = 1.0  # without a heartbeat for this long, a process is not waited for
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_NO_ROOM_SECONDS = 1.0  # in which the others take what it cannot
-_SAY_AGAIN_SECONDS = 60.0  # that there is no room
+_NO_ROOM_SECONDS = 1.0  # pause that lets the other processes accept
+_SAY_AGAIN_SECONDS = 60.0  # interval of the log line about missing room
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """The place of one process among those that share a socket, where each sees how many connections the others have."""
+    """Slot of one process among those that share a socket; each sees the connection counts of the others."""
 
     number: int
-    _counts: MutableSequence[int]  # the connections of each process,
-    _told_at: MutableSequence[float]  # and when it last told them; this memory all processes share
+    _counts: MutableSequence[int]  # connections of each process, in shared memory
+    _told_at: MutableSequence[float]  # time of its last heartbeat, in shared memory
 
     @staticmethod
     def of(num_processes: int) -> list[WorkerSlot]:
-        """One for each process, to be given to it when it is started."""
+        """Makes one slot per process, to pass to it at its start."""
         context = multiprocessing.get_context("spawn")
         counts, told_at = context.RawArray("q", num_processes), context.RawArray("d", num_processes)
         return [WorkerSlot(number, counts, told_at) for number in range(num_processes)]
 
     @staticmethod
     def alone() -> WorkerSlot:
-        """That of the only process."""
+        """Makes the slot of a single process."""
         return WorkerSlot(0, [0], [0.0])
 
     def tell(self, num_connections: int) -> bool:
-        """Tells the others how many this process has. Whether it may have one more: of those alive none has clearly fewer."""
+        """Publishes the number of connections. Returns whether it may accept: no live process has clearly fewer."""
         now = time.monotonic()
         self._counts[self.number], self._told_at[self.number] = num_connections, now
         alive = [count for count, at in zip(self._counts, self._told_at, strict=True) if now - at < _HUNG_SECONDS]
@@ -58,18 +58,18 @@ class WorkerSlot:
 
     @property
     def told_at(self) -> float:
-        """When this process last told the others, by the monotonic clock; minus infinity once it has left."""
+        """Time of the last heartbeat, by the monotonic clock; minus infinity after `leave`."""
         return self._told_at[self.number]
 
     def leave(self) -> None:
-        """Tells the others to wait for this process no more, until it tells them something."""
+        """Lets the others stop waiting for this process until its next heartbeat."""
         self._told_at[self.number] = -math.inf
 
 
 async def accept_in_turn(
     listener: socket.socket, seat: WorkerSlot, connections: Collection[object], protocol: Callable[[], asyncio.Protocol]
 ) -> None:
-    """For ever: takes connections from a socket, a protocol each. `connections` are those that are open."""
+    """Accepts connections forever, with one protocol each. `connections` are the open ones."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     num_looks, said_at = 0, -math.inf
@@ -83,8 +83,8 @@ async def accept_in_turn(
                 opening.append(loop.connect_accepted_socket(protocol, accepted))
             num_looks += 1
         except BlockingIOError:
-            pause = 0.0  # nobody waits any more
-        except OSError as error:  # of some who connect and go, or this process can hold no more
+            pause = 0.0  # no connection is waiting
+        except OSError as error:  # the client has gone, or this process can hold no more
             if error.errno in _NO_ROOM:
                 if time.monotonic() - said_at >= _SAY_AGAIN_SECONDS:
                     said_at = time.monotonic()
@@ -94,13 +94,13 @@ async def accept_in_turn(
                     )  # fmt: skip
                 seat.leave()
                 pause = _NO_ROOM_SECONDS
-        # Both at a time: of a busy process each turn of the loop takes long, and a crowd waits.
+        # Concurrently: each turn of a busy loop takes long, and many clients may wait.
         await asyncio.gather(*opening, asyncio.sleep(pause), return_exceptions=True)
         await _readable(listener, _TELL_SECONDS)
 
 
 async def _readable(listener: socket.socket, seconds: float) -> None:
-    """Returns once a connection waits, or after so long."""
+    """Waits for a connection, at most `seconds`."""
     inline = select.poll()
     inline.register(listener, select.POLLIN)
     if inline.poll(0):

@@ -1,4 +1,4 @@
-"""The socket of a server: bound at once, so that a port in use is told, and open to connections once they can be served."""
+"""The socket of a server: bound early, to report a port in use, but listening only when the server is ready."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _BACKLOG = 2048
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A socket that is bound where the settings say. Raises SettingsError: it cannot be."""
+    """Returns a socket bound to the host and port of the settings. Raises SettingsError: it cannot bind."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     made = socket.socket(family)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            is_any = settings.host == "::"  # which means those of version 4, too
+            is_any = settings.host == "::"  # "::" also accepts IPv4
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_any)
         made.bind((settings.host, settings.port))
-    except (OSError, TypeError) as error:  # TypeError: of a name that is none, as a..b with an umlaut
+    except (OSError, TypeError) as error:  # TypeError: an invalid host name, as a..b with an umlaut
         made.close()
         raise _refusal(settings, error) from error
     return made
 
 
 def listen(listener: socket.socket, settings: Settings) -> None:
-    """Lets connections in. Until then they are refused, so that clients go elsewhere. Raises SettingsError: it cannot."""
+    """Starts to listen. Until then connections are refused, and clients try another server. Raises SettingsError."""
     try:
         listener.listen(_BACKLOG)
-    except OSError as error:  # two that begin at a time can both bind a port
+    except OSError as error:  # two servers that start at once can both bind a port
         raise _refusal(settings, error) from error
 
 

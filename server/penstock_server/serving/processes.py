@@ -1,7 +1,7 @@
-"""Several processes that serve one port: this one opens the socket and watches over the others, each with a catalog of its own.
+"""Supervisor of several server processes on one port: it opens the socket and restarts processes that die.
 
-They accept from one socket, so that connections which wait when a process dies are taken by another. This process imports
-nothing that is large.
+Each process has a separate catalog. All accept from one socket, so another process takes the waiting connections of a process
+that dies. The supervisor imports no large module.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from penstock_server.settings import Settings, SettingsError
 
 log = logging.getLogger("penstock.processes")
 
-_GRACE_SECONDS = 6.0  # for what is being sent; a process itself gives up after three
+_GRACE_SECONDS = 6.0  # for responses being sent; a process itself stops after three
 _PR_SET_PDEATHSIG = 1
-_STEADY_SECONDS = 5.0  # a process that still served so long after its start is replaced at once
-_SILENT_SECONDS = 10.0  # of one that tells the others nothing, until the log says so
+_STEADY_SECONDS = 5.0  # a process that served for longer than this is replaced at once
+_SILENT_SECONDS = 10.0  # after this long without a heartbeat, a process is logged as hung
 _FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS = 0.5, 16.0
 
-# A fork would take over the threads and locks of pyarrow and tokenizers in whatever state they are.
+# A fork would copy locks of pyarrow and tokenizers, possibly held by threads that the child does not have.
 _context = multiprocessing.get_context("spawn")
 
 
 def serve_with_several(settings: Settings, listener: socket.socket) -> int:
-    """Serves until a signal says stop. The exit status, which is not 0 if no process can begin."""
+    """Serves until a stop signal. Returns the exit status, nonzero if no process can start."""
     begin_log(tells_news=False)
     with _stop_signals() as stop:
         began, begins = _context.Pipe(duplex=False)
         seats = WorkerSlot.of(settings.processes)
-        first = _Child.start(settings, listener, seats[0], begins)  # alone, so that footers are read once, and faults told once
+        first = _Child.start(settings, listener, seats[0], begins)  # alone: footers are read once, errors printed once
         begins.close()
         children = [first]
         try:
@@ -58,7 +58,7 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
                 status = first.process.exitcode or 1
                 if status > 0:
                     return status
-                print(  # it could not do so itself
+                print(  # the process could not print an error itself
                     f"penstock serve: the first process {_how_it_ended(status)}, before it could serve, so nothing is served.",
                     file=sys.stderr,
                 )
@@ -73,11 +73,11 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A process that serves. If it dies after it has served for a while, another replaces it at once.
+    """A server process. If it dies after it has served for a while, a replacement starts at once.
 
-    delay_seconds  how long the replacement waits if this process dies soon after its start
-    follows_at     when the other is started, by the monotonic clock; None while this one lives, as far as is known
-    is_silent      whether the log says that it hangs
+    delay_seconds  delay of the replacement if this process dies soon after its start
+    follows_at     start time of the replacement, by the monotonic clock; None while this process appears alive
+    is_silent      whether the process has been logged as hung
     """
 
     process: SpawnProcess
@@ -97,7 +97,7 @@ class _Child:
         return _Child(process, seat, time.monotonic())
 
     def followed(self, settings: Settings, listener: socket.socket) -> _Child:
-        """Another in the place of one that died, once it is time for it; until then this one."""
+        """Returns a replacement for a dead process when its delay has passed; until then this process."""
         if self.process.is_alive():
             return self
         died = self if self.follows_at else self._died()
@@ -105,7 +105,7 @@ class _Child:
         return died if time.monotonic() < died.follows_at else died._replaced(settings, listener)
 
     def watched(self) -> _Child:
-        """This one, after the log told whether it hangs: it is alive and served, but tells the others nothing any more."""
+        """Logs when the process starts or stops hanging: it is alive and has served, but sends no heartbeat."""
         is_silent = not self.follows_at and self.started_at < self.seat.told_at < time.monotonic() - _SILENT_SECONDS
         if is_silent and not self.is_silent:
             log.warning(
@@ -132,13 +132,13 @@ class _Child:
     def _replaced(self, settings: Settings, listener: socket.socket) -> _Child:
         try:
             return replace(_Child.start(settings, listener, self.seat, joins=True), delay_seconds=self.delay_seconds)
-        except OSError as error:  # the others go on
+        except OSError as error:  # the other processes go on
             log.warning("no process could be started: %s", error.strerror)
             return replace(self, started_at=time.monotonic(), follows_at=None)
 
 
 def _how_it_ended(exit_code: int) -> str:
-    """What became of a process by its exit code, which of one that was ended by a signal is that signal's, negative."""
+    """Describes how a process ended; a negative exit code is the signal that ended it."""
     if exit_code >= 0:
         return f"ended with status {exit_code}"
     name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
@@ -146,7 +146,7 @@ def _how_it_ended(exit_code: int) -> str:
 
 
 def _is_told_to_stop(stop: socket.socket, children: list[_Child]) -> bool:
-    """Waits until this process is told to stop, which is True, or one of the others dies or is to be followed or looked at."""
+    """Waits until a stop signal (True), or until a process dies, is due for replacement, or is due for a check (False)."""
     due = [child.follows_at for child in children if child.follows_at]
     seconds = max(0.0, min(_SILENT_SECONDS, *(at - time.monotonic() for at in due))) if due else _SILENT_SECONDS
     return stop in wait([stop, *(child.process.sentinel for child in children if not child.follows_at)], seconds)
@@ -164,7 +164,7 @@ def _end(children: list[_Child]) -> None:
 
 @contextmanager
 def _stop_signals() -> Iterator[socket.socket]:
-    """A socket that something comes from once this process is told to stop."""
+    """Yields a socket that becomes readable on SIGINT or SIGTERM."""
     stop, told = socket.socketpair()
     with stop, told:
         told.setblocking(False)
@@ -182,8 +182,8 @@ def _stop_signals() -> Iterator[socket.socket]:
 
 
 def _serve(settings: Settings, listener: socket.socket, seat: WorkerSlot, begins: Connection | None, joins: bool) -> None:
-    """What a process does: it serves until it is told to stop, or its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who watches over this one tells it to stop
+    """Runs a server process until a stop signal or the end of its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the supervisor sends SIGTERM
     _die_with_parent()
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
     print_anything()
@@ -202,7 +202,7 @@ def _serve(settings: Settings, listener: socket.socket, seat: WorkerSlot, begins
 
 
 def _die_with_parent() -> None:
-    """Has Linux kill this process with its parent also while it is stopped; else it would keep the port."""
+    """Asks Linux to kill this process with its parent even while stopped; otherwise it would keep the port."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -211,4 +211,4 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent
     wait([parent.sentinel])
-    os._exit(1)  # at once: the port must be free for who takes the parent's place
+    os._exit(1)  # at once: the parent's successor needs the port

@@ -1,4 +1,4 @@
-"""Serving: one process with its catalog, on a socket that listens, until it is told to stop."""
+"""Serving: one process with its catalog, on a listening socket, until a stop signal."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from penstock_server.settings import Settings
 
 log = logging.getLogger("penstock.serve")
 
-_STOP_SECONDS = 3.0  # that answers under way have, once a signal says stop
-_LATEST_SECONDS = 2.0  # more, for what was cut off to end; what has not by then is given up
-_GREETED = 20  # datasets
+_STOP_SECONDS = 3.0  # for responses in progress after a stop signal
+_LATEST_SECONDS = 2.0  # more, for aborted responses to end; after that they are abandoned
+_GREETED = 20  # datasets listed at start
 _HERE = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "::1"}  # localhost may be 127.0.0.1 alone
 
 
@@ -54,13 +54,13 @@ def run(
     begin: Callable[[int], None] = lambda _: None,
     seat: WorkerSlot | None = None,
 ) -> None:
-    """Serves until a signal says stop, as one of so many processes as the settings say; `seat` is its place among several.
+    """Serves until a stop signal, as one of `settings.processes` processes; `seat` is its slot among several.
 
-    If it `joins` it takes the place of another; see Catalog.open. `begin` is called once it can, with the budget of the cache.
-    Raises SettingsError, DatasetInvalid: it cannot.
+    With `joins` it replaces another process; see Catalog.open. It calls `begin` with the cache budget when it can serve.
+    Raises SettingsError, DatasetInvalid: it cannot serve.
     """
-    # Modules live as long as the server. To look at them for garbage after every few runs of batches, as Python does else,
-    # takes a fifth of the time, and each time tens of milliseconds. What follows is not frozen: snapshots are replaced.
+    # Modules live as long as the server. Unfrozen, each garbage collection would scan them for tens of milliseconds, a fifth
+    # of the time of serving. Later objects are not frozen, since snapshots are replaced.
     gc.collect()
     gc.freeze()
     _open_many_files()
@@ -68,7 +68,7 @@ def run(
     listen(listener, settings)
     if greet:
         warn("serve", settings, store.cache, catalog.datasets.values())
-        # In a thread: a stdout that is full, and that nobody reads, keeps no server from serving.
+        # In a thread: a full stdout pipe without a reader must not block serving.
         threading.Thread(
             target=report, args=(_greeting(catalog, settings, listener),), name="penstock-greeting", daemon=True
         ).start()
@@ -76,8 +76,8 @@ def run(
     begin_log(tells_news=seat is None or seat.number == 0)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes))
     if seat is None:
-        # Server sends itself once more, when it has shut down, what told it to stop, and this process ends. A KeyboardInterrupt
-        # would have it wait for its threads first, of which one may decode for minutes, or for ever on a disk that hangs.
+        # After shutdown, uvicorn raises the stop signal again, and this process ends. A KeyboardInterrupt would first wait for
+        # threads, and one may decode for minutes, or hang forever on a failed disk.
         ends_at(signal.SIGINT)
     with watching(catalog, settings.poll_seconds):
         Server(app, seat=seat).run(sockets=[listener])
@@ -85,9 +85,9 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """Uvicorn that cuts connections whose reader is silent, and may share its socket; see WorkerSlot.
+    """A uvicorn server that closes stalled and silent connections and can share its socket; see WorkerSlot.
 
-    Once it is to stop, answers under way have `stop_seconds`, in seconds; then their connections are cut, too.
+    On stop, responses in progress have `stop_seconds`; then their connections are aborted.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=BoundedHeads,
-                log_config=None,  # it writes as all others do
+                log_config=None,  # keep the logging set up by begin_log
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=latest,
@@ -125,8 +125,8 @@ class Server(uvicorn.Server):
             cutting.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to take connections."""
-        await super().startup([])  # its own way of accepting resets connections that there is no room for, without a word
+        """Starts to accept connections."""
+        await super().startup([])  # not sockets: uvicorn resets connections that it has no room for
         connections = self.server_state.connections
         protocol = functools.partial(
             self.config.http_protocol_class,  # type: ignore[call-arg]  # mypy takes it for a plain asyncio.Protocol
@@ -141,10 +141,10 @@ class Server(uvicorn.Server):
             accepting.add_done_callback(self._stopped_accepting)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no more connections and ends those that there are."""
+        """Stops accepting and closes the open connections."""
         for accepting in self._accepting:
             accepting.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)  # out of the loop, before what they wait for is closed
+        await asyncio.gather(*self._accepting, return_exceptions=True)  # tasks must end before their listeners close
         self._seat.leave()
         cutting = asyncio.get_running_loop().call_later(self._stop_seconds, self._cut)
         try:
@@ -153,7 +153,7 @@ class Server(uvicorn.Server):
             cutting.cancel()
 
     def _cut(self) -> None:
-        """Cuts all connections. To uvicorn an answer that it ends by itself is a fault: a 500, and a traceback in the log."""
+        """Aborts all connections. If uvicorn cancelled the responses, each would be a 500 with a traceback in the log."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -164,7 +164,7 @@ class Server(uvicorn.Server):
 
 
 def _open_many_files() -> None:
-    """Raises the limit of open files to the most that is allowed: a connection is one, and most systems begin with 1,024."""
+    """Raises the soft limit of open files to the hard limit: each connection is one, and the default is often 1,024."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):  # macOS allows less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -191,5 +191,5 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
 
 
 def _small(num_rows: int) -> str:
-    # The line that is printed must work on a dataset of three rows, too.
+    # The printed command must also work on a dataset of three rows.
     return "" if num_rows >= 8 else f"&batch_size={num_rows}"

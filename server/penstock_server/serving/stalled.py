@@ -1,10 +1,10 @@
-"""Stalled readers: a connection whose reader takes nothing for minutes is cut, since what it holds is held from others.
+"""Stalled connections: aborts those whose client reads nothing for minutes, since they hold memory that others need.
 
-A reader that is slow stays. Whether it takes anything only the kernel can tell: it buffers megabytes for a connection, and asks
-for more once a good part of them is gone.
+A slow client stays connected. Only the kernel knows whether a client reads: it buffers megabytes per connection, and takes
+more only after a good part has been read.
 
-Silent ones, which send no request, are closed, too: each keeps a file open, of which a process may have so many and no more.
-uvicorn closes a connection only between two requests.
+Silent connections, without a request, are closed, too: each takes one of a limited number of file descriptors. uvicorn closes
+a connection only between two requests.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 log = logging.getLogger("penstock.stalled")
 
 STALLED_SECONDS = 300.0
-SILENT_SECONDS = 60.0  # for the whole head of a request
-_LOOKS = 10  # in that time
+SILENT_SECONDS = 60.0  # for the complete head of a request
+_LOOKS = 10  # checks in that time
 
-# Of each transport the bytes that are still to be sent, here and in the kernel, and since when they have been the same.
+# By transport: the unsent bytes, (here, in the kernel), and the time since they are unchanged.
 _Unread = dict[asyncio.Transport, tuple[tuple[int, int], float]]
-# Of each connection on which nothing is asked the last that was asked, if any, and since when it has been the last.
+# By connection without a request in progress: its last request, if any, and the time since that is unchanged.
 _Silent = dict[Any, tuple[Any, float]]
 
 
 async def cut_stalled(connections: Collection[Any], stalled_seconds: float, silent_seconds: float) -> None:
-    """For ever: cuts those of uvicorn's connections whose reader has taken nothing for so long, or that were silent for so."""
+    """Forever: aborts connections that read nothing for `stalled_seconds`, closes those silent for `silent_seconds`."""
     unread, silent = _Unread(), _Silent()
     while True:
         await asyncio.sleep(min(stalled_seconds, silent_seconds) / _LOOKS)
@@ -40,11 +40,11 @@ async def cut_stalled(connections: Collection[Any], stalled_seconds: float, sile
 
 
 def _look(transports: Collection[asyncio.Transport], known: _Unread, stalled_seconds: float) -> _Unread:
-    """Cuts what has stalled; the others that have something to send, for the next look."""
+    """Aborts stalled transports; returns the others with unsent bytes, for the next check."""
     now, found = time.monotonic(), _Unread()
     for transport in transports:
         num_bytes = transport.get_write_buffer_size()
-        if not num_bytes:  # one that is being closed may have something left, and a reader that never takes it
+        if not num_bytes:  # not skipped if closing: it may have unsent bytes that the client never reads
             continue
         unread = num_bytes, _in_kernel(transport)
         before, since = known.get(transport, (unread, now))
@@ -60,7 +60,7 @@ def _look(transports: Collection[asyncio.Transport], known: _Unread, stalled_sec
 
 
 def _close_silent(connections: Collection[Any], known: _Silent, silent_seconds: float) -> _Silent:
-    """Closes what has been silent for so long; the others on which nothing is asked, for the next look."""
+    """Closes silent connections; returns the others without a request in progress, for the next check."""
     now, found = time.monotonic(), _Silent()
     for connection in connections:
         last = connection.cycle
@@ -72,12 +72,12 @@ def _close_silent(connections: Collection[Any], known: _Silent, silent_seconds: 
         if now - since < silent_seconds:
             found[connection] = last, since
         else:
-            connection.transport.close()  # what is left of an answer is sent before
+            connection.transport.close()  # sends the rest of a response first
     return found
 
 
 def _in_kernel(transport: asyncio.Transport) -> int:
-    """The bytes that the kernel has for the reader and that have not arrived; 0 where it does not tell."""
+    """Returns the bytes in the kernel that the client has not received; 0 if unknown."""
     try:
         answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     except (OSError, ValueError):  # it was closed just now
