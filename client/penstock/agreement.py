@@ -1,9 +1,9 @@
-"""Agreement: ranks of a job that ask for the latest snapshot while data arrives begin on one and the same.
+"""Agreement of a job's ranks on the latest snapshot while data arrives.
 
-What a rank takes it notes in the store of torch.distributed, with a mark that no other note has. A rank that has not taken that
-note yet takes it; one that has is the first to ask anew, and notes what it has by now. Nobody waits for anybody: a collective
-would hang where not every rank makes the dataset. Nor is it counted who asks how often: one rank alone may look at a few
-batches of a dataset of its own.
+A rank notes its snapshot in the store of torch.distributed, with a unique mark. A rank that has not taken that note yet takes
+it. A rank that has taken it is the first to ask again, and notes its current snapshot. No rank waits for another: a collective
+would hang if some rank does not make the dataset. The notes do not count requests either: one rank alone may make another
+dataset to inspect a few batches.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch.distributed
 from penstock.errors import PenstockError
 from penstock.rank import is_distributed
 
-_taken = dict[str, str]()  # the last note on each question that this process took
+_taken = dict[str, str]()  # by question: the last note that this process took
 _forked: list[bool] = []
 
 
 class Agreement:
-    """What the ranks of a job agree on, each time that they ask the same `question`."""
+    """One agreement among the ranks of a job, on their answer to the same `question`."""
 
     def __init__(self, question: str) -> None:
         self._question, self._key = question, f"penstock/{question}"
@@ -30,29 +30,30 @@ class Agreement:
         self._is_settled = False
 
     def first(self, answer: str) -> str:
-        """The answer of the rank that noted one first; this rank's own while torch.distributed is not initialized."""
+        """Return the first noted answer; this rank's `answer` while torch.distributed is not initialized."""
         if self._note is None and (store := job_store()) is not None:
             try:
                 self._note = _taken[self._question] = self._noted(store, answer)
-            except RuntimeError:  # whoever kept it has ended, and so has the job
+            except RuntimeError:  # the store's process has ended, and so has the job
                 self._note = answer
         return answer if self._note is None else _answer_of(self._note)
 
     def _noted(self, store: Any, answer: str) -> str:
-        """The note, if this process has not taken it yet; else one of its own in its place."""
+        """Return the store's note if it is new to this process; otherwise replace it with this rank's note."""
         own = f"{answer} {os.urandom(8).hex()}"
         noted = bytes(store.compare_set(self._key, "", own)).decode()
         return bytes(store.compare_set(self._key, noted, own)).decode() if noted == _taken.get(self._question) else noted
 
     def check(self, answer: str) -> None:
-        """Raises PenstockError: torch.distributed was initialized since, and another rank had another answer."""
+        """Raises PenstockError: since torch.distributed was initialized, another rank noted another answer."""
         self._compare(answer, self.first(answer))
 
     def settle(self, answer: str) -> None:
-        """What was agreed on is about to be used, and is not asked for again.
+        """Check the agreed answer for the last time, right before its use.
 
-        Raises PenstockError: another rank had another answer, also if it noted that since. What this process has taken since,
-        for another dataset, is no matter.
+        Notes that this process has taken since then, for another dataset, do not count.
+
+        Raises PenstockError: another rank noted another answer, before or since.
         """
         self.check(answer)
         if self._is_settled or self._note is None or (store := job_store()) is None:
@@ -73,23 +74,23 @@ class Agreement:
 
 
 def _answer_of(note: str) -> str:
-    """What a note says, without its mark."""
+    """Return a note's answer without its mark."""
     return note.partition(" ")[0]
 
 
 def job_store() -> Any:
-    """The store that the ranks of this job share; None where there is none."""
+    """Return the store that the ranks of this job share; None without torch.distributed or in a fork."""
     if not is_distributed() or _forked:
         return None
-    from torch.distributed import distributed_c10d  # where torch was built without, it cannot be imported
+    from torch.distributed import distributed_c10d  # not importable if torch was built without distributed
 
-    # Before torch 2.9 groups do not give it.
+    # Before torch 2.9 groups have no get_group_store.
     return getattr(torch.distributed.group.WORLD, "get_group_store", distributed_c10d._get_default_store)()
 
 
 def _note_fork() -> None:
     if is_distributed():
-        _forked.append(True)  # its connection to the store is the parent's
+        _forked.append(True)  # the child must not use the parent's connection to the store
 
 
 if hasattr(os, "register_at_fork"):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from penstock.wire import Alike, Frame
 
-IGNORED = -100  # the label of what has no loss: torch's cross entropy leaves it out
-SIDES = ("", "chosen_", "rejected_")  # how tensors' names begin: those of samples, and of the two of a preference pair
+IGNORED = -100  # label of a token without loss: the default ignore_index of torch's cross entropy
+SIDES = ("", "chosen_", "rejected_")  # prefixes of tensor names: a plain sample, and the two sides of a preference pair
 
 
 class Parts(NamedTuple):

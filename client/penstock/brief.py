@@ -1,4 +1,4 @@
-"""Errors told briefly: a message that says all needs no frames of this package beside it, of which a notebook shows pages."""
+"""Short tracebacks: a complete message needs no frames of this package, which fill pages of a notebook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def hide_internal_traceback(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose caller sees of a PenstockError what it says and where it was called."""
+    """Wrap a function so that a PenstockError shows its message and the call, without inner frames."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

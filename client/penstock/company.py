@@ -1,7 +1,7 @@
-"""Company: whether the ranks of a job give batches of one order, from one place on. Otherwise they share no epoch.
+"""Check that all ranks of a job iterate over one order from one position. Otherwise they do not share an epoch.
 
-Each that begins an iteration notes that in the store of torch.distributed; nobody waits for anybody. After a while the first
-rank looks whether the others have begun where it has.
+Each rank that begins an iteration notes it in the store of torch.distributed; no rank waits for another. After a while rank 0
+checks whether the others began at the same position.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from penstock.spec import Spec
 from penstock.state.state import Position
 from penstock.text import listed
 
-_FIRST_LOOK = 16  # batches; from one look to the next they double
+_FIRST_LOOK = 16  # batches before the first check; doubled for each further check
 _MAX_TOLD = 4  # ranks
-_WHILE_SECONDS = 30.0  # that others may begin later
+_WHILE_SECONDS = 30.0  # tolerated delay between the ranks' begins
 
 
 class Company:
-    """The ranks beside this one, which has begun an iteration."""
+    """The other ranks, as seen by this one, which has begun an iteration."""
 
     def __init__(self, dataset: str, spec: Spec, at: Position, rank: int) -> None:
         self._began_at, self._next_look = time.monotonic(), _FIRST_LOOK
-        self._others = range(1, spec.world_size if rank == 0 else 1)  # whom this rank looks after
+        self._others = range(1, spec.world_size if rank == 0 else 1)  # only rank 0 checks other ranks
         self._own = {"epoch": at.epoch, "step": at.step, **spec.to_dict()}
         self._here = f"penstock/{dataset}/begun/{spec.digest}/{at.epoch}/{at.step}/"
         self._last = f"penstock/{dataset}/began/"
         self._store = _quick_store()
-        with suppress(RuntimeError):  # whoever kept it has ended, and so has the job
+        with suppress(RuntimeError):  # the store's process has ended, and so has the job
             if self._store is not None:
                 self._store.set(f"{self._here}{rank}", "")
                 self._store.set(f"{self._last}{rank}", json.dumps(self._own))
 
     def elsewhere(self, num_batches: int) -> str:
-        """Which ranks have begun elsewhere, and how that differs, now that this one gave so many batches; "" for none.
+        """Describe ranks that began elsewhere, after `num_batches` batches of this one; "" without any.
 
-        Those that are merely late, as where nothing makes ranks wait for each other, are not among them.
+        It omits ranks that are only late, as in a job whose ranks do not synchronize.
         """
         if num_batches != self._next_look or not self._others or self._store is None:
             return ""
@@ -54,7 +54,7 @@ class Company:
         return ""
 
     def _differing(self, rank: int) -> str:
-        """What differs where a rank began last; "" if that was before it begins here."""
+        """Describe how a rank's last begin differs from this one; "" if the rank is only late."""
         if not self._has_all([f"{self._last}{rank}"]):
             return ""
         theirs = json.loads(self._store.get(f"{self._last}{rank}"))
@@ -68,10 +68,10 @@ class Company:
 
 
 def _quick_store() -> Any:
-    """The store of the job, if it tells at once what it has not: one in a file waits minutes where that is gone."""
+    """Return the job's store if it is a TCPStore: a file store blocks for minutes if its file is gone."""
     if (store := job_store()) is None:
         return None
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not where torch was built without
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # missing if built without distributed
 
     own = store
     while isinstance(own, PrefixStore):

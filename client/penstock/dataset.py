@@ -108,7 +108,7 @@ class RemoteDataset(IterableDataset[Batch]):
     Raises SpecError: a parameter is wrong.  Raises UnknownDataset: the server has no such dataset.
     Raises DataError: the server cannot serve it.  Raises SnapshotGone: no server has the snapshot asked for.
     Raises ServerUnavailable: no server answers.  Raises LedgerError: the ledger cannot be written.
-    Raises PenstockError, the root of these: what answers is no penstock server, or its certificate is not trusted.
+    Raises PenstockError, the base of these: the address is no penstock server's, or its certificate is not trusted.
     """
 
     @hide_internal_traceback
@@ -201,7 +201,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """The datasets that batches are of, in the order in which dataset_index counts them: that of the alphabet."""
+        """Names of the batches' datasets, in alphabetical order: dataset_index is an index into them."""
         mix = self.spec.mixed()
         return mix.datasets if mix else (self.dataset,)
 
@@ -389,7 +389,7 @@ class RemoteDataset(IterableDataset[Batch]):
         return self.__dict__
 
     def __copy__(self) -> RemoteDataset:
-        """A dataset with a place of its own; a shallow copy would share it."""
+        """Return a deep copy: a shallow copy would share the position."""
         return deepcopy(self)
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def ends_at(number: signal.Signals) -> None:
 
 
 def ends_as_usual() -> None:
-    """SIGTERM ends the process, as it does every other one, also where it is process 1; SIGINT is Python's own to handle."""
+    """Make SIGTERM end the process even if it is process 1; Python handles SIGINT."""
     if _is_process_1():
         ends_at(signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a RemoteDataset: ready-made batches, sharded once, and checkpoints that resume at the next batch.
+"""Hugging Face Trainer for a RemoteDataset: finished batches, sharded once; checkpoints resume at the next batch.
 
     from penstock.huggingface import RemoteTrainer
 
@@ -33,7 +33,7 @@ from penstock.dataset import RemoteDataset
 from penstock.errors import SpecError, StateMismatch
 from penstock.tensors import Batch
 
-_KEY = "penstock"  # under which trainer_state.json holds the state of the data
+_KEY = "penstock"  # key of the data's state in trainer_state.json
 _ONE_FOR_BOTH = (
     "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': evaluating on train_dataset would "
     "move its place, and no checkpoint could be resumed"
@@ -50,29 +50,30 @@ _LOADED = (
 
 
 class RemoteTrainer(Trainer):
-    """A Trainer whose train_dataset is a RemoteDataset; an eval_dataset may be one, too. All else is as in Trainer.
+    """Trainer whose train_dataset is a RemoteDataset; an eval_dataset may be one, too. All else works as in Trainer.
 
-    Batches go to the model as they come, without the tensors that its forward does not take (args.remove_unused_columns): no
-    collator, no sampler and no loader workers take part. Where rows share a sample, the model gets no attention_mask, so that
-    it keeps them apart by their position_ids. A model whose forward takes no position_ids is refused; a few, such as OPT and
-    Falcon, take them and still do not keep rows apart. Every epoch has an order of its own. A checkpoint holds the state of the
-    data, and resuming costs the same at any step.
+    Batches go to the model without a collator, a sampler or loader workers. Tensors that the model's forward does not take are
+    removed (args.remove_unused_columns). If rows share a sample, the model gets no attention_mask and separates the rows by
+    their position_ids. A model whose forward takes no position_ids is refused. A few models, such as OPT and Falcon, take them
+    and still do not separate rows. Each epoch has a different order. A checkpoint holds the state of the data, and resuming
+    costs the same at any step.
 
-    Raises SpecError: train_dataset is no RemoteDataset, its batches do not match args, a data_collator would take no part, or
-    the model cannot keep the rows of a sample apart; from train(), if train_dataset was replaced.
-    Raises StateMismatch, from train(): the checkpoint is of other data or counts other batches, or training begins without a
-    checkpoint though a state was loaded into the data.
+    Raises:
+        SpecError: train_dataset is no RemoteDataset, its batches do not match args, a data_collator would have no effect, or
+            the model cannot separate the rows of a sample. From train() if train_dataset was replaced.
+        StateMismatch: from train(): the checkpoint belongs to other data or counts other batches, or training begins without
+            a checkpoint although a state was loaded into the data.
     """
 
     _place: _Place
-    _signature_columns: Any  # of Trainer's: what _set_signature_columns_if_needed finds
+    _signature_columns: Any  # Trainer's attribute, set by _set_signature_columns_if_needed
 
-    if not TYPE_CHECKING:  # to editors and type checkers the parameters are Trainer's, by their names
+    if not TYPE_CHECKING:  # editors and type checkers see Trainer's named parameters
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._place = _Place()
-            # Before all others, of which one may save a checkpoint at a step's end: Trainer's own does when it is preempted.
+            # First: a later callback may save a checkpoint at a step's end, as Trainer's own does on preemption.
             self.callback_handler.callbacks.insert(0, self._place)
             self._warn_of_no_generation()
             if self.train_dataset is not None:
@@ -80,13 +81,13 @@ class RemoteTrainer(Trainer):
                 self._warn_of_another_task()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The batches of this rank. Trainer's own loader would join several into one, and shard each rank's share again."""
-        self._check_train_dataset()  # it may be another than at first
+        """Return this rank's batches. Trainer's own loader would collate batches and shard the rank's share again."""
+        self._check_train_dataset()  # the user may have replaced it
         self._place.data = self.train_dataset
         return _Loader(self.train_dataset, self._for_the_model)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
-        """The batches of this rank, if the dataset is a RemoteDataset."""
+        """Return this rank's batches if the dataset is a RemoteDataset; otherwise Trainer's loader."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
@@ -94,12 +95,12 @@ class RemoteTrainer(Trainer):
         return loader
 
     def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
-        """The batches of this rank, if the dataset is a RemoteDataset."""
+        """Return this rank's batches if the dataset is a RemoteDataset; otherwise Trainer's loader."""
         loader: DataLoader[Any] = self._held_out(test_dataset) or super().get_test_dataloader(test_dataset)
         return loader
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Samples of an epoch, over all ranks."""
+        """Return the number of samples of an epoch, over all ranks."""
         if isinstance(dataloader, _Loader):
             return len(dataloader) * dataloader.data.spec.samples_per_step
         return int(super().num_examples(dataloader))
@@ -109,7 +110,7 @@ class RemoteTrainer(Trainer):
             raise SpecError(_ONE_FOR_BOTH)
         if not isinstance(data, RemoteDataset):
             return None
-        data.rewind(data.epoch)  # on the same batches each time, and that is meant
+        data.rewind(data.epoch)  # each evaluation uses the same batches on purpose: no warning
         return _Loader(data, self._for_the_model)
 
     def _check_train_dataset(self) -> None:
@@ -154,23 +155,23 @@ class RemoteTrainer(Trainer):
             )
 
     def _warn_of_no_generation(self) -> None:
-        """Else metrics would be computed of what was never generated."""
+        """Warn if nothing generates: metrics would be computed from predictions that were never generated."""
         if getattr(self.args, "predict_with_generate", False) and not isinstance(self, Seq2SeqTrainer):
             warnings.warn(
                 "predict_with_generate does nothing here, since it is Seq2SeqTrainer that generates. Combine the two: class "
                 "GeneratingTrainer(RemoteTrainer, Seq2SeqTrainer).",
-                stacklevel=3,  # of RemoteTrainer
+                stacklevel=3,  # the caller of RemoteTrainer
             )
 
     def _warn_of_another_task(self) -> None:
-        """Else an encoder would be given the answers that its decoder is to learn, and the loss would look fine."""
+        """Warn about the wrong task: an encoder would see the responses its decoder should learn; the loss looks fine."""
         has_encoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
         task = self.train_dataset.spec.task
         if has_encoder and task != "seq2seq":
             warnings.warn(
                 f"{type(self.model).__name__} has an encoder and a decoder, but with task={task!r} both are given one stream, "
                 "prompt and response. For prompts in and responses out pass task='seq2seq' to the dataset.",
-                stacklevel=3,  # of RemoteTrainer
+                stacklevel=3,  # the caller of RemoteTrainer
             )
         elif not has_encoder and task == "seq2seq":
             warnings.warn(
@@ -193,9 +194,9 @@ class RemoteTrainer(Trainer):
 
     @cached_property
     def _taken(self) -> frozenset[str]:
-        """The tensors that the model's forward takes, and those that a subclass of Trainer says it does.
+        """Names of the tensors that the model's forward takes, and those that a subclass of Trainer declares.
 
-        TRL's say which columns their own preparation of a dataset gives, and no more.
+        TRL's trainers declare only the columns that their own dataset preparation produces.
         """
         self._set_signature_columns_if_needed()
         said, self._signature_columns = self._signature_columns, None
@@ -204,7 +205,7 @@ class RemoteTrainer(Trainer):
         return taken
 
     def _for_the_model(self, batch: Batch) -> Batch:
-        if "position_ids" in batch:  # with a mask beside them, transformers lets a row attend to those before it
+        if "position_ids" in batch:  # with an attention_mask, too, transformers lets a row attend to earlier rows
             self._check_that_rows_stay_apart()
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
         if not self.args.remove_unused_columns:
@@ -219,9 +220,9 @@ class RemoteTrainer(Trainer):
 
 
 class _Place(TrainerCallback):
-    """Keeps the state of the data in trainer_state.json, and puts the data where a resumed run goes on.
+    """Callback that keeps the data's state in trainer_state.json, and restores it when a run resumes.
 
-    `data` is that of the loader that was made last.
+    `data` belongs to the loader that was made last.
     """
 
     def __init__(self) -> None:
@@ -230,7 +231,7 @@ class _Place(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
         assert self.data
-        if self.data.replay:  # Trainer's counts go on meanwhile, and those of the data do not
+        if self.data.replay:  # Trainer counts replayed batches, the data does not
             state.stateful_callbacks.pop(_KEY, None)
             return
         place = self.data.state_dict()
@@ -250,7 +251,7 @@ class _Place(TrainerCallback):
         if not state.global_step:
             if data.has_loaded:
                 raise StateMismatch(_LOADED)
-            data.rewind()  # a load would have the audit believe that this start resumes
+            data.rewind()  # after a load_state_dict the audit would take this start for a resume
             return
         saved = state.stateful_callbacks.get(_KEY)
         if saved is None:
@@ -268,13 +269,13 @@ class _Place(TrainerCallback):
 
 
 def _counted(state: TrainerState, args: TrainingArguments, data: RemoteDataset) -> int:
-    """The batches before this update, as Trainer will count them when it resumes."""
+    """Return the number of batches before this update, as Trainer will count them when it resumes."""
     num_epochs, num_updates = divmod(state.global_step, ceil(data.steps_per_epoch / args.gradient_accumulation_steps))
     return int(num_epochs * data.steps_per_epoch + num_updates * args.gradient_accumulation_steps)
 
 
 class _Loader(DataLoader[Any]):
-    """A RemoteDataset as a loader for Trainer; its length is an epoch's."""
+    """Loader of a RemoteDataset for Trainer; its length is the number of steps of an epoch."""
 
     def __init__(self, data: RemoteDataset, select: Callable[[Batch], Batch]) -> None:
         self.data = data
@@ -284,12 +285,12 @@ class _Loader(DataLoader[Any]):
         return self.data.steps_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Trainer calls this before every epoch."""
+        """Set the epoch; Trainer calls this before each epoch."""
         self.data.set_epoch(epoch)
 
 
 class _Steps(IterableDataset[Batch | None]):
-    """Trainer resumes by drawing the batches before the checkpoint and dropping them: for these it is given None."""
+    """Batches for Trainer, with None for those before the checkpoint: Trainer draws and drops them to resume."""
 
     def __init__(self, data: RemoteDataset, select: Callable[[Batch], Batch]) -> None:
         self._data, self._select = data, select

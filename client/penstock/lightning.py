@@ -1,4 +1,4 @@
-"""Lightning's Trainer on a RemoteDataset: an order of its own for every epoch, and checkpoints that resume at the next batch.
+"""Lightning Trainer for a RemoteDataset: a new order in each epoch; checkpoints resume at the next batch.
 
     from penstock.lightning import ExactResume, RemoteEpochs
 
@@ -25,44 +25,46 @@ from penstock.errors import SpecError, StateMismatch
 
 
 class RemoteEpochs(RemoteDataset):
-    """A RemoteDataset whose length is an epoch's: Lightning asks once, maybe in a resumed epoch, and cuts all to that.
+    """RemoteDataset with the length of a full epoch: Lightning reads it once, and applies it to all epochs.
 
-    For `train_dataloader` to return as it is, without a DataLoader: Lightning saves its state, and shards nothing else.
+    Lightning may read it in a resumed epoch, so the number of remaining steps would be wrong. `train_dataloader` returns this
+    object without a DataLoader: Lightning saves its state, and does not shard it.
     """
 
     def __len__(self) -> int:
         return self.steps_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of any RemoteDataset. In a replay none that resumes: Lightning's counts go on meanwhile, not the data's."""
+        """Return the state of RemoteDataset; in a replay one that cannot resume: only Lightning counts its batches."""
         return {"replay": self.replay} if self.replay else super().state_dict()
 
 
 class ExactResume(Callback):
-    """Sets the epoch of the data, and has a resumed run go on with the batch after the last that was trained on.
+    """Callback that sets the data's epoch, and resumes a run at the batch after the last trained one.
 
-    Lightning counts epochs and batches by itself, and resumes by that: from some checkpoints, such as those of an epoch's last
-    step, it would give an epoch once more, or leave one out. Its counts are put right where they can be; else it is refused.
+    Lightning counts epochs and batches separately, and resumes from its counts. From some checkpoints, such as one at an
+    epoch's last step, it would repeat or omit an epoch. The callback corrects these counts if possible, and raises otherwise.
 
-    Raises SpecError: train_dataloader is no RemoteEpochs, or a replay, which resumes nothing.
-    Raises StateMismatch: the checkpoint is of other batch sizes or ranks, or Lightning would go on with another batch than the
-    next.
+    Raises:
+        SpecError: train_dataloader is no RemoteEpochs, or a replay, which cannot resume.
+        StateMismatch: the checkpoint has another batch size or number of ranks, or Lightning would not continue with the next
+            batch.
     """
 
     def __init__(self) -> None:
         self._loop: dict[str, Any] | None = None  # the loop's part of the checkpoint
-        self._due: tuple[int, int] | None = None  # epoch and step of the batch that is to be trained on first
+        self._due: tuple[int, int] | None = None  # epoch and step of the first batch to train on
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Lightning calls this first, also where it validates or tests."""
+        """Reset; Lightning calls this first, also to validate or test."""
         self._loop = self._due = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Lightning calls this before the data is made."""
+        """Keep the loop's part of the checkpoint; Lightning calls this before it creates the data."""
         self._loop = checkpoint["loops"]["fit_loop"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Lightning calls this once its counts and the data are there."""
+        """Correct Lightning's counts and load the data's state; Lightning calls this after it has restored both."""
         data, loop, num_batches = _data_of(trainer), trainer.fit_loop, trainer.num_training_batches
         if self._loop is None:
             return
@@ -79,22 +81,22 @@ class ExactResume(Callback):
         epoch, step = state["epoch"], state["step"]
         epoch, step = self._due = (epoch, step) if step < num_batches else (epoch + 1, 0)
         has_ended = loop.restarting and loop.epoch_loop.batch_idx + 1 >= num_batches
-        if loop.restarted_on_epoch_end:  # Lightning looks for batches of the epoch that has ended, and counts it once more
+        if loop.restarted_on_epoch_end:  # Lightning requests batches of the ended epoch, and counts it again
             epoch, step = epoch - 1, data.steps_per_epoch
             for counts in (loop.epoch_progress.current, loop.epoch_progress.total):
                 counts.processed -= 1
         elif has_ended and loop.restarted_mid_epoch:
-            loop.reset_restart_stage()  # else the next epoch would not be counted
+            loop.reset_restart_stage()  # otherwise Lightning would not count the next epoch
         data.load_state_dict(state | {"epoch": epoch, "step": step})
         if step == data.steps_per_epoch:
-            data.set_epoch(epoch)  # or the next one would begin
+            data.set_epoch(epoch)  # otherwise the next epoch would begin
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Lightning calls this before it takes batches of an epoch, but for one in whose midst it resumes."""
-        _data_of(trainer).set_epoch(trainer.current_epoch)  # or every epoch would have the same order
+        """Set the data's epoch; Lightning calls this before each epoch, except one that it resumes partway."""
+        _data_of(trainer).set_epoch(trainer.current_epoch)  # otherwise each epoch would have the same order
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Lightning calls this with each batch before it trains on it."""
+        """Check the first batch after a resume; Lightning calls this before it trains on a batch."""
         if self._due is None:
             return
         state = _data_of(trainer).state_dict()
@@ -107,7 +109,7 @@ class ExactResume(Callback):
 
 
 def _state_in(loop: dict[str, Any]) -> dict[str, Any]:
-    """The state of the data behind the last batch that was trained on. Raises StateMismatch: the checkpoint has none."""
+    """Return the data's state after the last trained batch. Raises StateMismatch: the checkpoint has none."""
     states = loop["state_dict"].get("combined_loader") or [{}]
     if not states[0].keys() >= {"epoch", "step", "batch_size", "world_size"}:
         raise StateMismatch(
@@ -115,7 +117,7 @@ def _state_in(loop: dict[str, Any]) -> dict[str, Any]:
             "data it was cannot be told. Load the weights alone, and begin anew."
         )
     counts = loop["epoch_loop.batch_progress"]["current"]
-    # A batch that was given, and whose step failed, is not trained on.
+    # A batch that was yielded, but whose step failed, is not trained on.
     return {**states[0], "step": states[0]["step"] - (counts["ready"] - counts["processed"])}
 
 

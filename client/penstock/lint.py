@@ -1,4 +1,4 @@
-"""Advice: what a loop is warned of, because its loss or its checkpoints would tell too late, or never."""
+"""Warnings for the training loop about mistakes that its loss or its checkpoints would show late or never."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from penstock.state.state import Position
 from penstock.tensors import Batch
 from penstock.text import counted
 
-_MAX_CHECKED = 64  # batches of an iteration, for Whether any token has loss in them
-_RUN, _RUNS_SHARE = 8, 0.2  # what goes on beyond so many equal tokens is seldom text, and never such a share of it
-_SAMPLES_CHECKED = 16  # of a batch, for such runs
-_UNLEARNED_SHARE, _FEW_UNLEARNED = 0.25, 2  # of a batch's samples: so few may be chance
+_MAX_CHECKED = 64  # batches of an iteration, checked for a token with loss
+# Text seldom repeats one token more than 8 times, and such repeats never make up 20 % of it.
+_RUN, _RUNS_SHARE = 8, 0.2  # tokens, share of the tokens with loss
+_SAMPLES_CHECKED = 16  # samples of a batch, checked for repeated tokens
+# A few samples without loss may be chance: warn above both limits.
+_UNLEARNED_SHARE, _FEW_UNLEARNED = 0.25, 2  # share of a batch's samples, samples
 
 
 class Advice:
-    """Warns the loop of one iteration, of each thing once.
+    """Warnings for the loop of one iteration, each at most once.
 
-    `source` is asked how long some rows are; None: nobody is. `company` are the ranks that should be in the same epoch.
-    `num_batches` are those of the iteration.
+    `source` supplies the lengths of some rows; None skips those checks. `company` are the ranks that should be in the same
+    epoch. `num_batches` is the number of batches of the iteration.
     """
 
     def __init__(
         self, source: Source | None, spec: Spec, epoch: int, company: Company | None = None, num_batches: int = 2
     ) -> None:
         self._source, self._spec, self._epoch, self._company = source, spec, epoch, company
-        self._checked = min(2, num_batches)  # not the first batch if others follow: its loop would wait longer for it
+        # Check the second batch if there is one: a check of the first would delay the start of training.
+        self._checked = min(2, num_batches)
         self._had_labels = self._had_place = True
 
     def look_at(self, batch: Batch, number: int, *, has_place: bool) -> None:
-        """The loop is given batch `number` of the iteration; `has_place`: what state_dict tells is the place of this loop."""
+        """Check batch `number` of the iteration; `has_place`: state_dict returns the position of this loop."""
         if self._had_labels and number <= _MAX_CHECKED:
             self._had_labels = self._check_labels(batch, number)
         if self._source and number == self._checked:
@@ -69,7 +72,7 @@ class Advice:
         self._company = None
 
     def _check_labels(self, batch: Batch, number: int) -> bool:
-        """Whether any token has loss in a batch. Of one on a GPU nobody knows without waiting for it."""
+        """Whether any token of a batch has loss. Labels on a GPU pass: to read them would block."""
         labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
         is_fine = not labels or any(value.is_cuda or (value != IGNORED).any() for value in labels)
         if not is_fine:
@@ -87,14 +90,14 @@ class Advice:
         data = (spec.mix or source.dataset) + ("" if spec.split in (None, "all") else f", split={spec.split}")
         rows = source.some_lengths(spec, self._epoch)
         told = [*advice_on_lengths(spec, rows, batch.keys())]
-        has_labels = any(name.endswith("labels") for name in batch)  # else the loop makes its own
-        if has_labels and self._had_labels:  # else it was told of that already
+        has_labels = any(name.endswith("labels") for name in batch)  # without them the loop makes its own
+        if has_labels and self._had_labels:  # otherwise _check_labels has warned already
             told += advice_on_prompts(spec, rows, batch.keys())
         for text in told:
             _warn(f"{data}: {text}")
 
     def _check_lines(self, batch: Batch) -> None:
-        """Otherwise much of a GPU's time would go into samples of prompts. Where rows are cut, `_check_rows` tells."""
+        """Warn if many samples hold only prompts: they waste GPU time. For cut rows, `_check_rows` warns."""
         labels = batch.get("labels")
         if self._spec.cuts_rows or not self._had_labels or not isinstance(labels, torch.Tensor) or labels.is_cuda:
             return
@@ -106,9 +109,9 @@ class Advice:
             )
 
     def _check_runs(self, batch: Batch) -> None:
-        """Otherwise a model would learn the padding of rows that were padded before they were stored."""
+        """Warn if tokens repeat: the model would learn padding that was stored with the rows."""
         labels = next((value for side in SIDES if (value := batch.get(f"{side}labels")) is not None), None)
-        if not isinstance(labels, torch.Tensor) or labels.is_cuda:  # to look at one on a GPU is to wait for it
+        if not isinstance(labels, torch.Tensor) or labels.is_cuda:  # to read labels on a GPU would block
             return
         labels = labels[:_SAMPLES_CHECKED]
         repeats = (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] != IGNORED)
@@ -125,31 +128,32 @@ class Advice:
 
 
 def warn_as_advised(advice: Sequence[str]) -> None:
-    """What the server has to say before a run begins, to one of its ranks."""
+    """Pass the server's advice to one rank before a run begins."""
     for text in advice:
-        warnings.warn(text, stacklevel=4)  # where the dataset is made: before it are the two of __init__, and this
+        warnings.warn(text, stacklevel=4)  # the line that creates the dataset: above this and two frames of __init__
 
 
 def warn_of_joining(caller: FrameType | None) -> None:
-    """A DataLoader begins to iterate that will join batches, which are complete, and so add a dimension.
+    """Warn if a DataLoader will collate batches, which are complete, and so add a dimension.
 
-    Torch does not tell a dataset of that, but what calls `__iter__` has it in a variable. Who joins by a function of their own
-    may mean to; and of several workers one is enough to tell.
+    Torch does not pass that to a dataset, but the caller of `__iter__` holds it in a local variable. A custom collate_fn may
+    be intended: no warning. Only the first worker warns.
     """
+    # Before Python 3.13, f_locals of the loop's frame would keep its objects alive until the loop ends.
     if caller is None or "auto_collation" not in caller.f_code.co_varnames:
-        return  # before Python 3.13 a look at the variables of a loop would keep what they hold until it ends
+        return
     joins, collate_fn, worker = caller.f_locals.get("auto_collation"), caller.f_locals.get("collate_fn"), get_worker_info()
     is_usual = str(getattr(collate_fn, "__module__", "")).partition(".")[0] in ("torch", "transformers")
     if joins and is_usual and (worker is None or worker.id == 0):
         warnings.warn(
             "a DataLoader joins items of this dataset into tensors of one dimension more, and each item is a whole batch. Loop "
             "over the dataset itself, or pass batch_size=None to the DataLoader. In place of Trainer take RemoteTrainer.",
-            stacklevel=8,  # in the loop, without workers: before it are four of the loader, its fetcher, __iter__ and this
+            stacklevel=8,  # the loop, without workers: above four frames of the loader, its fetcher, __iter__ and this
         )
 
 
 def warn_of_repetition(spec: Spec, epoch: int) -> None:
-    """A loop begins anew the epoch that the loop before it was in. An evaluation means to."""
+    """Warn that a loop restarts the epoch of the loop before it. Evaluation does so on purpose."""
     if is_trained_on(spec):
         warnings.warn(
             f"epoch {epoch} is given once more from its first step, in the same order: call set_epoch(n) before the loop of "
@@ -161,7 +165,7 @@ def warn_of_repetition(spec: Spec, epoch: int) -> None:
 
 
 def warn_of_same_batch(spec: Spec, epoch: int) -> None:
-    """A loop calls next(iter(data)) in each step, as with loaders that shuffle at each iter()."""
+    """Warn that a loop calls next(iter(data)) in each step, as with loaders that reshuffle at iter()."""
     if is_trained_on(spec):
         warnings.warn(
             f"this is the third iteration in a row that begins at the first batch of epoch {epoch}, and the two before ended "
@@ -172,48 +176,48 @@ def warn_of_same_batch(spec: Spec, epoch: int) -> None:
 
 
 def warn_of_beginning_anew(spec: Spec, left: Position) -> None:
-    """set_epoch chooses once more the epoch in the midst of which the loop was left: interrupted, say, and started again."""
+    """Warn that set_epoch restarts an epoch that the loop left unfinished, for example after an interrupt."""
     if is_trained_on(spec):
         warnings.warn(
             f"set_epoch({left.epoch}) starts that epoch again from its first step, and the loop was left in its midst, after "
             f"{left.step:,} steps: it is given the same batches again. To go on there, call "
             f"data.load_state_dict(data.state_dict()) before the loop over epochs; to begin anew, data.rewind({left.epoch}).",
-            stacklevel=3,  # of set_epoch
+            stacklevel=3,  # the caller of set_epoch
         )
 
 
 def is_trained_on(spec: Spec) -> bool:
-    """Whether to see the same batches again is no evaluation, which means to."""
+    """Whether a loop trains on this spec. Evaluation repeats the same batches on purpose."""
     return spec.shuffle != "none" and spec.split not in ("validation", "test")
 
 
 def warn_of_discard(old: int, num_left: int, new: int) -> None:
-    """set_epoch leaves an epoch in the midst of which a state had put the loop."""
+    """Warn that set_epoch discards a position inside an epoch that load_state_dict set."""
     warnings.warn(
         f"set_epoch({new}) discards the position that load_state_dict set, with {counted(num_left, 'batch', 'batches')} left "
         f"of epoch {old}: epoch {new} starts at its first step. To go on instead, begin the loop over epochs at data.epoch.",
-        stacklevel=3,  # of set_epoch
+        stacklevel=3,  # the caller of set_epoch
     )
 
 
 def warn_of_lag(epoch: int) -> None:
-    """The loop has gone on with an epoch from a state, and names it as if it began there."""
+    """Warn that set_epoch restarts the epoch that the loop has just continued from a state."""
     warnings.warn(
         f"the loop went on with epoch {epoch} from a state that was loaded, and now set_epoch({epoch}) starts it again from "
         f"its first batch. If a loader loads the state, it does so when its loop begins, and data.epoch is not right before: "
         f"save the number of the epoch beside the state, and begin the loop over epochs there.",
-        stacklevel=3,  # of set_epoch
+        stacklevel=3,  # the caller of set_epoch
     )
 
 
 def warn_of_replay(replay: int) -> None:
-    """A state is asked for that does not tell of the loop."""
+    """Warn that state_dict of a replay does not hold the position of the loop."""
     warnings.warn(
         f"replay={replay} gives the same batches again and again, so none of the epoch counts as consumed: this state goes on "
         f"where the replay began.",
-        stacklevel=3,  # of state_dict
+        stacklevel=3,  # the caller of state_dict
     )
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=6)  # in the loop: before it are the iteration, its batches, look_at, what it calls, and this
+    warnings.warn(text, stacklevel=6)  # the loop: above the iteration, its batches, look_at, the check, and this

@@ -1,9 +1,9 @@
-"""The mix of a mixture: which datasets, with which weights, from which sample on.
+"""Mix of a mixture: its datasets and weights, and the samples where the weights change.
 
     wiki:0.7,code:0.3                           seven samples of wiki for three of code
-    wiki:7,code:3;wiki:1,code:1@1000000         from sample 1,000,000 on as many of each
+    wiki:7,code:3;wiki:1,code:1@1000000         from sample 1,000,000 on equally many of each
 
-Weights are exact: decimals as they are written, in the ratio they have to each other.
+Weights are exact: decimals as written; only their ratios matter.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from penstock.errors import SpecError
 
 
 def plain(value: Any) -> Any:
-    """A whole number as Python's own; anything else as it is, True and False among it, for whoever checks it to refuse."""
+    """Convert an integer type to int; return any other value unchanged, bools too, for the caller's check to refuse."""
     if isinstance(value, bool):
         return value
     try:

@@ -101,9 +101,9 @@ def _of_environment() -> tuple[int, int]:
 
 
 def _check_alone() -> None:
-    """Raises SpecError: srun or mpirun has started others beside this process, and none is told its rank.
+    """Raises SpecError: srun or mpirun started several processes, and none has a RANK.
 
-    Their own variables do not tell it: in a job of Slurm, mpirun's processes have those of the batch script, all the same.
+    The launchers' variables do not give the rank: in a Slurm job all of mpirun's processes inherit those of the batch script.
     """
     if "SLURM_PTY_PORT" in os.environ and os.environ.get("SLURM_PROCID") == "0":
         return  # a terminal, srun --pty, which only the first task has

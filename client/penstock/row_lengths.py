@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from penstock.spec import Spec
 from penstock.text import counted
 
-_CUT_SHARE = 0.1  # of the tokens; who cuts fewer means to. In seq2seq of the lines, too: a model learns how they end
-_PADDING_SHARE = 0.9  # of what is trained on
-_UNLEARNED_SHARE = 0.1  # of rows
+# Share of cut tokens; fewer are probably cut on purpose. In seq2seq also the share of cut lines: a model learns how they end.
+_CUT_SHARE = 0.1
+_PADDING_SHARE = 0.9  # share of padding in a batch's tokens
+_UNLEARNED_SHARE = 0.1  # share of rows
 _PAIRS = {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "labels")}
 
 
@@ -82,7 +83,7 @@ def _lines(spec: Spec, rows: Sequence[RowLength]) -> list[_Lines]:
 
 def _of_padding(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
     of_batch = "a batch" if spec.task == "causal" else f"a batch's {lines.plural}"
-    # Columns go with rows alone, and what an encoder reads is not packed.
+    # Passthrough columns need one row per sample, and an encoder's input cannot be packed.
     may_pack = spec.task == "causal" and set(tensors) <= {"input_ids", "attention_mask", "labels", "dataset_index"}
     or_packed = ", or put several into one sample with packing='best_fit'" if may_pack else ""
     mean = sum(lines.lengths) / len(lines.lengths)

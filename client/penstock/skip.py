@@ -51,7 +51,7 @@ def num_kept_before(ranges: Ranges, position: int) -> int:
 
 
 def first_new(ranges: Ranges, known: Ranges) -> int | None:
-    """The first position that ranges leave out and the known ones do not; None if there is none."""
+    """Return the first position in `ranges` that is not in `known`; None without one."""
     for start, stop in ranges:
         first = start
         for begin, end in known:

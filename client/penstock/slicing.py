@@ -1,4 +1,4 @@
-"""How the ranks of a run slice an epoch into steps. Plain arithmetic, the same for the server and for an audit."""
+"""Slicing of an epoch into steps of ranks. Plain arithmetic, shared by the server and the audit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from penstock.spec import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """Sample n = (step * world_size + rank) * batch_size + index of those after `offset`.
+    """Mapping from steps to samples: sample n after `offset` is (step * world_size + rank) * batch_size + index.
 
-    Samples are what the order gives; another world size or batch size slices the same order differently. Every rank has the
-    same number of steps: unequal ranks would hang the trainer's collectives. Of the `num_positions` of an epoch those in
-    `skipped`, half-open ranges, are no samples. `drop_last` decides what the last step is and no more: slicings that differ in
-    it
-    are equal.
+    Another world size or batch size slices the same order differently. Each rank has the same number of steps: unequal ranks
+    would hang the trainer's collectives. An epoch has `num_positions` positions; those in the half-open ranges `skipped` hold
+    no samples. `drop_last` decides only the last step: slicings that differ only in it are equal.
     """
 
     num_positions: int
@@ -30,7 +28,7 @@ class Slicing:
 
     @classmethod
     def of(cls, spec: Spec, num_positions: int) -> Self:
-        """That of an epoch in which a spec has so many positions."""
+        """Build the slicing of a spec's epoch with `num_positions` positions."""
         return cls(
             num_positions=num_positions,
             batch_size=spec.batch_size,
@@ -57,36 +55,36 @@ class Slicing:
 
     @cached_property
     def num_steps(self) -> int:
-        """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
+        """Steps of the epoch; `drop_last` omits an incomplete last one, otherwise the epoch's start fills it."""
         left = self.num_samples - self.num_left_out
         return left // self.samples_per_step if self.drop_last else -(-left // self.samples_per_step)
 
     @property
     def num_repeated(self) -> int:
-        """Samples from the epoch's start with which drop_last=false fills the last step."""
+        """Number of samples from the epoch's start that fill the last step under drop_last=false."""
         return max(0, self.num_left_out + self.num_steps * self.samples_per_step - self.num_samples)
 
     def counts_like(self, other: Slicing) -> bool:
-        """Whether each step begins at the same sample in both."""
+        """Whether each step begins at the same sample in both slicings."""
         return (self.offset, self.samples_per_step, self.skipped) == (other.offset, other.samples_per_step, other.skipped)
 
     def position(self, step: int) -> int:
-        """Where a step begins, or the epoch's end."""
+        """Return the position where a step begins, or the epoch's end."""
         return min(position_after(self.skipped, self.offset, step * self.samples_per_step), self.num_positions)
 
     def num_steps_before(self, position: int) -> int:
-        """How many steps begin before a position."""
+        """Count the steps that begin before a position."""
         return max(0, -(-self._number(position) // self.samples_per_step))
 
     def num_steps_within(self, position: int) -> int:
-        """How many steps have all of their samples before a position."""
+        """Count the steps that lie completely before a position."""
         return max(0, self._number(position) // self.samples_per_step)
 
     def step_of(self, position: int) -> tuple[int, int]:
-        """The (step, rank) that shows a position; it must lie after `offset`, and not be skipped."""
+        """Return the (step, rank) of a position, which must not be before `offset` or skipped."""
         step, within = divmod(self._number(position), self.samples_per_step)
         return step, within // self.batch_size
 
     def _number(self, position: int) -> int:
-        """That of the sample at a position; those before `offset` have negative ones."""
+        """Return the sample number at a position; negative before `offset`."""
         return num_kept_before(self.skipped, position) - self.num_left_out

@@ -1,4 +1,4 @@
-"""The source: one dataset on its servers, as one rank asks for it."""
+"""Source: requests of one rank for one dataset on its servers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _CACHE = "Does a cache on the way to the server leave the query out of what it k
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """What the server says of a spec: every parameter of it, the snapshot included, and what follows.
+    """A spec with all parameters resolved by the server, the snapshot included, and derived values.
 
     num_steps      steps of an epoch, the same for every rank
-    num_samples  samples of an epoch, over all ranks
-    vocab_size     every token id is below it; None if nobody knows
-    tensors        the names of what a batch holds on the wire
-    advice         what the run is to be told before it begins
+    num_samples    samples of an epoch, over all ranks
+    vocab_size     every token id is below it; None if unknown
+    tensors        names of a batch's tensors on the wire
+    advice         warnings for the run before it begins
     """
 
     spec: Spec
@@ -50,28 +50,28 @@ class Resolved:
 
 
 class Source:
-    """One dataset on servers that hold the same data. Raises SpecError: an address is none."""
+    """One dataset on servers that hold the same data. Raises SpecError: an address is invalid."""
 
     def __init__(self, servers: str | Sequence[str], dataset: str, *, rank: int, retry_seconds: float) -> None:
         if not isinstance(dataset, str) or dataset in ("", ".", "..") or "/" in dataset:
             raise SpecError(f"dataset must be a name (a folder a/b is the dataset a.b), not {dataset!r}", ("dataset",))
-        self.dataset = str.__str__(dataset)  # an enum's member is spelled otherwise
+        self.dataset = str.__str__(dataset)  # str() of a str enum's member would give another text
         self._addresses = _addresses(servers)
-        self._servers = Servers(self._addresses, rank)  # else each epoch would find out anew which of them fail
+        self._servers = Servers(self._addresses, rank)  # kept here so that epochs share which servers fail
         self._rank = rank
         self._retry_seconds = retry_seconds
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is known of the servers: times of this machine's clock mean nothing on another."""
+        """Return the state without the servers' health: its clock times mean nothing on another machine."""
         return {**self.__dict__, "_servers": Servers(self._addresses, self._rank)}
 
     def connect(self, allocate: Callable[[int], memoryview] | None = None, *, is_awaited: bool = True) -> Transport:
-        """Connections for one thread of this process. `allocate`: see Connection; `is_awaited`: see Transport."""
+        """Return a transport for one thread of this process. `allocate`: see Connection; `is_awaited`: see Transport."""
         return Transport(self._servers, retry_seconds=self._retry_seconds, is_awaited=is_awaited, allocate=allocate)
 
     def resolve(self, spec: Spec) -> Resolved:
-        """The spec with every parameter resolved. Raises the PenstockError that says why no server does."""
-        # What the latest snapshot is all ranks ask the same server: another may be some seconds behind.
+        """Resolve every parameter of a spec. Raises the PenstockError that fits the failure."""
+        # All ranks ask the same server for the latest snapshot: another server may lag by some seconds.
         servers = self._servers if spec.snapshot else Servers(self._addresses)
         target = f"{dataset_path(self.dataset)}/spec?{_query_of(spec)}"
         with closing(Transport(servers, retry_seconds=self._retry_seconds, first_contact=True)) as transport:
@@ -80,9 +80,9 @@ class Source:
         return resolved
 
     def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range, then: range = range(0)) -> list[wire.Frame]:
-        """The frames of `steps`, in order, or only the first few of them, but at least one; of a spec that a server resolved.
+        """Fetch the frames of `steps` in order: all, or the first few, but at least one. `spec` must be resolved.
 
-        `then` are the steps that will be asked for next, if all of these come.
+        `then` are the steps of the next request if all of these arrive.
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
         """
@@ -92,14 +92,14 @@ class Source:
             alike = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
             if alike:
                 return list(chain.from_iterable(alike))
-        # What fails may be one of the last steps only, and a response whose first bytes are sent cannot tell a reason any
-        # more. Step by step, those before it are delivered, and the one that fails tells why.
+        # Only a late step may fail, and a response that has begun can no longer carry a reason. A request for the first step
+        # alone delivers the steps before the failing one, and its refusal carries the reason.
         decode = self._decoder(spec, epoch, steps[:1])
         return transport.get(path + _query(spec, steps[:1]), lambda body: list(chain.from_iterable(decode(body))))
 
     def some_lengths(self, spec: Spec, epoch: int) -> list[RowLength]:
-        """How long each of an epoch's first rows is, before it is cut; none if the server does not tell at once."""
-        # Whatever a batch is, and not the shortest or the longest of a window.
+        """Return the uncut lengths of an epoch's first rows; empty if the server does not answer within a second."""
+        # Independent of the batch size, and unsorted: length buckets would give the shortest or longest rows of a window.
         few = replace(spec, batch_size=_FEW, world_size=1, drop_last=False, offset=0, skip=None, length_bucket_size=0)
         target = f"{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(few.to_query())}"
         try:
@@ -111,7 +111,7 @@ class Source:
         return list(places.values())
 
     def provenance(self, transport: Transport, spec: Spec, epoch: int, step: int) -> dict[str, Any]:
-        """For each sample of a batch the rows it is made of, as the server tells them.
+        """Fetch the source rows of each sample of a batch.
 
         Raises ServerUnavailable, and the PenstockError that fits a refusal.
         """
@@ -122,7 +122,7 @@ class Source:
         own = (self.dataset, spec.snapshot, spec.digest, epoch, self._rank)
 
         def decode(body: memoryview) -> Iterator[list[wire.Frame]]:
-            """Raises WireError after the last frames that are sound and were asked for."""
+            """Yield the requested frames. Raises WireError after the last valid ones."""
             missing = steps
             for frames in wire.decode_alike(body, steps):
                 if not missing:
@@ -143,9 +143,9 @@ def _query(spec: Spec, steps: range) -> str:
     return f"?start={steps[0]}&stop={steps[-1] + 1}&stride={steps.step}&{_query_of(spec)}"
 
 
-@lru_cache(maxsize=8)  # of an epoch all are alike
+@lru_cache(maxsize=8)  # all requests of an epoch have the same spec
 def _query_of(spec: Spec) -> str:
-    """Raises SpecError: it is longer than servers take."""
+    """Encode a spec as a query. Raises SpecError: it is longer than servers accept."""
     query = urlencode(spec.to_query())
     if len(query) > _MAX_QUERY:
         raise SpecError(
@@ -157,7 +157,7 @@ def _query_of(spec: Spec) -> str:
 
 
 def decode_object(body: memoryview) -> dict[str, Any]:
-    """A JSON object. Raises WireError: it is none."""
+    """Decode a JSON object. Raises WireError: the body is not a JSON object."""
     try:
         found = json.loads(bytes(body))
     except ValueError as error:
@@ -168,7 +168,12 @@ def decode_object(body: memoryview) -> dict[str, Any]:
 
 
 def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
-    """Raises WireError: it answers another question. Raises VersionMismatch: it does not answer any."""
+    """Decode a resolved spec.
+
+    Raises:
+        WireError: the response is for other parameters.
+        VersionMismatch: the response is not a spec of this version.
+    """
     try:
         answer = json.loads(bytes(body))
         size = answer["vocab_size"]
@@ -190,9 +195,9 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
 
 
 def _unlike(asked: Spec, resolved: Spec) -> list[str]:
-    """What a spec is resolved to that is not what was asked for. Of skips and mixes there are several spellings.
+    """Return resolved parameters that differ from the requested ones. Skips and mixes have several equal spellings.
 
-    Where None is asked for the server chooses, but for skip: that is None where nothing is skipped.
+    A requested None lets the server choose, except for skip: None means that nothing is skipped.
     """
     is_same = {"skip": asked.skipped() == resolved.skipped(), "mix": asked.mixed() == resolved.mixed()}
     found = {field.name: getattr(resolved, field.name) for field in fields(Spec)}
@@ -201,7 +206,7 @@ def _unlike(asked: Spec, resolved: Spec) -> list[str]:
 
 
 def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
-    """Each once; http:// may be left out."""
+    """Normalize and deduplicate server addresses; http:// may be omitted."""
     if isinstance(servers, set | frozenset):
         raise SpecError("servers must be a list: a set has no order, by which ranks are spread over servers", ("servers",))
     try:
@@ -218,15 +223,15 @@ def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def is_address(text: str) -> bool:
-    """Whether this addresses a server: a socket can be opened to it, and a path put behind it."""
+    """Whether a text is a server address: a socket can be opened to it, and a path appended to it."""
     try:
         url = httpx.URL(text)
         is_host = bool(url.host.encode("idna"))
-        port = urlsplit(text).port  # which httpx reads of digits of any script
+        port = urlsplit(text).port  # not httpx's: it accepts digits of any script
         is_named_twice = url.host in _SCHEMES and port is None  # http:/host and http://http://host
-    except (httpx.InvalidURL, ValueError):  # such as of a host with empty labels, as in a..b
+    except (httpx.InvalidURL, ValueError):  # for example a host with empty labels, a..b
         return False
-    # A port beyond 16 bits loses the rest of them on the way to the socket: another server would be asked.
+    # The socket truncates a port to 16 bits: the request would go to another server.
     is_port = url.port is None or 0 < url.port < 1 << 16
     is_open = not any(letter in "?#" or letter.isspace() for letter in text)
     return url.scheme in _SCHEMES and is_host and is_port and is_open and not is_named_twice

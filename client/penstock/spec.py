@@ -197,7 +197,7 @@ class Spec:
 
     @property
     def digest(self) -> str:
-        """A hash of every parameter, by which frames name the spec: 16 hex digits."""
+        """Hash of all parameters that frames carry to identify the spec: 16 hex digits."""
         return _digest_of(self)
 
     def to_query(self) -> dict[str, str]:

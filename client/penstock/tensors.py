@@ -1,4 +1,4 @@
-"""Tensors: what a training step takes, built from what travelled. Masks and labels are derived here, not sent."""
+"""Tensors of a training step, built from a received frame. Masks and labels are derived here, not sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 Batch = dict[str, Any]  # tensors, and lists of texts or bytes
 Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
-# Torch has no arithmetic on these; nor on uint64, but no type with arithmetic holds all of that.
+# Torch has no arithmetic on these types. It has none on uint64 either, but no wider type can hold all its values.
 _WIDENED = {"uint16": np.int32, "uint32": np.int64}
 
 
@@ -27,11 +27,11 @@ class _All(Container[str]):
         return True
 
 
-ALL: Container[str] = _All()  # tensors of a batch, whatever their names are
+ALL: Container[str] = _All()  # contains every tensor name
 
 
 def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> Batch:
-    """The tensors of a batch that are in `tensors`, int64 unless stated otherwise, pinned where asked for.
+    """Build the tensors of a batch that are in `tensors`: int64 unless stated otherwise, pinned if `pin_memory`.
 
     input_ids       [batch_size, width]
     attention_mask  [batch_size, width], 1 on tokens and 0 on padding
@@ -40,13 +40,13 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
     position_ids    [batch_size, width], from 0 in each document and in the padding, where boundaries travel (best_fit)
     cu_seqlens      int32 [documents and paddings + 1]: where each begins in the flattened batch, then the size of that
 
-    dataset_index   [batch_size], with dataset_index=1: of which of RemoteDataset.datasets each sample is
+    dataset_index   [batch_size], with dataset_index=1: index of each sample's dataset in RemoteDataset.datasets
 
-    Preference pairs have the first three twice, as chosen_input_ids, rejected_input_ids, ... Columns that travel keep their
+    Preference pairs have the first three twice, as chosen_input_ids, rejected_input_ids, ... Passthrough columns keep their
     names and values: tensors [batch_size, ...], and lists of str or bytes. Torch cannot calculate with uint16 and uint32, so
-    they become int32 and int64; uint64 stays, for `.to(torch.int64)` where the numbers are small.
+    they become int32 and int64. uint64 stays: convert small numbers with `.to(torch.int64)`.
 
-    On a GPU the same is made by penstock.feeding.device.unpack.
+    On a GPU, penstock.feeding.device.unpack builds the same tensors.
     """
     kind = kind_of(frame.alike.names)
     arrays, made = travelled(frame, kind), Batch()
@@ -73,7 +73,7 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
             made["position_ids"], positions = _new(arrays["input_ids"].shape, np.int64, pin_memory)
             begins = np.repeat(borders[:-1], np.diff(borders))
             np.subtract(_numbers(len(begins)), begins, out=positions.reshape(-1))
-        if "labels" in tensors:  # what a document begins with does not follow from the one before it
+        if "labels" in tensors:  # the previous document does not predict a document's first token
             made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
     for name in kind.columns:
         if name in tensors:
@@ -84,7 +84,7 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
 
 
 def names_of(travelling: Collection[str]) -> list[str]:
-    """The names of the tensors that `expand` gives for a frame with these tensors."""
+    """Return the names of the tensors that `expand` builds from a frame with these tensors."""
     kind = kind_of(tuple(travelling))
     made = [name for side in kind.sides for name in side.names]
     if "document_starts" in travelling:
@@ -93,16 +93,16 @@ def names_of(travelling: Collection[str]) -> list[str]:
 
 
 class _Side(NamedTuple):
-    """The samples of one side: what their ids, mask and labels are called, and what they are made of."""
+    """One side of the samples: the names of its ids, mask and labels, and of the parts they are built from."""
 
     names: tuple[str, str, str]
     parts: Parts
 
 
 class Lines(Generic[Array]):
-    """The samples of one side, as arrays of numpy or of torch. `numbers_of(ids)` are the numbers of their columns, [width].
+    """Samples of one side, as numpy arrays or torch tensors. `numbers_of(ids)` returns the column numbers, [width].
 
-    ids, targets  [batch_size, width], as they travelled; the targets are mostly the ids themselves
+    ids, targets  [batch_size, width], as received; the targets are mostly the ids
     """
 
     def __init__(self, side: _Side, arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> None:
@@ -113,18 +113,18 @@ class Lines(Generic[Array]):
 
     @property
     def targets(self) -> Array:
-        """What has loss from."""
+        """Ids to predict."""
         return self._arrays.get(self._parts.labels, self.ids)
 
     @cached_property
     def attended(self) -> Array | None:
-        """Which of the ids are no padding, bool; None for all of them."""
+        """Mask of the ids that are no padding, bool; None for all of them."""
         lengths = self._arrays.get(self._parts.lengths)
         return None if lengths is None else self._numbers_of(self.ids) < lengths[:, None]
 
     @cached_property
     def in_loss(self) -> Array | None:
-        """Which of the targets have a label, bool; None for all of them."""
+        """Mask of the targets that have a label, bool; None for all of them."""
         parts, travelled = self._parts, self._arrays.get
         targets, target_lengths = travelled(parts.labels), travelled(parts.label_lengths)
         loss_mask, prompt_lengths = travelled(parts.loss_mask), travelled(parts.prompt_lengths)
@@ -140,7 +140,7 @@ class Lines(Generic[Array]):
 
 
 class Kind(NamedTuple):
-    """What the tensors of a batch are: the sides of its samples, and the columns that travel beside them."""
+    """Kind of a batch: the sides of its samples, and its passthrough columns."""
 
     sides: tuple[_Side, ...]
     columns: tuple[str, ...]
@@ -148,7 +148,7 @@ class Kind(NamedTuple):
 
 @lru_cache
 def kind_of(travelling: tuple[str, ...]) -> Kind:
-    """The kind of a batch of which tensors of these names travel."""
+    """Return the kind of a batch whose frame has tensors of these names."""
     sides = tuple(
         _Side(
             (f"{side}input_ids", f"{side}attention_mask", f"{side}labels"),
@@ -162,9 +162,9 @@ def kind_of(travelling: tuple[str, ...]) -> Kind:
 
 
 def travelled(frame: Frame, kind: Kind) -> dict[str, npt.NDArray[Any]]:
-    """What `expand` takes of a frame: the parts of samples, cu_seqlens, and columns of types that torch has.
+    """Return the arrays that `expand` needs: parts of samples, cu_seqlens, and columns in types that torch has.
 
-    How many documents there are, and whether there is padding, is found out here: a GPU that is asked makes everybody wait.
+    Counts documents and detects padding here, on the CPU: on a GPU this would synchronize.
     """
     arrays = frame.tensors
     for side in kind.sides:
@@ -183,25 +183,25 @@ def travelled(frame: Frame, kind: Kind) -> dict[str, npt.NDArray[Any]]:
 
 
 def as_tensor(array: npt.NDArray[Any], pin_memory: bool) -> torch.Tensor:
-    """A copy of an array, of its own type."""
+    """Copy an array to a tensor of the same type."""
     return _copied(array, array.dtype, pin_memory)
 
 
 def _copied(array: npt.NDArray[Any], dtype: npt.DTypeLike, pin_memory: bool) -> torch.Tensor:
-    """A copy of an array as another type, written in one go."""
+    """Copy an array to a tensor of another type, in one pass."""
     tensor, out = _new(array.shape, dtype, pin_memory)
     out[...] = array
     return tensor
 
 
 def _new(shape: tuple[int, ...], dtype: npt.DTypeLike, pin_memory: bool) -> tuple[torch.Tensor, npt.NDArray[Any]]:
-    """A tensor of one of numpy's types, and the array of the same memory that it is written through."""
+    """Allocate a tensor of a numpy type; return it, and an array over the same memory to write through."""
     if pin_memory:
         of_torch = torch.from_numpy(np.empty(0, dtype)).dtype
-        # Without the device it would be whichever the trainer has made torch's default.
+        # Name the device: the trainer may have changed torch's default.
         tensor = torch.empty(shape, dtype=of_torch, device=CPU, pin_memory=True)
         return tensor, tensor.numpy()
-    array = np.empty(shape, dtype)  # in half of the time that torch takes
+    array = np.empty(shape, dtype)  # twice as fast as torch.empty
     return torch.from_numpy(array), array
 
 
@@ -211,19 +211,19 @@ def _numbers_of(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 @lru_cache(maxsize=8)
 def _numbers(count: int) -> npt.NDArray[np.int32]:
-    """0, 1, 2, ..., shape [count]; read-only, since all batches share it."""
-    return np.broadcast_to(np.arange(count, dtype=np.int32), count)  # torch.compile, which may trace this, knows no setflags
+    """Return 0, 1, 2, ..., shape [count]; read-only, because all batches share it."""
+    # Not setflags: torch.compile may trace this, and does not support it.
+    return np.broadcast_to(np.arange(count, dtype=np.int32), count)
 
 
 def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-    """Which tokens a token may attend to, [batch_size, 1, width, width]: itself and those before it in its own document.
+    """Build a causal attention mask per document, [batch_size, 1, width, width], for models that take a 4-D mask.
 
-    With torch.bool, True where it may, for torch's scaled_dot_product_attention. With a floating-point `dtype`, 0 where it may
-    and the lowest value elsewhere, to be added to scores, as eager attention does: added there, a bool mask would let tokens
-    look ahead.
+    A token may attend to itself and to earlier tokens of its document. With torch.bool the mask is True there, for torch's
+    scaled_dot_product_attention. With a floating-point `dtype` it is 0 there and the lowest value elsewhere, to add to scores,
+    as eager attention does: an added bool mask would let tokens look ahead. Memory grows with the square of width.
 
-    For models that take a mask of four dimensions; it takes width squared in memory. Raises SpecError: the batch has no
-    position_ids.
+    Raises SpecError: the batch has no position_ids.
     """
     if "position_ids" not in batch:
         raise SpecError("this batch does not tell where documents begin: use packing='best_fit' or mark_documents=True")
@@ -234,7 +234,7 @@ def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor
 
 
 def _unpacked(bits: npt.NDArray[Any], width: int) -> npt.NDArray[np.bool_]:
-    """Where a document or the padding begins, bool [batch_size, width]; every line begins one."""
+    """Unpack the starts of documents and padding, bool [batch_size, width]; each sample begins one."""
     starts = np.unpackbits(bits, axis=1, count=width, bitorder="little").view(np.bool_)
     starts[:, :1] = True
     return starts

@@ -10,7 +10,7 @@ DATASETS = "/v1/datasets"
 
 
 def dataset_path(dataset: str) -> str:
-    """The path of what a server tells of a dataset. Raises SpecError: no URL can hold the name."""
+    """Return the path of a dataset's description. Raises SpecError: no URL can hold the name."""
     try:
         return f"{DATASETS}/{quote(dataset, safe='')}"
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""The account: of each epoch, which samples were trained on once, which never, and which more than once."""
+"""Account of each epoch: the samples trained on once, never, and more than once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from penstock.audit.positions import positions_of
 from penstock.audit.reading import IntArray
 from penstock.slicing import Slicing
 
-_IN_FLIGHT_STEPS = 16  # by which ranks of a run that is killed may differ; a GPU is a few steps behind its loop
+# Tolerated difference between the ranks of a killed run, in steps: a GPU lags a few steps after its loop.
+_IN_FLIGHT_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Steps, half-open, of which these ranks have no record, though the run went on after them."""
+    """Steps [start, stop) without a record of these ranks, although the run continued after them."""
 
     epoch: int
     steps: tuple[int, int]
@@ -25,25 +26,25 @@ class Gap:
 
     @property
     def positions(self) -> IntArray:
-        """The samples that they are."""
+        """Positions of the samples in these steps."""
         run = intervals([self.steps])
         return covered(positions_of(self.leg.slicing, dict.fromkeys(self.ranks, run)))
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What became of an epoch's samples. Intervals are of positions, sorted and disjoint.
+    """Account of an epoch's samples. Intervals hold positions, sorted and disjoint.
 
-    due          samples that were due: all but those that were skipped, dropped, or not reached when the run ended
-    missing      those of them that were not trained on
+    due          samples that were due: all except those skipped, dropped, or not reached when the run ended
+    missing      due samples that were not trained on
     twice        samples that were trained on more than once
-    num_repeated samples from the epoch's start with which drop_last=false filled the last step; they do not count as trained
-    twice
+    num_repeated samples from the epoch's start that filled the last step under drop_last=false; they do not count as trained
+                 on twice
     num_ahead    samples that only some ranks had taken when the run ended
-    is_finished  the run came to its end, or left it for another epoch or order
-    steps_done   where all ranks came, in steps of the last leg
-    gaps         whose records of what is missing are not there
-    legs         how the run went through the epoch
+    is_finished  the run came to the epoch's end, or left it for another epoch or order
+    steps_done   step that all ranks reached, in steps of the last leg
+    gaps         steps and ranks without records, for the missing samples
+    legs         the run's course through the epoch
     """
 
     epoch: int
@@ -62,19 +63,19 @@ class Epoch:
 
     @property
     def num_due(self) -> int:
-        """Samples that were due."""
+        """Number of due samples."""
         return size(self.due)
 
     @property
     def is_proven(self) -> bool:
-        """Whether each sample that was due was trained on exactly once."""
+        """Whether each due sample was trained on exactly once."""
         return not len(self.missing) and not len(self.twice)
 
 
 def account_for(leader: RankHistory, ranks: Sequence[RankHistory], *, is_left: bool) -> Iterator[Epoch]:
-    """The account of each epoch that a run began, of the histories of all its ranks in one order of samples.
+    """Yield the account of each epoch that a run began, from the histories of all ranks in one order of samples.
 
-    `is_left`: from the last of them it went on in another order.
+    `is_left`: the run continued from the last epoch in another order.
     """
     last = leader.legs[-1]
     later = [leg for h in ranks for leg in h.legs if leg.started.in_run == last.started.in_run and leg.epoch > last.epoch]
@@ -91,7 +92,7 @@ def account_for(leader: RankHistory, ranks: Sequence[RankHistory], *, is_left: b
 def _account(
     epoch: int, legs: list[Leg], runs: dict[Slicing, dict[int, IntArray]], ranks: Sequence[RankHistory] | None
 ) -> Epoch:
-    """The account of an epoch of which so many steps were trained. `ranks` tell how far the run came, where it is the last."""
+    """Account for one epoch. `ranks` show how far the run came in its last epoch; None for earlier epochs."""
     last = legs[-1]
     num_steps = last.slicing.num_steps
     done = _pace(last, ranks) if ranks else num_steps
@@ -122,15 +123,15 @@ def _account(
 
 
 def _has_ended(last: Leg, ranks: Sequence[RankHistory]) -> bool:
-    """Whether some rank went through the epoch to its end."""
+    """Whether any rank reached the end of the epoch."""
     same = (leg for h in ranks for leg in h.legs if (leg.epoch, leg.started.in_run) == (last.epoch, last.started.in_run))
     return any(leg.has_end for leg in same)
 
 
 def _pace(last: Leg, ranks: Sequence[RankHistory]) -> int:
-    """How far the run came: as the slowest rank, if they differ by no more than ranks do when a run is killed.
+    """Return the step that the run reached: the slowest rank's, if ranks differ no more than in a killed run.
 
-    Else as the fastest: then records of the others are missing. Ranks of which there is nothing do not count.
+    Otherwise the fastest rank's: the records of the others are incomplete. Ranks without records do not count.
     """
     in_flight = max(_IN_FLIGHT_STEPS, 4 * last.begin.num_workers)
     present = [history for history in ranks if history.rank < last.slicing.world_size]
@@ -141,7 +142,7 @@ def _pace(last: Leg, ranks: Sequence[RankHistory]) -> int:
 
 
 def _front(last: Leg, history: RankHistory, num_workers: int) -> int:
-    """The step after those of a rank; with several workers of its loader, the next step of the one that came least far."""
+    """Return the step after a rank's last; with several loader workers, the next step of the slowest worker."""
     runs = join([leg.runs for leg in history.legs if (leg.epoch, leg.slicing) == (last.epoch, last.slicing)])
     if num_workers < 2:
         return max(last.first_step, int(runs[:, 1].max(initial=0)))
@@ -153,7 +154,7 @@ def _front(last: Leg, history: RankHistory, num_workers: int) -> int:
 
 
 def _runs(ranks: Sequence[RankHistory]) -> dict[tuple[int, Slicing], dict[int, IntArray]]:
-    """All that each rank trained on in each epoch and under each slicing; what it trained on again comes again."""
+    """Collect the steps that each rank trained on, by epoch and slicing; repeated steps appear repeatedly."""
     found: dict[tuple[int, Slicing], dict[int, list[IntArray]]] = {}
     for history in ranks:
         for leg in history.legs:
@@ -163,7 +164,7 @@ def _runs(ranks: Sequence[RankHistory]) -> dict[tuple[int, Slicing], dict[int, I
 
 
 def _given(slicing: Slicing, runs: dict[int, IntArray], legs: Sequence[Leg]) -> IntArray:
-    """The positions that were given under one slicing, where it was what counts; those given again are there again."""
+    """Return the positions trained on under one slicing, within its legs; repeated positions appear repeatedly."""
     layers, times = [], 1
     while layer := {rank: found for rank, run in runs.items() if len(found := covered(run, times))}:
         layers.append(positions_of(slicing, layer))
@@ -174,14 +175,14 @@ def _given(slicing: Slicing, runs: dict[int, IntArray], legs: Sequence[Leg]) -> 
 
 
 def _again(legs: Sequence[Leg]) -> Iterator[IntArray]:
-    """What legs gave of samples that an earlier one began behind: they had been trained on by then, recorded or not."""
+    """Yield the positions of a leg that lie before an earlier leg's start: they had been trained on, recorded or not."""
     furthest: Leg | None = None
     for leg in legs:
         if furthest and leg.start < furthest.start and len(leg.runs):
             given = positions_of(leg.slicing, dict.fromkeys(range(leg.slicing.world_size), covered(leg.runs)))
             again = clip(given, leg.start, min(leg.stop, furthest.start))
             yield without(again, intervals(furthest.slicing.skipped))
-        # Without a step or an end its state was loaded, and perhaps given up. What stops before its start was thrown away.
+        # A leg without a step or an end only loaded its state. A leg that stops before its start was discarded.
         counts = (len(leg.runs) or leg.has_end) and leg.start <= leg.stop
         if counts and (furthest is None or leg.start > furthest.start):
             furthest = leg

@@ -1,7 +1,7 @@
-"""Which starts of a rank are which of the leader's. Ranks have no name for a start in common, and either may lack some.
+"""Alignment of a rank's starts with the leader's. Ranks share no name for a start, and either may lack some.
 
-Each lists those in which it came to a batch, in the order in which they began. Where one lacks some of several from the same
-state, those are taken for the same in which both came about as far:
+Each rank lists its starts that reached a batch, in the order of their begins. If one rank lacks some of several starts from
+the same state, the alignment pairs starts that came about equally far:
 
     leader   start 1  0 ...... 62     start 2  40 ...... 79     start 3  40 . 41
     rank 1   start 1  0 ...... 61     start 2  40 ...... 80                         so its start 2 is the leader's start 2
@@ -15,15 +15,17 @@ from dataclasses import replace
 from penstock.audit.intervals import size
 from penstock.audit.record import Iteration, RankRecord, StartKey
 
-_UNKNOWN = 1 << 62  # more than all steps of a run: a start is left without one of the leader's only where there is none for it
-_MAX_UNKNOWN = 16  # starts that one way of pairing leaves out and another does not; of thousands not all ways are tried
+# More than all steps of a run: a start stays unpaired only if the leader has no start for it.
+_UNKNOWN = 1 << 62
+# The search drops a pairing that leaves out this many more starts than another: thousands of starts have too many pairings.
+_MAX_UNKNOWN = 16
 _Pairs = tuple[tuple[int, int], "_Pairs"] | tuple[()]
 
 
 def align(record: RankRecord, leader: RankRecord) -> RankRecord:
-    """The record of a rank whose starts know which of the leader's they are, as far as they are any.
+    """Return a rank's record with each start linked to the leader's start, if there is one.
 
-    Without those that are none and have no step: in them nothing was trained.
+    It drops unlinked starts without a step: they trained nothing.
     """
     own, theirs = record.starts, [start for start in leader.starts if record.rank < start.slicing.world_size]
     steps, their_steps = _steps_of(record.iterations), _steps_of(leader.iterations)
@@ -40,7 +42,7 @@ def align(record: RankRecord, leader: RankRecord) -> RankRecord:
 
 
 def _steps_of(iterations: Sequence[Iteration]) -> dict[int, int]:
-    """How many steps each start recorded."""
+    """Count the recorded steps of each start."""
     found: dict[int, int] = {}
     for iteration in iterations:
         number = iteration.start.number
@@ -49,15 +51,15 @@ def _steps_of(iterations: Sequence[Iteration]) -> dict[int, int]:
 
 
 def _match(own: Sequence[tuple[StartKey, int]], theirs: Sequence[tuple[StartKey, int]]) -> list[tuple[int, int]]:
-    """Pairs of equal keys, in both orders: as many as there can be, with the fewest steps that one of the two has alone.
+    """Pair starts of equal keys, in order on both sides: most pairs first, then fewest steps that only one side has.
 
-    Of pairs that are as good, the earliest of theirs.
+    Among equally good pairings it takes the earliest of `theirs`.
     """
     numbers: dict[StartKey, list[int]] = {}
     for number, (key, _) in enumerate(theirs):
         numbers.setdefault(key, []).append(number)
-    # Ways to pair those so far, as (how many of theirs are used up, cost, pairs), sorted: one that uses up more of theirs is
-    # kept only if it costs less. At first all steps of theirs count as alone.
+    # Pairings so far, sorted, as (number of `theirs` used up, cost, pairs). A pairing that uses up more is kept only if it
+    # costs less. Initially all steps of `theirs` count as unpaired.
     best: list[tuple[int, int, _Pairs]] = [(0, sum(steps for _, steps in theirs), ())]
     for one, (key, steps) in enumerate(own):
         ways = [(behind, cost + _UNKNOWN, pairs) for behind, cost, pairs in best]
@@ -77,7 +79,7 @@ def _match(own: Sequence[tuple[StartKey, int]], theirs: Sequence[tuple[StartKey,
 
 
 def _not_outdone(ways: Sequence[tuple[int, int, _Pairs]]) -> list[tuple[int, int, _Pairs]]:
-    """Those beside which no other has as few behind and costs as little."""
+    """Return the pairings that no other beats in both used-up starts and cost."""
     found: list[tuple[int, int, _Pairs]] = []
     most = min(cost for _, cost, _ in ways) + _MAX_UNKNOWN * _UNKNOWN
     for way in sorted(ways, key=lambda way: way[:2]):

@@ -24,7 +24,7 @@ _REFUSALS = (OutOfRange, DataError, SnapshotGone, UnknownDataset)
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """A batch that the server does not give as it was given; `now` is its digest, or where it is refused the reason."""
+    """A batch that the server now returns with other content; `now` is its digest, or the reason of a refusal."""
 
     dataset: str
     epoch: int

@@ -13,7 +13,7 @@ from penstock.audit.intervals import size
 from penstock.audit.reading import IntArray
 from penstock.audit.report import Order, Report
 
-_MAX_LISTED = 1000  # intervals of positions; how many there are is told besides
+_MAX_LISTED = 1000  # intervals of positions; a separate field gives their total number
 
 
 def facts_of(report: Report) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The history of a rank: what of its record led to where the run is, and what was thrown away."""
+"""History of a rank: the part of its record on the run's course, and the part that was thrown away."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OPEN = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One leg of a course: what an iteration of a rank gave, as far as it led to where the run is.
+    """One leg of a course: the kept part of a rank's iteration.
 
-    start, stop  positions from which on and up to which it is what counts; `stop` may be far past the epoch's end
-    runs         its steps that were recorded, half-open; a step that was recorded again is in a run of its own
-    has_end      it went through the epoch to its end
+    start, stop  positions [start, stop) of the leg; `stop` may be far past the epoch's end
+    runs         recorded steps as half-open intervals; a repeated step begins another interval
+    has_end      the iteration reached the epoch's end
     """
 
     begin: Begin
@@ -34,23 +34,23 @@ class Leg:
 
     @property
     def epoch(self) -> int:
-        """The epoch that it is of."""
+        """Epoch of the leg."""
         return self.begin.epoch
 
     @property
     def first_step(self) -> int:
-        """The step at `start`."""
+        """Step at `start`."""
         return self.begin.step
 
     @property
     def has_last_step(self) -> bool:
-        """Whether it gave the last step of the epoch."""
+        """Whether it recorded the last step of the epoch."""
         return len(self.runs) > 0 and int(self.runs[-1, 1]) == self.slicing.num_steps
 
 
 @dataclass(frozen=True, slots=True)
 class Thrown:
-    """Steps of a rank, half-open, that trained weights which were thrown away, and the start that resumed before them."""
+    """Steps [start, stop) of a rank whose trained weights were discarded, and the start that resumed before them."""
 
     epoch: int
     steps: tuple[int, int]
@@ -61,7 +61,7 @@ class Thrown:
 
 @dataclass(frozen=True, slots=True)
 class RankHistory:
-    """What became of what a rank recorded. `legs`, of its course, are in the order in which they were trained on."""
+    """Fate of a rank's record. `legs` is its course in the order of training."""
 
     rank: int
     starts: list[Start]
@@ -70,7 +70,7 @@ class RankHistory:
 
 
 def history_of(record: RankRecord, course: Course) -> RankHistory:
-    """What became of it, with what of it led to where the run is."""
+    """Split a rank's record into its course and the steps that were thrown away."""
     thrown = list(_thrown(record, course))
     return RankHistory(record.rank, record.starts, [_leg(kept) for kept in course], thrown)
 

@@ -41,7 +41,7 @@ def clip(found: IntArray, start: int, stop: int) -> IntArray:
 
 
 def covered(found: IntArray, times: int = 1) -> IntArray:
-    """Where at least so many of the intervals overlap: sorted, disjoint, and as few as possible."""
+    """Return where at least `times` intervals overlap: sorted, disjoint, and merged."""
     borders, where = np.unique(found, return_inverse=True)
     begun = np.zeros(len(borders), np.int64)  # intervals that begin at a border, less those that end there
     np.add.at(begun, where.reshape(-1), np.tile(np.array([1, -1]), len(found)))

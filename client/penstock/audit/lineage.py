@@ -1,7 +1,7 @@
-"""The course of a run: which of the batches that were recorded led to where it is, and which were thrown away.
+"""Course of a run: the recorded batches that led to its current weights, and those that were thrown away.
 
-A start that loaded a state goes on where that was saved. What was recorded after that place is thrown away: it trained weights
-that nobody kept. A start goes on from the latest one before it that came as far as this place, with all that led to that one.
+A start that loaded a state continues at the state's place. Records after that place are thrown away: they trained weights that
+were discarded. A start continues from the latest earlier start that came as far as this place, with that start's own course.
 
 Start 2 loads a state of step 60. Start 3 loads one of step 90, so it cannot be start 2's:
 
@@ -21,19 +21,19 @@ from itertools import chain
 from penstock.audit.reading import IntArray
 from penstock.audit.record import Iteration, Place, RankRecord
 
-Reach = Mapping[int, Place]  # of each start, by its number
+Reach = Mapping[int, Place]  # by start number: how far the start came
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What of an iteration led to where the run is: all of it, or what none of `resumed` threw away."""
+    """The part of an iteration on the course: all of it, except what `resumed` threw away."""
 
     iteration: Iteration
     resumed: tuple[Iteration, ...] = ()
 
     @property
     def runs(self) -> IntArray:
-        """The steps that these are."""
+        """The kept steps."""
         runs = self.iteration.own_runs
         for other in self.resumed:
             runs = self.iteration.runs_kept(runs, other)
@@ -41,11 +41,11 @@ class Kept:
 
     @property
     def stop(self) -> Place | None:
-        """The place where another iteration took over; None: its own end."""
+        """The place where another iteration took over; None: it kept its end."""
         return min((other.place for other in self.resumed), default=None)
 
     def has_behind(self, place: Place) -> bool:
-        """Whether a step after this place still counts: of a worker that was ahead of others when another iteration resumed."""
+        """Whether a step after this place counts: a worker was ahead of others when another iteration resumed."""
         return any(
             cut.slicing.position(step + 1) > place[1]
             for cut in self.resumed
@@ -54,7 +54,7 @@ class Kept:
         )
 
     def cut_by(self, other: Iteration) -> Kept:
-        """What is left of it where `other` resumes."""
+        """Return the part that remains after `other` resumes."""
         return replace(self, resumed=(*self.resumed, other))
 
 
@@ -62,7 +62,7 @@ Course = list[Kept]
 
 
 def reaches(leader: RankRecord, records: Sequence[RankRecord]) -> dict[int, Place]:
-    """How far all ranks that took part in a start of the leader's came: a state can have been saved up to there, not after."""
+    """Return how far all ranks came in each start of the leader: a state cannot have been saved after that place."""
     found = _reach(leader)
     for record in records:
         own = _reach(record)
@@ -76,7 +76,7 @@ def reaches(leader: RankRecord, records: Sequence[RankRecord]) -> dict[int, Plac
 
 
 def reach_of(record: RankRecord, reach: Reach) -> Reach:
-    """How far all ranks came in the starts of one, as far as they are the leader's, of which `reach` is."""
+    """Return how far all ranks came in each start of one rank; `reach` covers the leader's starts."""
     own = _reach(record)
     return {s.number: own[s.number] if s.in_run is None else reach[s.in_run] for s in record.starts}
 
@@ -91,16 +91,16 @@ def _reach(record: RankRecord) -> dict[int, Place]:
 
 
 def course_of(iterations: Sequence[Iteration], reach: Reach) -> Course:
-    """What led to where a rank is: iterations in their order, cut where a later one threw the rest away.
+    """Return the course of a rank: its iterations in order, cut where a later one threw the rest away.
 
-    `reach` is that of all ranks together.
+    `reach` is how far all ranks together came.
     """
-    courses: list[Course] = []  # what led to where each start came
+    courses: list[Course] = []  # by start number
     for iteration in iterations:
         number = iteration.start.number
         if number < len(courses):
             courses[number].append(Kept(iteration))
-            if number < len(courses) - 1:  # it goes on beside a later start
+            if number < len(courses) - 1:  # it continues in parallel to a later start
                 courses[-1].append(Kept(iteration))
         elif not courses:
             courses.append([Kept(iteration)])
@@ -111,7 +111,7 @@ def course_of(iterations: Sequence[Iteration], reach: Reach) -> Course:
 
 
 def cuts_of(course: Course) -> dict[int, list[Iteration]]:
-    """Of each start on a course, by its number, what took over from it, and from that in turn; each once."""
+    """Return, by start number, the iterations that took over from a start, directly or in turn; each once."""
     cuts: dict[int, dict[int, Iteration]] = {}
     for kept in reversed(course):
         own = cuts.setdefault(kept.iteration.start.number, {})
@@ -122,10 +122,10 @@ def cuts_of(course: Course) -> dict[int, list[Iteration]]:
 
 
 def follow(record: RankRecord, cuts: Mapping[int, Sequence[Iteration]]) -> Course:
-    """What of a rank's iterations is on the course of its leader, of which `cuts` are; all of its starts are the leader's.
+    """Return a rank's iterations on the leader's course. `cuts` are the leader's; all starts of the rank are the leader's, too.
 
-    A rank has no part in a start that stops before its first batch, nor in those of a world size that leaves it out. Where it
-    never began from that state, as where each rank evaluates by itself, it goes on beside that start.
+    A rank takes no part in a start that stops before its first batch, or whose world size excludes it. If the rank never
+    loaded the state of a cut, as when each rank evaluates alone, it continues in parallel to that start.
     """
     loaded = {start.key for start in record.starts}
     found: Course = []
@@ -138,7 +138,7 @@ def follow(record: RankRecord, cuts: Mapping[int, Sequence[Iteration]]) -> Cours
 
 
 def _resumed(courses: Sequence[Course], reach: Reach, resumed: Iteration) -> Course:
-    """What led to the place at which an iteration resumes."""
+    """Return the course up to the place where an iteration resumes."""
     place = resumed.place
     together = (course for course in reversed(courses) if reach[course[-1].iteration.start.number] >= place)
     for course in chain(together, reversed(courses)):
@@ -150,5 +150,5 @@ def _resumed(courses: Sequence[Course], reach: Reach, resumed: Iteration) -> Cou
         is_at_start = place[1] == 0 and not resumed.steps_of_others()
         if is_at_start and course[-1].iteration.begin.epoch < place[0]:
             return course
-    # None came so far: what it went on from is not in the ledger, or the end of it was lost with the machine.
+    # No course came this far: its source is not in the ledger, or the end of that ledger was lost with the machine.
     return [kept.cut_by(resumed) for kept in courses[-1] if kept.iteration.place < place]

@@ -1,4 +1,4 @@
-"""Orders of samples: which iterations belong to one run, also if its mix was changed after what was trained on."""
+"""Orders of samples: groups iterations by run, also if the run's mix changed after the consumed samples."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from penstock.mix import first_other, parse_mix
 from penstock.slicing import Slicing
 from penstock.state.state import goes_on, order_of
 
-_OF_MIXTURES = ("mix", "snapshot", "num_samples")  # what may become another in one run
+_OF_MIXTURES = ("mix", "snapshot", "num_samples")  # values that may change within a run
 
 OrderKey = tuple[tuple[str, object], ...]
 
 
 @dataclass(slots=True)
 class _Order:
-    """An order: the first epoch and position of it that were asked for, and when each rank first and last began in it."""
+    """An order: the first epoch and position in it that began, and each rank's first and last begin time."""
 
     values: dict[str, Any]
     first: Place
     began: dict[int, tuple[datetime, datetime]]
 
     def times(self, rank: int) -> tuple[datetime, datetime]:
-        """When a rank first and last began in it; if it never did, when the lowest rank did."""
+        """Return a rank's first and last begin time; the lowest rank's if this rank never began in it."""
         return self.began.get(rank) or self.began[min(self.began)]
 
     def goes_on_from(self, other: _Order) -> bool:
-        """Whether it is the other one, but for a mix that is another from where the run changed over to it."""
+        """Whether it equals the other order up to the sample where the run changed the mix."""
         epoch, position = self.first
         if epoch or not 0 < position <= other.values["num_samples"] or not goes_on(other.values, self.values, position):
             return False
@@ -42,20 +42,20 @@ class _Order:
 
 
 def _shared_rank(*orders: _Order) -> int:
-    """A rank that began in each, since the clocks of two may differ; -1 if none did."""
+    """Return a rank that began in every order, because ranks' clocks may differ; -1 without one."""
     return min(set.intersection(*(set(order.began) for order in orders)), default=-1)
 
 
 class Orders:
-    """The orders of some iterations. First all of these are added, then each can be asked about."""
+    """Orders of some iterations. Add all iterations first, then call `of` for each."""
 
     def __init__(self) -> None:
         self._orders: dict[OrderKey, _Order] = {}
-        # Of each the order that its run came to, and the sample of the first epoch up to which they agree.
+        # By order: its run's last order, and the end of the range of samples in the first epoch that both share.
         self._last: dict[OrderKey, tuple[OrderKey, float]] = {}
 
     def add(self, begin: Begin) -> None:
-        """An iteration."""
+        """Add an iteration."""
         key = _key_of(begin)
         first = (begin.epoch, Slicing.of(begin.spec, begin.num_samples).position(begin.step))
         order = self._orders.setdefault(key, _Order(dict(key), first, {}))
@@ -64,9 +64,9 @@ class Orders:
         order.began[begin.rank] = min(since, begin.time), max(until, begin.time)
 
     def of(self, begin: Begin) -> tuple[OrderKey, Begin, int]:
-        """The order that an iteration is accounted for in, which is the last one of its run.
+        """Return (order, iteration, stop): the audit counts an iteration in the last order of its run.
 
-        With it the iteration, of as many samples as that order has, and the position up to which it gave the same samples.
+        The returned iteration has that order's number of samples. Before position `stop` it yielded the same samples.
         """
         if not self._last:
             self._find_last()
@@ -76,7 +76,7 @@ class Orders:
         return last, replace(begin, num_samples=num_samples), int(stop)
 
     def _find_last(self) -> None:
-        """Orders are of one run if each goes on from another of them; the last is that in which an iteration began last."""
+        """Find each run's last order: orders belong to one run if they continue each other; the latest begin wins."""
         left = dict(self._orders)
         while left:
             run = {key: left[key] for key in _run_of(next(iter(left)), left)}
@@ -87,7 +87,7 @@ class Orders:
 
 
 def _run_of(key: OrderKey, orders: Mapping[OrderKey, _Order]) -> dict[OrderKey, float]:
-    """The orders of the run that one is of, each with the sample of the first epoch up to which it agrees with that one."""
+    """Return all orders of one order's run, each with the end of the samples that both share in the first epoch."""
     found = {key: inf}
     queue = [key]
     for one in queue:
@@ -100,5 +100,5 @@ def _run_of(key: OrderKey, orders: Mapping[OrderKey, _Order]) -> dict[OrderKey, 
 
 
 def _key_of(begin: Begin) -> OrderKey:
-    """What decides which sample stands where in an epoch: of one order if it is equal."""
+    """Return the values that decide the order of an epoch's samples: equal keys mean one order."""
     return tuple({"dataset": begin.dataset, **order_of(begin.spec), "num_samples": begin.num_samples}.items())

@@ -1,4 +1,4 @@
-"""Reading ledgers: files -> iterations with the steps and digests of their batches, and the lines that cannot be read."""
+"""Ledger reader: files -> iterations with the steps and digests of their batches, and unreadable lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Digests = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
 _CHUNK_BYTES = 4 << 20
-_MANY_LINES = 100  # that processes cannot have left as torn ones
+_MANY_LINES = 100  # more unreadable lines than killed processes leave
 _BEGIN_LINE = re.compile(rb"^begin .*$", re.MULTILINE)
 _NEWLINE, _SPACE = 10, 32
 _DIGEST = slice(STEP_COLUMNS + 1, STEP_COLUMNS + 17)
@@ -34,13 +34,13 @@ _LINE_COLUMNS = _CHECK.stop
 
 @dataclass(slots=True)
 class Part:
-    """What one file says of one iteration. `steps` and `digests`, shape [batches], are in the order of the file.
+    """Records of one iteration in one file. `steps` and `digests`, shape [batches], are in the order of the file.
 
-    `time` is that of its begin line, but never before that of another line above it, whatever the clock said; `last_time` that
-    of the begin line with which it last went on after another.
+    `time` is the time of its begin line, but never earlier than that of a line above it, even if the clock went back.
+    `last_time` is the time of its last begin line, after lines of another iteration.
 
-    Two things only all files together tell, and the audit puts them in, see Orders.of: `begin` then tells as many samples as
-    the order has that its run came to, and `stop` is the position up to which it is of that order.
+    The audit sets two values that depend on all files, see Orders.of. The number of samples in `begin` becomes that of the
+    run's last order. Before position `stop` the iteration belongs to that order.
     """
 
     begin: Begin
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Lines `first` to `last` of a file, counted from 1, that cannot be read. `is_torn`: as a process leaves its last one."""
+    """Unreadable lines `first` to `last` (inclusive, from 1) of a file. `is_torn`: the last line of a killed process."""
 
     path: Path
     first: int
@@ -64,7 +64,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one file says. `parts` are in the order in which they begin."""
+    """Contents of one file. `parts` are in the order of their begins."""
 
     parts: list[Part]
     damages: list[Damage]
@@ -72,7 +72,7 @@ class Reading:
 
 @contextmanager
 def told_of(path: Path) -> Iterator[None]:
-    """Raises LedgerError: what is done with a ledger fails."""
+    """Convert an OSError in the block to a LedgerError that names the ledger."""
     try:
         yield
     except OSError as error:
@@ -80,9 +80,9 @@ def told_of(path: Path) -> Iterator[None]:
 
 
 def read_begins(path: Path, nbytes: int = sys.maxsize) -> Iterator[Begin]:
-    """The iterations that the first bytes of a file hold, each of a later time than those above it, whatever the clock said.
+    """Yield the iterations in the first `nbytes` of a file, with increasing times even if the clock went back.
 
-    Raises LedgerError: it cannot be opened, or is of another version.
+    Raises LedgerError: the file cannot be opened, or another version wrote it.
     """
     found: set[bytes] = set()
     time = datetime.min.replace(tzinfo=UTC)
@@ -95,9 +95,9 @@ def read_begins(path: Path, nbytes: int = sys.maxsize) -> Iterator[Begin]:
 
 
 def read_ledger(path: Path, nbytes: int = sys.maxsize) -> Reading:
-    """All that the first bytes of a file say. One that is empty, or was cut off in its first line, says nothing.
+    """Read the first `nbytes` of a file. A file that is empty, or truncated in its first line, has no parts.
 
-    Raises LedgerError: it cannot be read at all, holds something else, or is of another version.
+    Raises LedgerError: the file cannot be read at all, is no ledger, or another version wrote it.
     """
     parser = _Parser(path)
     for first_line, lines in _chunks(path, nbytes):
@@ -106,7 +106,7 @@ def read_ledger(path: Path, nbytes: int = sys.maxsize) -> Reading:
 
 
 def _chunks(path: Path, nbytes: int) -> Iterator[tuple[int, Bytes]]:
-    """The file in portions of whole lines, each closed by a newline, and the number of each portion's first line, from 1."""
+    """Yield (number of the first line, from 1; lines) in chunks of complete lines, each ended by a newline."""
     rest, number = b"", 1
     with told_of(path), path.open("rb") as file:
         while content := file.read(min(_CHUNK_BYTES, nbytes)):
@@ -122,20 +122,20 @@ def _chunks(path: Path, nbytes: int) -> Iterator[tuple[int, Bytes]]:
 
 
 class _Parser:
-    """Takes a file portion by portion. Lines of batches between two other lines are looked at all at once."""
+    """Parser of a file, chunk by chunk. It parses adjacent lines of batches with vector operations."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._parts: dict[bytes, Part] = {}  # by their begin lines: an iteration may begin again after another
+        self._parts: dict[bytes, Part] = {}  # by begin line, which an iteration repeats after lines of another
         self._found: dict[bytes, list[tuple[IntArray, Digests]]] = {}
         self._begin = b""
         self._time = datetime.min.replace(tzinfo=UTC)
-        self._bad: list[tuple[int, bool]] = []  # line numbers, and whether it looks torn
+        self._bad: list[tuple[int, bool]] = []  # line number, and whether the line looks torn
         self._last_line = 0
-        self._torn_before: set[int] = set()  # numbers of lines before which one may be torn
+        self._torn_before: set[int] = set()  # line numbers whose previous line may be torn
 
     def take(self, first_line: int, content: Bytes) -> None:
-        """The next portion."""
+        """Parse the next chunk."""
         ends = np.flatnonzero(content == _NEWLINE)
         starts = np.append(0, ends[:-1] + 1)
         is_batch = (ends - starts == _LINE_COLUMNS) & (content[starts] != MAGIC[0])
@@ -151,7 +151,7 @@ class _Parser:
         self._last_line = first_line + len(ends) - 1
 
     def finish(self) -> Reading:
-        """What was found. Raises LedgerError: nothing that a ledger holds."""
+        """Return the parsed contents. Raises LedgerError: the file is no ledger."""
         for begin, part in self._parts.items():
             if found := self._found[begin]:
                 part.steps = np.concatenate([steps for steps, _ in found])
@@ -178,7 +178,7 @@ class _Parser:
         return merged
 
     def _line(self, number: int, line: bytes) -> None:
-        """A line of another length than a batch's."""
+        """Parse a line that is no batch line."""
         if begin := _begin_of(self._path, line):
             self._begin = line
             self._time = max(self._time, begin.time)
@@ -189,13 +189,13 @@ class _Parser:
             self._parts[self._begin].has_end = True
         elif line:
             is_begin = line.startswith(MAGIC) or MAGIC.startswith(line)
-            if is_begin:  # of the line before it was left what its process wrote last, too
+            if is_begin:  # a process begins here: the line before may be the torn end of another
                 self._torn_before.add(number)
             self._bad.append((number, is_begin or (number > 1 and len(line) < _LINE_COLUMNS) or 0 in line))
 
     def _batches(self, first_line: int, content: Bytes, starts: IntArray) -> None:
         lines = np.lib.stride_tricks.sliding_window_view(content, _LINE_COLUMNS)[starts]
-        # Column by column: as many operations as a line has columns, however many lines there are.
+        # Column by column: the number of numpy operations does not grow with the number of lines.
         columns = np.ascontiguousarray(lines.T)
         sound = (columns[_CHECK.start - 1] == _SPACE) & (_hex(columns[_CHECK]) == _crc(columns[_TEXT], self._check))
         sound &= (_HEX[columns[_CHECK]] < 16).all(axis=0) & bool(self._begin)
@@ -205,7 +205,7 @@ class _Parser:
 
 
 def _begin_of(path: Path, line: bytes) -> Begin | None:
-    """What a begin line says; None for any other, and for one that is damaged. Raises LedgerError: of another version."""
+    """Parse a begin line; None for another or a damaged line. Raises LedgerError: another version wrote it."""
     text, _, check = line.rpartition(b" ")
     if not text.startswith(MAGIC) or f"{zlib.crc32(text):08x}".encode() != check:
         return None
@@ -216,7 +216,7 @@ def _begin_of(path: Path, line: bytes) -> Begin | None:
 
 
 def _table() -> npt.NDArray[np.uint32]:
-    """The CRC-32 of each byte, as zlib counts it."""
+    """Build the CRC-32 table of zlib, one entry per byte."""
     values = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         values = np.where(values & 1, (values >> 1) ^ np.uint32(0xEDB88320), values >> 1)
@@ -229,7 +229,7 @@ _HEX[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 
 
 def _crc(columns: Bytes, before: str) -> npt.NDArray[np.uint32]:
-    """The CRC-32 of each line, shape [lines], with a text put before it."""
+    """Compute the CRC-32 of each line prefixed with a text; shape [lines]."""
     crc = np.full(columns.shape[1], ~np.uint32(zlib.crc32(before.encode())), np.uint32)
     for column in columns:
         crc = _CRC[(crc ^ column) & 0xFF] ^ (crc >> np.uint32(8))
@@ -237,7 +237,7 @@ def _crc(columns: Bytes, before: str) -> npt.NDArray[np.uint32]:
 
 
 def _hex(columns: Bytes) -> Digests:
-    """The number that each line's columns spell in hex digits."""
+    """Parse each line's columns as a hexadecimal number."""
     number = np.zeros(columns.shape[1], np.uint64)
     for column in columns:
         number = (number << np.uint64(4)) | _HEX[column]
@@ -245,7 +245,7 @@ def _hex(columns: Bytes) -> Digests:
 
 
 def _steps(columns: Bytes) -> IntArray:
-    """The number that each line's columns spell in decimal digits after spaces; of both the last four bits are the value."""
+    """Parse each line's columns as a decimal number after spaces; a digit's or a space's low four bits are its value."""
     number = np.zeros(columns.shape[1], np.int64)
     for column in columns:
         number = number * 10 + (column & 15)

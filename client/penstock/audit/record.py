@@ -1,4 +1,4 @@
-"""The record of a rank: its starts and iterations, summed up in a few numbers each, so that many ranks fit into memory."""
+"""Record of a rank: its starts and iterations, a few numbers each, so that many ranks fit into memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ StartKey = tuple[Slicing, int, int, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of a rank: from a process's begin, or from a state that was loaded into it, up to the next.
+    """One start of a rank: from the begin of a process, or from a loaded state, up to the next start.
 
-    number     from 0, of the rank's own
-    begin      of its first iteration, of the worker that begins first; `last_step` is that at which the last one begins
-    resumes    it loaded a state, or is taken for one that did
-    in_run     the number of the leader's start that it is; None: of none
+    number     counts the rank's starts from 0
+    begin      of its first iteration, in the worker with the earliest step; `last_step` is the latest worker's first step
+    resumes    it loaded a state, or counts as if it did
+    in_run     number of the matching start of the leader; None without a match
     """
 
     number: int
@@ -36,12 +36,12 @@ class Start:
 
     @property
     def place(self) -> Place:
-        """Where it begins."""
+        """Place where the start begins."""
         return self.begin.epoch, self.slicing.position(self.begin.step)
 
     @property
     def key(self) -> StartKey:
-        """Equal for the ranks that start together; a start from the same state has it again."""
+        """Equal for ranks that start together, and for later starts from the same state."""
         return self.slicing, self.begin.epoch, self.begin.step, self.last_step, self.resumes
 
 
@@ -49,11 +49,11 @@ class Start:
 class Iteration:
     """One iteration of a rank over an epoch, by all workers of its loader.
 
-    begin        of the worker that begins first
-    first_steps  of each worker, as its begin line has it
-    runs         steps that were recorded, half-open, sorted, shape [runs, 2]; one that was recorded again begins a run anew
-    own_runs     those of them up to where its run changed over to another order of samples; mostly all
-    time         when it began, and `last_time` when it last went on after another; see Part
+    begin        of the worker with the earliest step
+    first_steps  by worker: the step of its begin line
+    runs         recorded steps as half-open intervals, sorted, shape [runs, 2]; a repeated step begins another interval
+    own_runs     the part of `runs` before the run changed to another order of samples; mostly all
+    time         its begin; `last_time` is when it last continued after another iteration; see Part
     """
 
     start: Start
@@ -68,17 +68,17 @@ class Iteration:
 
     @property
     def place(self) -> Place:
-        """Where it begins."""
+        """Place where the iteration begins."""
         return self.begin.epoch, self.slicing.position(self.begin.step)
 
     @property
     def reach(self) -> Place:
-        """Behind what it recorded, as far as that is of its run's order of samples."""
+        """Place after its last recorded step in its run's order of samples."""
         runs = self.own_runs
         return self.begin.epoch, self.slicing.position(int(runs[-1, 1])) if len(runs) else self.place[1]
 
     def may_have_saved(self, resumed: Iteration) -> bool:
-        """Whether the state with which another iteration resumes may be of this one: it was there, between two of its steps."""
+        """Whether this iteration may have saved the state that `resumed` loaded: it came there, between two steps."""
         place, last = resumed.place, max([resumed.begin.step - 1, *resumed.steps_of_others()])
         came_by = self.place <= place and (place[0], resumed.slicing.position(last + 1)) <= self.reach
         between = self.slicing.position(self.slicing.num_steps_before(place[1]))
@@ -87,18 +87,18 @@ class Iteration:
         return came_by and between == place[1] and counts
 
     def runs_kept(self, runs: IntArray, other: Iteration) -> IntArray:
-        """What of its runs is not thrown away where `other` resumes."""
+        """Return the part of its runs that is kept after `other` resumes."""
         if self.begin.epoch != other.begin.epoch:
             return runs if self.begin.epoch < other.begin.epoch else NONE
         if self.slicing != other.slicing:
             return clip(runs, 0, self.slicing.num_steps_before(other.place[1]))
         if not len(runs) or runs[-1, 1] <= other.begin.step:
-            return runs  # as mostly: of hundreds of starts only the next few begin before their end
+            return runs  # the usual case: of hundreds of starts only the next few begin before this end
         behind = [clip(runs, step, step + 1) for step in other.steps_of_others()]
         return join([clip(runs, 0, other.begin.step), *behind])
 
     def steps_of_others(self) -> list[int]:
-        """The steps after its first that a worker which was ahead of another had done already when it began."""
+        """Return steps after the first that workers ahead of the slowest had already done at the begin."""
         first, stride = self.begin.step, max(1, self.begin.num_workers)
         own = {worker: self.first_steps.get(worker, first) for worker in range(stride)}
         return sorted(step + worker for worker in own for step in range(first, own[worker], stride))
@@ -116,7 +116,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What a rank's ledgers hold of one order of samples, in the order in which the iterations began."""
+    """Records of a rank in one order of samples, sorted by the iterations' begins."""
 
     rank: int
     iterations: list[Iteration]
@@ -124,7 +124,7 @@ class RankRecord:
 
     @property
     def starts(self) -> list[Start]:
-        """Its starts, in their order."""
+        """Starts of the rank, in order."""
         return list({iteration.start.number: iteration.start for iteration in self.iterations}.values())
 
     @property
@@ -134,14 +134,14 @@ class RankRecord:
 
 
 def record_of(rank: int, parts: Sequence[Part], *, assume_fresh_weights: bool) -> RankRecord:
-    """What a rank's files hold of one order, of all their parts.
+    """Build a rank's record in one order, from the parts of all its files.
 
-    With `assume_fresh_weights` every start counts as one that loaded a state.
+    With `assume_fresh_weights` each start counts as if it loaded a state.
     """
     by_iteration: dict[tuple[object, ...], list[Part]] = {}
     for part in sorted(parts, key=lambda part: part.time):
         begin = part.begin
-        number = -1 if begin.num_workers else begin.iteration  # of workers of one round not all need have the same
+        number = -1 if begin.num_workers else begin.iteration  # workers of one pass may have different numbers
         name = (begin.launch, begin.num_loads, begin.round, number, begin.epoch, begin.spec)
         by_iteration.setdefault(name, []).append(part)
     iterations: list[Iteration] = []
@@ -156,7 +156,7 @@ def record_of(rank: int, parts: Sequence[Part], *, assume_fresh_weights: bool) -
 
 
 def _resumes(begin: Begin) -> bool:
-    """Whether it goes on where a state was saved. One that set_epoch put into an epoch before that of its state does not."""
+    """Whether it continues from a saved state. It does not if set_epoch chose an epoch before the state's."""
     went_back = not begin.num_workers and begin.state_epoch is not None and begin.state_epoch > begin.epoch
     return begin.num_loads > 0 and not went_back
 

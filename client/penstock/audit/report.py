@@ -1,4 +1,4 @@
-"""The report: what the ledgers of a run prove, as data."""
+"""Audit report: the facts that the ledgers of a run prove, as data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.audit.record import Changed, Iteration, Place, RankRecord, Start, 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A rank that went on from another state than the leader: no checkpoint makes what both trained on one run."""
+    """A rank that resumed from a different state than the leader: no checkpoint covers both in one run."""
 
     rank: int
     start: Start
@@ -27,7 +27,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """An epoch of which nothing is recorded, though a state that a start loaded shows that something of it was consumed."""
+    """An epoch without records, although a start loaded a state that had consumed a part of it."""
 
     epoch: int
     resumed: Start
@@ -35,13 +35,13 @@ class PassedOver:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What became of one order of samples: of one run, unless the ledgers are of several.
+    """Audit result of one order of samples: one run, unless the ledgers belong to several.
 
-    leader   the rank whose ledgers say how the run went
-    absent   ranks that took part, and of which there is no ledger
-    apart    ranks that did not go on from the leader's states
-    passed   epochs that a start resumed behind, and that are not recorded
-    left_by  the start that went on from the last epoch in another order of the dataset
+    leader   the rank whose ledgers define the course of the run
+    absent   ranks that took part, but have no ledger
+    apart    ranks that did not continue from the leader's states
+    passed   unrecorded epochs; a start resumed after them
+    left_by  the start that continued from the last epoch in another order of the dataset
     """
 
     key: OrderKey
@@ -56,21 +56,21 @@ class Order:
 
     @property
     def dataset(self) -> str:
-        """Its name on the server."""
+        """Name of the dataset on the server."""
         return self.leader.starts[0].begin.dataset
 
     @property
     def is_proven(self) -> bool:
-        """Whether each sample that was due was trained on exactly once an epoch, and was the same whenever it was seen."""
+        """Whether each due sample was trained on exactly once per epoch, with the same content each time."""
         return all(epoch.is_proven for epoch in self.epochs) and not self.changed and not self.apart and not self.passed
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the ledgers of a run say. `num_batches` counts those that were trained on twice as well.
+    """Audit result of a run's ledgers. `num_batches` also counts batches that were trained on twice.
 
-    num_lost       iterations of which nothing is recorded, before others of their launch
-    num_differing  batches that a server does not give as they were given, as far as one was asked, see compare
+    num_lost       iterations without records, before others of their launch
+    num_differing  checked batches that a server now returns with other content, see compare
     """
 
     paths: list[Path]
@@ -82,22 +82,23 @@ class Report:
 
     @property
     def is_proven(self) -> bool:
-        """Whether all orders are, and nothing is lost that might say otherwise; a torn line is what a killed process leaves."""
+        """Whether all orders are proven and no record is lost. A torn line, as of a killed process, does not count."""
         is_whole = not self.num_lost and not self.num_differing and all(damage.is_torn for damage in self.damages)
         return bool(self.num_batches) and is_whole and all(order.is_proven for order in self.orders)
 
     @property
     def by_workers(self) -> bool:
-        """Whether loader workers noted some of what counts: what they handed to the loader, not what reached the loop."""
+        """Whether loader workers recorded some steps: those passed to the loader, not those that reached the loop."""
         histories = [history for order in self.orders for history in order.ranks]
         return any(leg.begin.num_workers for history in histories for leg in history.legs)
 
 
 def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Report:
-    """What the ledgers at these paths prove, all ranks' and all starts'. In memory is one rank at a time.
+    """Audit the ledgers at these paths, of all ranks and starts. Memory holds one rank at a time.
 
-    With `assume_fresh_weights`, a start that loaded no state throws away what was recorded after its first step, as one that
-    did.
+    With `assume_fresh_weights`, a start without a loaded state discards the records after its first step, as a start with a
+    state does.
+
     Raises LedgerError: a file cannot be read at all.
     """
     damages: list[Damage] = []
@@ -129,7 +130,7 @@ def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Repor
 
 
 def _sizes(paths: Sequence[Path]) -> dict[Path, int]:
-    """How many bytes each file has now: a run may go on writing, and what is read twice must be the same."""
+    """Return the size of each file in bytes. A run may append, and both reads must see the same bytes."""
     sizes = {}
     for path in paths:
         with told_of(path):
@@ -138,7 +139,7 @@ def _sizes(paths: Sequence[Path]) -> dict[Path, int]:
 
 
 def _by_rank(ranks: Mapping[Path, set[int]]) -> list[list[Path]]:
-    """The files in groups that have no rank in common, by the ranks that each holds."""
+    """Group the files so that no two groups share a rank."""
     if any(len(found) > 1 for found in ranks.values()):
         return [list(ranks)]
     groups: dict[tuple[int, ...], list[Path]] = {}
@@ -149,7 +150,7 @@ def _by_rank(ranks: Mapping[Path, set[int]]) -> list[list[Path]]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What all ranks recorded in one order: of the leader, and of each rank; `reach` is that of the leader's starts."""
+    """Records of all ranks in one order, the leader's among them; `reach` covers the leader's starts."""
 
     leader: RankRecord
     records: list[RankRecord]
@@ -157,7 +158,7 @@ class _Run:
 
     @classmethod
     def of(cls, records: Sequence[RankRecord]) -> _Run:
-        """The run of these ranks."""
+        """Build the run of these ranks."""
         in_order = sorted(records, key=lambda record: record.rank)
         first = _leader(in_order)
         aligned = [align(record, first) for record in in_order]
@@ -192,10 +193,9 @@ def _make_order(key: OrderKey, runs: Mapping[OrderKey, _Run]) -> Order:
 
 
 def _leader(records: Sequence[RankRecord]) -> RankRecord:
-    """Who says how the run went: rank 0, which takes part whatever the world size.
+    """Return the leader: rank 0, which takes part in any world size, or a rank with all its starts and more.
 
-    Or a rank with all of its starts and more, of which it was killed before its first batch. Their clocks tell nothing: ranks
-    are on machines of their own.
+    Rank 0 was then killed before its first batch in the additional starts. Clocks do not help: ranks run on different machines.
     """
     first, *others = records
     for record in others:
@@ -206,7 +206,7 @@ def _leader(records: Sequence[RankRecord]) -> RankRecord:
 
 
 def _apart(record: RankRecord, course: Course, leader: RankRecord) -> Apart | None:
-    """Whether a rank has a start in its course that is none of the leader's, and the leader one that is none of the rank's."""
+    """Return the pair of unmatched starts if both the rank's course and the leader have one; None otherwise."""
     known = {start.in_run for start in record.starts}
     own = [kept.iteration.start for kept in course if kept.iteration.start.in_run is None]
     others = [start for start in leader.starts if start.number not in known and record.rank < start.slicing.world_size]
@@ -214,7 +214,7 @@ def _apart(record: RankRecord, course: Course, leader: RankRecord) -> Apart | No
 
 
 def _passed_over(leader: RankRecord) -> Iterator[PassedOver]:
-    """Of what was before the first start nothing is said: the ledgers may have been begun with it."""
+    """Yield unrecorded epochs that a start resumed after. Skips the first start: the ledgers may begin with it."""
     epochs: set[int] = set()
     starts: set[int] = set()
     for iteration in leader.iterations:
@@ -230,7 +230,7 @@ def _is_of_same_data(one: OrderKey, other: OrderKey) -> bool:
 
 
 def _left_by(course: Course, records: Sequence[RankRecord], others: Sequence[_Run]) -> Start | None:
-    """The start that went on in another order with weights that the last epoch of this one had trained."""
+    """Return the start that continued in another order with the weights of this order's last epoch."""
     epoch = course[-1].iteration.begin.epoch
     if not any(len(kept.runs) for kept in course if kept.iteration.begin.epoch == epoch):
         return None
@@ -244,9 +244,9 @@ def _left_by(course: Course, records: Sequence[RankRecord], others: Sequence[_Ru
 
 
 def _went_on(record: RankRecord, time: datetime, epoch: int, reach: Reach) -> Start | None:
-    """The first start of a rank that goes on after a time with what was trained on before it in an epoch of another order.
+    """Return a rank's first start after `time` that continues from the trained weights of another order's `epoch`.
 
-    One with a state from before this epoch, or with one that its own order had come to, has thrown that away.
+    A start whose state is from before this epoch, or from its own order's past, has discarded those weights.
     """
     firsts: dict[int, Iteration] = {}
     came: Place = (0, 0)

@@ -79,7 +79,7 @@ def _verdict(report: Report) -> str:
 
 
 def _named(key: dict[str, object]) -> Iterator[str]:
-    """What tells an order from others of its dataset: some always, the rest where it is set."""
+    """Yield the parameters that identify an order within its dataset: some always, the others if not the default."""
     usual = asdict(Spec(split="all"))
     for name in (*_ALWAYS_NAMED, *(name for name in key if name in usual and name not in _ALWAYS_NAMED)):
         if name in _ALWAYS_NAMED or key[name] not in (None, usual[name]):
@@ -198,9 +198,9 @@ def _problems(order: Order, orders: Sequence[Order]) -> Iterator[str]:
 
 
 def _strayed(order: Order, orders: Sequence[Order]) -> dict[int, str]:
-    """Of the absent ranks those that followed another order of the dataset, as with a seed of their own, and how it differs.
+    """Return, for absent ranks that followed another order (for example another seed), how that order differs.
 
-    Where ranks of this order did so, too, that was another time.
+    If ranks of this order followed the other one, too, it was another run: it does not count.
     """
     found, here = dict[int, str](), {history.rank for history in order.ranks}
     for other in orders:

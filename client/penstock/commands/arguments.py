@@ -51,7 +51,7 @@ def first_of(option: int | None, inside: int | None) -> int:
 
 
 def whole_number(text: str) -> int:
-    """A number from 0 that a person gave. Raises ArgumentTypeError: it is none."""
+    """Parse an integer >= 0 of the command line. Raises ArgumentTypeError: the text is not one."""
     if not (text.isascii() and text.isdigit() and len(text) <= 16):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0")
     return int(text)

@@ -28,10 +28,12 @@ _MAX_DIGITS = 18
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; 1 if it is no proof.
+    """Print the report; return 1 if it is no proof.
 
-    Raises LedgerError: a ledger cannot be read. Raises SpecError: wrong options. Raises ServerUnavailable: none answers, and
-    the report is of what the ledgers say.
+    Raises:
+        LedgerError: a ledger cannot be read.
+        SpecError: wrong options.
+        ServerUnavailable: no server answers; the report then covers only the ledgers.
     """
     sample, servers = _sample(arguments), [parse_address(url).server for url in arguments.server or []]
     paths = _paths(arguments.ledgers)

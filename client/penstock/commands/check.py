@@ -8,10 +8,10 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, what was found, and what to do where it is not well.
+    """Result of one check: its subject, the finding, and the remedy.
 
-    ok    as it should be
-    warn  jobs run, but slower or otherwise than they could
+    ok    no problem
+    warn  jobs run, but slower than possible, or differently
     fail  jobs do not run
     """
 

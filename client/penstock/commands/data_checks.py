@@ -1,4 +1,4 @@
-"""What `penstock doctor` looks at in the data: datasets and their snapshots, the block cache, and how fast batches come."""
+"""Data checks of `penstock doctor`: datasets and their snapshots, the block cache, and the bandwidth of batches."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LONG_SECONDS = 2.0
 
 
 def check_datasets(transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:
-    """A line a dataset, or for the one that is named; of very many only the first that are well have one of their own.
+    """Yield one check per dataset, or one for the named dataset. After 20 checks that pass, one line counts the rest.
 
-    Raises UnknownDataset and what else its description does.
+    Raises UnknownDataset, and the errors of describe_dataset.
     """
     num_well = 0
     for check in _check_each(transport, known, dataset):
@@ -51,7 +51,7 @@ def _check_each(transport: Transport, known: Mapping[str, Any], dataset: str | N
             yield Check("fail", "dataset", f"{refused['name']} is not served: {refused['error']}")
     everything = [one["name"] for kind in ("datasets", "mixtures", "refused") for one in known[kind]]
     if dataset is not None and dataset not in everything:
-        describe_dataset(transport, dataset)  # raises, with the names that come near
+        describe_dataset(transport, dataset)  # raises, and suggests similar names
 
 
 def _dataset(about: Mapping[str, Any]) -> Check:
@@ -96,7 +96,7 @@ def _dataset(about: Mapping[str, Any]) -> Check:
 
 
 def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """The block cache, which all datasets share."""
+    """Check the block cache, which all datasets share."""
     if not datasets:
         return
     cache = datasets[0]["cache"]
@@ -126,7 +126,7 @@ def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def check_bandwidth(server: str, transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:
-    """A few MiB of batches, as the client fetches them."""
+    """Measure the bandwidth of a few MiB of batches, fetched as the client does."""
     filled = [one for one in known["datasets"] if one["rows_served"] != 0]
     largest = sorted(filled, key=lambda one: one["size_bytes"], reverse=True)
     names = [one["name"] for one in (*largest, *known["mixtures"]) if dataset in (None, one["name"])]
@@ -139,7 +139,7 @@ def check_bandwidth(server: str, transport: Transport, known: Mapping[str, Any],
 
 def _pull(server: str, transport: Transport, dataset: str) -> Check:
     source = Source(server, dataset, rank=0, retry_seconds=RETRY_SECONDS)
-    # Long lines of padding do: of a small dataset the usual ones would measure how many requests can be made.
+    # Long padded samples suffice. Samples of the usual length in a small dataset would measure the request rate instead.
     resolved = source.resolve(Spec(seq_len=_SEQ_LEN, drop_last=False))
     if not resolved.num_steps:
         return Check("warn", "bandwidth", f"{dataset} holds no sample", "check its filter and its shards")
@@ -152,13 +152,13 @@ def _pull(server: str, transport: Transport, dataset: str) -> Check:
     [frame], first = pull(range(1))
     _, again = pull(range(1))
     steps = range(min(resolved.num_steps, max(2, RUN_BYTES // max(frame.nbytes, 1))))
-    pull(steps, steps)  # decodes on the server what is cold
+    pull(steps, steps)  # warms the server's cache
     before, elapsed = transport.num_bytes, 0.0
     while transport.num_bytes - before < _PULLED_BYTES and elapsed < _PULLED_SECONDS:
         elapsed += pull(steps, steps)[1]
     pulled = transport.num_bytes - before
     text = f"{pulled / elapsed / 1e6:,.0f} MB/s: {size(pulled)} of {dataset} in {elapsed:.2f} s"
-    if first - again > _LONG_SECONDS:  # and it is not the way that is slow
+    if first - again > _LONG_SECONDS:  # the network is not the cause: the second fetch was fast
         text += f"; the first batch took {first:.1f} s, while the server made its block"
     if pulled / elapsed < _SLOW_BYTES_PER_SECOND:
         return Check(

@@ -27,7 +27,7 @@ _NAME_WIDTH = 10
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a line a check; 1 if one fails. Raises SpecError: the address is none."""
+    """Print one line per check; return 1 if one fails. Raises SpecError: the address is invalid."""
     address = parse_address(arguments.address)
     terminal = Terminal.of(sys.stdout)
     tell(terminal.paint(printable(without_passwords(address.server)), BOLD))

@@ -54,10 +54,10 @@ class Figures:
 
 
 def measure(supply: Supply, seconds: float, tick: Tick, *, tokens_per_second: float | None = None) -> Figures:
-    """Pulls batches for so many seconds, at least one.
+    """Pull batches for `seconds`, at least one.
 
-    With `tokens_per_second` the loop takes its time over each, as a model of that speed does; without, it asks for the next at
-    once. Raises what the supply raises.
+    With `tokens_per_second` the loop spends time on each batch, as a model of that speed does; otherwise it requests the next
+    one at once. Raises what the supply raises.
     """
     waits = array("d")
     num_tokens = num_positions = 0

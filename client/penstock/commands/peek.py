@@ -20,7 +20,7 @@ from penstock.urls import batches_path, dataset_path
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the batch. Raises the PenstockError that says why there is none."""
+    """Print the batch. Raises the PenstockError that fits the failure."""
     address = parse_address(arguments.address)
     query = spec_query(arguments, address)
     epoch, rank = first_of(arguments.epoch, address.epoch), first_of(arguments.rank, address.rank)

@@ -1,4 +1,4 @@
-"""A server as a command asks it: quickly, and with one clear sentence where it does not answer."""
+"""Server access for commands: short timeouts, and one clear sentence if the server does not answer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from penstock.transport.servers import Servers
 from penstock.transport.transport import Transport
 from penstock.urls import DATASETS, dataset_path
 
-RETRY_SECONDS = 2.0  # a person waits: long enough for a hiccup, not for a restart
+RETRY_SECONDS = 2.0  # a user waits: long enough for a hiccup, too short for a restart
 _GREETING_SECONDS = 5.0
 
 
 def greet(server: str) -> dict[str, Any]:
-    """What a server says of itself. Raises ServerUnavailable: none answers. Raises PenstockError: what answers is none."""
+    """Return a server's /healthz.
+
+    Raises:
+        ServerUnavailable: no server answers.
+        PenstockError: the response is not a penstock server's.
+    """
     try:
         response = ask_aside(f"{server}/healthz", _GREETING_SECONDS)
     except httpx.RequestError as error:
@@ -51,24 +56,24 @@ def greet(server: str) -> dict[str, Any]:
 
 @contextmanager
 def connected(server: str) -> Iterator[Transport]:
-    """A transport to a server that answers. Raises what `greet` raises."""
+    """Open a transport to a server that answers. Raises what `greet` raises."""
     greet(server)
     with closing(Transport(Servers((server,)), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
         yield transport
 
 
 def get_json(transport: Transport, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The JSON object at a path. Raises the PenstockError that says why there is none."""
+    """Fetch the JSON object at a path. Raises the PenstockError that fits the failure."""
     return transport.get(f"{path}?{urlencode(query)}" if query else path, decode_object)
 
 
 def describe_dataset(transport: Transport, dataset: str) -> dict[str, Any]:
-    """What the server tells of a dataset or a mixture."""
+    """Fetch the description of a dataset or a mixture."""
     return get_json(transport, dataset_path(dataset))
 
 
 def dataset_of(address: Address, transport: Transport) -> str:
-    """The dataset that an address names. Raises SpecError: it names none; the message lists those of the server."""
+    """Return the dataset of an address. Raises SpecError: it names no dataset; the message lists the server's."""
     if address.dataset is not None:
         return address.dataset
     known = get_json(transport, DATASETS)

@@ -42,7 +42,7 @@ def check_versions(greeting: Mapping[str, Any]) -> Check:
 
 
 def check_proxies(server: str) -> Iterator[Check]:
-    """A proxy is seldom meant for batches, and mostly comes from an environment that nobody looks at."""
+    """Warn about a proxy: it is seldom meant for batches, and mostly comes from an overlooked environment variable."""
     if variable := proxy_of(server):
         yield Check(
             "warn",

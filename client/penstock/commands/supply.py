@@ -30,12 +30,12 @@ class Count:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supply:
-    """An endless row of batches; `num_bytes` and `num_retries` tell what it took so far.
+    """Endless supply of batches; `num_bytes` and `num_retries` count the cost so far.
 
     spec           with every parameter resolved, the snapshot included
-    num_steps      of an epoch
-    memory         where batches lie, in words
-    makes_tensors  as a loop gets them, which takes some of its time for each batch
+    num_steps      steps of an epoch
+    memory         location of batches, as a text
+    makes_tensors  builds tensors as for a loop, which costs some of the loop's time per batch
     """
 
     spec: Spec
@@ -129,7 +129,7 @@ def _check_steps(num_steps: int, spec: Spec) -> None:
 
 def _count_tensors(is_seq2seq: bool, batch: Mapping[str, Any]) -> Count:
     masks = [batch[f"{side}attention_mask"] for side in SIDES if f"{side}attention_mask" in batch]
-    if is_seq2seq:  # labels are samples of their own
+    if is_seq2seq:  # labels hold separate tokens, those of the response
         masks.append(batch["labels"] != IGNORED)
     return Count(num_tokens=sum(int(mask.sum()) for mask in masks), num_positions=sum(mask.numel() for mask in masks))
 

@@ -37,9 +37,9 @@ class Passage:
 
 
 class LineView(NamedTuple):
-    """One line of a tensor: its tokens, those and its padding, and those of its last row that are cut off.
+    """One sample of a tensor: its tokens, its tokens plus padding, and the tokens cut off its last row.
 
-    `noun` is what it is made of, where that is one row or one side of it; `limit` the parameter that it is cut by.
+    `noun` names its source if that is one row or one side of a row; `limit` is the parameter that cuts it.
     """
 
     noun: str
@@ -79,7 +79,7 @@ def padding_of(lines: Sequence[LineView]) -> float:
 
 
 def view(batch: Mapping[str, Any], provenance: Mapping[str, Any]) -> list[SequenceView]:
-    """The samples of a batch, from what the server answers to format=json and to .../provenance."""
+    """Build the view of a batch's samples from the server's responses to format=json and .../provenance."""
     shapes = {name: shape for name, _, shape in batch["tensors"]}
     lines = [line["sources"] for line in provenance["samples"]]
     is_mixed = any(source["dataset"] != batch["dataset"] for sources in lines for source in sources)

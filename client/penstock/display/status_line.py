@@ -1,4 +1,4 @@
-"""A line on stderr that is drawn anew again and again, on a terminal alone that can clear it."""
+"""Status line on stderr, redrawn in place; only on a terminal that can clear it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 class StatusLine:
-    """What a person who waits sees meanwhile; as a context it is gone afterwards."""
+    """Progress line for a waiting user; as a context manager it clears the line on exit."""
 
     def __init__(self) -> None:
         self._drawn_on: TextIO | None = None
@@ -22,25 +22,25 @@ class StatusLine:
 
     @property
     def is_seen(self) -> bool:
-        """Whether anybody sees it."""
+        """Whether a terminal shows the line."""
         try:
             return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        except (AttributeError, ValueError):  # there is none, or a closed one, or something else in its place
+        except (AttributeError, ValueError):  # stderr is missing, closed or replaced
             return False
 
     def draw(self, text: str) -> None:
-        """Draws the line, or draws it anew."""
+        """Draw or redraw the line."""
         if self.is_seen:
             stream = self._drawn_on = sys.stderr
-            with suppress(OSError, ValueError):  # it has no width, or no number: what is too long wraps
+            with suppress(OSError, ValueError):  # unknown width: a long line wraps
                 text = text[: max(0, os.get_terminal_size(stream.fileno()).columns - 1) or None]
             stream.write(f"\r{text}\x1b[K")
             stream.flush()
 
     def clear(self) -> None:
-        """Clears the line, if it is drawn."""
+        """Clear the line, if it is drawn."""
         if stream := self._drawn_on:
             self._drawn_on = None
-            with suppress(ValueError):  # it was closed since
+            with suppress(ValueError):  # the stream was closed since
                 stream.write("\r\x1b[K")
                 stream.flush()

@@ -1,4 +1,4 @@
-"""What a command prints to: a terminal that may not take every letter, or a reader that may leave."""
+"""Stdout of commands: the terminal may lack characters, and the reader of a pipe may close it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from penstock.printable import printable_lines
 
 
 class OutputFull(PenstockError):
-    """A command has printed more than there is room for."""
+    """A command's output does not fit on the disk."""
 
 
 def print_anything() -> None:
-    """From now on stdout and stderr take anything: a terminal without Chinese, or none at all, is no reason to fail."""
-    for number in range(3):  # of one that is closed the next file or socket has the number, and what is printed would go there
+    """Make stdout and stderr accept any text: a limited encoding or a closed stream must not fail a command."""
+    for number in range(3):  # otherwise the next file or socket would get a closed stream's number, and receive the output
         try:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.platform != "win32":
-        os.set_blocking(1, True)  # a pipe that does not wait would lose what comes while it is full
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  # a stdout that is closed is None
+        os.set_blocking(1, True)  # a full non-blocking pipe would lose output
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  # Python sets a closed stdout to None
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -36,9 +36,9 @@ def print_anything() -> None:
 
 @contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """What reads stdout, such as head, may have seen enough: the block then ends, and that is no error.
+    """End the block without an error if the reader of stdout, such as head, closes the pipe.
 
-    Raises OutputFull: it is a file, and its disk is full.
+    Raises OutputFull: stdout is a file on a full disk.
     """
     try:
         yield
@@ -53,7 +53,7 @@ def readers_may_leave() -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Prints what the exit status of a command sums up: where its reader has left, it goes on to that all the same."""
+    """Print a line before the exit status; if the reader has closed the pipe, the command continues."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -61,7 +61,7 @@ def tell(text: str) -> None:
 
 
 def report(text: str) -> None:
-    """Prints what a command does that goes on with it where nobody can read of it any more: a pipe is left, a disk is full."""
+    """Print progress of a command that continues even if the pipe is closed or the disk is full."""
     try:
         print(printable_lines(text), flush=True)
     except OSError:
@@ -69,10 +69,10 @@ def report(text: str) -> None:
 
 
 def complain(command: str, text: object) -> None:
-    """Prints on stderr what a command has to say of what people named: nothing of it that a terminal would obey."""
+    """Print an error of a command on stderr, with control characters escaped: the text may quote user input."""
     print(f"penstock {command}: {printable_lines(str(text))}", file=sys.stderr)
 
 
 def _give_stdout_up() -> None:
-    """From now on what is printed goes nowhere: Python would write the rest of it at its exit, and complain."""
+    """Discard all further output: otherwise Python would write the rest at exit, and print an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

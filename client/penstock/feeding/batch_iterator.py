@@ -1,4 +1,4 @@
-"""A feed: the batches of some steps, fetched ahead of the loop, each with the step and digest of its frame."""
+"""Batch iterator: batches of some steps, fetched ahead of the loop, each with its frame's step and digest."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from penstock.wire import Frame
 
 
 class BatchIterator:
-    """Iterates over the batches of `steps`, once; or over the first `replay` of them, again and again, for as many steps.
+    """Iterator over the batches of `steps`; with `replay`, the first `replay` batches repeat for len(steps) steps.
 
-    Its connections and its threads begin here, and end with `close`, which an exit of the interpreter calls, too.
+    It opens connections and starts threads; `close` ends them, which an exit of the interpreter calls, too.
     Raises what Source.frames raises.
     """
 
@@ -45,18 +45,18 @@ class BatchIterator:
         self._tensors = tensors
         self._num_batches = self._num_tokens = 0
         self._busy_seconds = 0.0
-        # Until it asked last, and when, while it waits for that. One tuple: another thread must not count a wait twice.
+        # (seconds waited so far, start of the current wait or None). One tuple: another thread must not count a wait twice.
         self._waits: tuple[float, float | None] = (0.0, None)
         device = destination.device
         self._transport = source.connect(None if device == CPU else partial(allocate_pinned, device))
         try:
             self._frames = fetch_ahead(source, self._transport, spec, epoch, steps[:replay], prefetch_bytes)
-        except BaseException:  # no more threads may be started, or Ctrl-C
+        except BaseException:  # no more threads can start, or Ctrl-C
             self._transport.close()
             raise
-        # An iterator that is still referenced is only closed when modules are taken apart. Daemon threads run no more then:
-        # who waits for one, or for a lock that it holds, waits for ever.
-        self.is_left = False  # by an interpreter that exits
+        # Without atexit, an iterator that is still referenced is closed only when the interpreter clears modules. Daemon
+        # threads no longer run then: a wait for one, or for a lock that it holds, never ends.
+        self.is_left = False  # True: the interpreter exits
         atexit.register(self._leave)
 
     def __iter__(self) -> Iterator[Item]:
@@ -82,7 +82,7 @@ class BatchIterator:
         items = self._made()
         if self._replay is None:
             return items
-        # A loop that takes something out of its batch must find it there again.
+        # Copy the dict: a loop that removes tensors from its batch must find them again in the next repeat.
         again = (item._replace(batch=dict(item.batch)) for item in cycle(items))
         return islice(again, self._num_steps)
 
@@ -93,12 +93,11 @@ class BatchIterator:
         return map(uncompiled(self._expanded), self._frames)
 
     def _expanded(self, frame: Frame) -> Item:
-        # As late as can be: what is written to memory that is used again now is still in the processor's cache when it is read,
-        # and what waits is as small as it travelled.
+        # Expand as late as possible: the loop then reads from the CPU cache, and waiting batches stay as small as on the wire.
         return Item.of(frame, expand(frame, pin_memory=self._destination.pin_memory, tensors=self._tensors))
 
     def stats(self) -> Stats:
-        """What this feed has done so far. Another thread may ask, too, such as one that watches whether the loop hangs."""
+        """Return the statistics so far. Any thread may call it, such as one that detects hangs of the loop."""
         waited, asked_at = self._waits
         waits = 0.0 if asked_at is None else time.perf_counter() - asked_at
         return Stats(
@@ -113,10 +112,10 @@ class BatchIterator:
         )
 
     def close(self) -> None:
-        """Stops the fetching and drops what is buffered. Idempotent.
+        """Stop fetching and drop the buffer. Idempotent.
 
-        Python may collect a dropped iterator in any thread. One of this package's own cannot wait for its own end, and may hold
-        a lock that closing needs: there a new thread does the closing, and nobody waits for it.
+        Python may collect a dropped iterator in any thread. A thread of this package cannot join itself, and may hold a lock
+        that `close` needs: there a new thread closes the iterator, without a join.
         """
         if is_own_thread():
             self.close_aside()
@@ -124,7 +123,7 @@ class BatchIterator:
             self._close()
 
     def close_aside(self) -> None:
-        """Has another thread do the closing, or what is left of it."""
+        """Close it, or finish its close, in a new thread."""
         own_thread("close", self._close).start()
 
     def _leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Batches on a GPU: what travelled is copied there as it is, on a stream of its own, and expanded there, one batch ahead."""
+"""Batches on a GPU: copies the received tensors on a separate stream and expands them there, one batch ahead."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from penstock.wire import Frame
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Destination:
-    """Where the loop's batches lie, and whether host memory is pinned for them."""
+    """Device of the loop's batches, and whether their host memory is pinned."""
 
     device: torch.device
     pin_memory: bool
 
 
 def check_device(device: str | int | torch.device | None) -> torch.device | None:
-    """The device that is meant; None where batches stay in host memory, pinned if there is a GPU.
+    """Return the torch device; None leaves batches in host memory, pinned if there is a GPU.
 
-    Raises SpecError: it is none that batches can be given on, here.
+    Raises SpecError: the device is invalid, or this machine does not have it.
     """
     if device is None:
         return None
@@ -44,7 +44,8 @@ def check_device(device: str | int | torch.device | None) -> torch.device | None
         found = None
     if found is None or found.type not in ("cpu", "cuda"):
         raise SpecError(f"device must be 'cpu', or a GPU such as 'cuda' or 'cuda:1', not {device!r}", ("device",))
-    is_there = (found.index or 0) < torch.cuda.device_count() and str(found) == str(name)  # of large numbers torch makes others
+    # torch truncates large device numbers to others: compare the names, too.
+    is_there = (found.index or 0) < torch.cuda.device_count() and str(found) == str(name)
     if found.type == "cuda" and not is_there:
         raise SpecError(
             f"device={device!r}, but torch sees {counted(torch.cuda.device_count(), 'GPU')} here. Install a torch with CUDA, "
@@ -55,9 +56,9 @@ def check_device(device: str | int | torch.device | None) -> torch.device | None
 
 
 def find_destination(device: torch.device | None, worker: Worker | None) -> Destination:
-    """Where an iteration that begins in this process gives its batches. 'cuda' is the GPU that is current now.
+    """Return the destination of batches for an iteration in this process. 'cuda' is the current GPU.
 
-    Raises PenstockError: a loader worker cannot give them there.
+    Raises PenstockError: a loader worker cannot yield batches on a GPU.
     """
     is_cuda = device is not None and device.type == "cuda"
     if worker:
@@ -66,9 +67,9 @@ def find_destination(device: torch.device | None, worker: Worker | None) -> Dest
                 f"DataLoader workers cannot give batches on device={str(device)!r}: a GPU belongs to the process of the loop. "
                 f"Iterate over the dataset itself, or with num_workers=0, or leave device out."
             )
-        return Destination(device=CPU, pin_memory=False)  # a DataLoader pins what its workers send
+        return Destination(device=CPU, pin_memory=False)  # a DataLoader pins its workers' batches
     if device is None:
-        # A process that was forked off one that has used the GPU cannot use it, nor pin memory.
+        # A fork of a process that has used the GPU can neither use it nor pin memory.
         return Destination(device=CPU, pin_memory=torch.cuda.is_available() and not torch.cuda._is_in_bad_fork())
     if not is_cuda:
         return Destination(device=CPU, pin_memory=False)
@@ -77,9 +78,9 @@ def find_destination(device: torch.device | None, worker: Worker | None) -> Dest
 
 
 def pack(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> Batch:
-    """What travelled and is needed for `tensors`: where it was received, if torch can copy it from there.
+    """Return the received arrays that `tensors` need, as tensors over the receive buffer if torch can copy from it.
 
-    If not, as with what came through a proxy, it is a copy, in pinned memory where asked for.
+    Otherwise, for example after a proxy, they are copies, pinned if `pin_memory`.
     """
     kind = kind_of(frame.alike.names)
     arrays = travelled(frame, kind)
@@ -94,7 +95,7 @@ def _on_host(array: npt.NDArray[Any], pin_memory: bool) -> torch.Tensor:
 
 
 def unpack(packed: Batch, tensors: Container[str] = ALL) -> Batch:
-    """What penstock.tensors.expand makes of the frame, where the packed tensors lie. On a GPU nothing waits for it."""
+    """Expand packed tensors on their device, as penstock.tensors.expand does. It never synchronizes with a GPU."""
     kind, made = kind_of(tuple(packed)), Batch()
     for side in kind.sides:
         lines = Lines(side, packed, lambda ids: torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device))
@@ -105,7 +106,7 @@ def unpack(packed: Batch, tensors: Container[str] = ALL) -> Batch:
         made.update(zip(side.names, (ids, mask, labels), strict=True))
     if "cu_seqlens" in packed:
         borders, ids = packed["cu_seqlens"], made["input_ids"]
-        # Without the size torch would ask the GPU for it, and wait.
+        # Without output_size torch would synchronize with the GPU to learn it.
         begins = torch.repeat_interleave(borders[:-1], borders.diff(), output_size=ids.numel())
         positions = (torch.arange(ids.numel(), device=ids.device) - begins).view(ids.shape)
         made["labels"].masked_fill_(positions == 0, IGNORED)
@@ -115,9 +116,9 @@ def unpack(packed: Batch, tensors: Container[str] = ALL) -> Batch:
 
 
 class OnDevice:
-    """Iterates over the batches of fetched frames, copied to a device and expanded there, one ahead of the loop.
+    """Iterator over batches that are copied to a device and expanded there, one batch ahead of the loop.
 
-    On a GPU the copy runs beside what the loop computes, and the loop's stream waits for it, not the loop.
+    On a GPU the copy overlaps with the loop's computation. The loop's stream waits for the copy; the loop itself does not.
     """
 
     def __init__(self, frames: Prefetch[Frame], device: torch.device, tensors: Container[str] = ALL) -> None:
@@ -134,16 +135,16 @@ class OnDevice:
             raise item
         if self._stream:
             self._hand_over(item.batch, self._stream)
-        # Not before: the loop's stream would wait for this one's copy, too.
+        # Only now: earlier, the loop's stream would wait for the next batch's copy, too.
         if self._frames.has_next:
             try:
                 self._ahead = self._send(next(self._frames))
-            except Exception as error:  # when it is this one's turn
+            except Exception as error:  # raised when the loop requests this batch
                 self._ahead = error
         return item
 
     def _send(self, frame: Frame) -> Item:
-        # The loop may be evaluating just now, and train on this batch: of a tensor of inference mode backward keeps nothing.
+        # The loop may evaluate now, and train on this batch later: backward does not work on inference tensors.
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
             sent = {
                 name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
@@ -156,13 +157,13 @@ class OnDevice:
         loop.wait_stream(stream)
         for value in batch.values():
             if isinstance(value, torch.Tensor):
-                # It was allocated for the other stream: without this a tensor that the loop drops would be given to the
-                # next copy while kernels that read it are still queued.
+                # The tensor was allocated on the copy stream. Without this call the allocator could reuse it for the next
+                # copy after the loop drops it, while queued kernels still read it.
                 value.record_stream(loop)
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all copies to a GPU. Each iteration's own would keep the memory that was allocated for it."""
+    """Return the stream of all copies to a GPU. A stream per iteration would keep its allocated memory."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]

@@ -19,5 +19,5 @@ class Item(NamedTuple):
 
     @classmethod
     def of(cls, frame: Frame, batch: Batch) -> Item:
-        """The item of what was made of a frame."""
+        """Build the item of a frame and the batch made from it."""
         return cls(batch, frame.step, frame.digest, count_tokens(frame))

@@ -1,4 +1,4 @@
-"""Pinned memory: host memory that a GPU copies from by itself. Bodies whose batches go to a GPU are received into it."""
+"""Pinned memory: host memory that a GPU copies from directly. Bodies for a GPU are received into it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from penstock.transport.buffers import MAX_BUFFER
 
 
 def allocate_pinned(gpu: torch.device, nbytes: int) -> memoryview:
-    """Pinned memory for a GPU. Torch uses it again once nobody looks at it and no copy to a GPU reads from it any more.
+    """Allocate pinned memory for a GPU. Torch reuses it once no reference and no running copy to a GPU is left.
 
-    It takes the next power of two of bytes, and torch keeps it: so what is larger than most bodies are is not pinned. Raises
-    what torch raises where there is no more.
+    It takes the next power of two of bytes, and torch never frees it: so memory above MAX_BUFFER is not pinned. Raises what
+    torch raises if no memory is left.
     """
     if nbytes > MAX_BUFFER:
         return memoryview(bytearray(nbytes))
-    # A thread begins on GPU 0, and would take some of its memory for every rank that has nothing on its own GPU yet.
+    # A new thread uses GPU 0: every rank that has not used its GPU yet would take some memory there.
     with torch.cuda.device(gpu):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
 
 
 def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor | None:
-    """A tensor of the same memory, where that is a tensor's own; None if it is not, or torch cannot look at it so.
+    """Return a tensor over an array's memory if a tensor owns it; None otherwise, or if torch cannot view it.
 
-    Torch knows by a tensor's storage which pinned memory a copy reads from. Of a tensor that it made of an array it would not
-    know, and what is received next would be written over what is still to be copied.
+    Torch tracks by a tensor's storage which pinned memory a copy reads from. It does not for a tensor made from an array: the
+    next body would overwrite bytes that are still to be copied.
     """
     owner: Any = array
     while isinstance(owner, (np.ndarray, memoryview)):

@@ -1,4 +1,4 @@
-"""Prefetch: a thread makes items ahead of the loop that takes them, within a budget of bytes."""
+"""Prefetch: a thread that produces items ahead of the loop, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from penstock.threads import own_thread, signal_of, start
 T = TypeVar("T")
 
 _CLOSE_SECONDS = 5.0
-_ORPHAN_SECONDS = 2.0  # after which a loader worker that waits looks whether its loader is gone
+_ORPHAN_SECONDS = 2.0  # between checks of a waiting loader worker for its parent process
 
 
 class Prefetch(Generic[T]):
-    """Iterates over the items of `groups`, in their order. A thread makes the groups, and hands each over as a whole.
+    """Iterator over the items of `groups`, in order. A thread produces the groups, and passes each on as a whole.
 
-    `nbytes(group)` is the size of one. At most `budget_bytes` are buffered, beside one group and what is left of the one before
-    it. `groups` is closed by its thread. `close` calls `interrupt()`, which makes a `next` of `groups` that is under way fail.
+    `nbytes(group)` is the size of a group. The buffer holds at most `budget_bytes`, plus one group and the rest of the one
+    before it. The thread closes `groups`. `close` calls `interrupt()`, which makes a running `next(groups)` fail.
 
-    It belongs to the process that made it: a fork has neither the thread nor, maybe, the lock, which the thread may hold just
-    then. There `next` raises PenstockError, and closing does nothing. Once it is closed, `next` raises PenstockError, too.
+    It works only in the process that created it: a fork does not have the thread, and perhaps inherits a lock that the thread
+    held. In a fork `next` raises PenstockError, and `close` does nothing. After `close`, `next` raises PenstockError, too.
 
-    So it does in a loader worker whose loader was killed: else the worker would wait for a server, and keep its files locked.
+    `next` also raises PenstockError in a loader worker whose parent was killed: otherwise the worker would wait for a server,
+    and keep its files locked.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class Prefetch(Generic[T]):
     ) -> None:
         self._generator, self._nbytes, self._interrupt = groups, nbytes, interrupt
         self._budget_bytes = budget_bytes
-        self._groups: deque[tuple[Sequence[T], int]] = deque()  # each with its size
+        self._groups: deque[tuple[Sequence[T], int]] = deque()  # each with its bytes
         self._groups_bytes = 0
-        self._hand: deque[T] = deque()  # what the consumer has left of a group
-        self._hand_item_bytes = 0.0  # the mean of that group
+        self._hand: deque[T] = deque()  # the rest of the consumer's current group
+        self._hand_item_bytes = 0.0  # mean of that group
         self._failure: BaseException | None = None
         self._finished = self._closed = False
         self._process, self._parent = os.getpid(), os.getppid()
@@ -65,27 +66,27 @@ class Prefetch(Generic[T]):
         while True:
             try:
                 return self._hand.popleft()
-            except IndexError:  # also if another thread closes it just now
+            except IndexError:  # also if another thread closes it concurrently
                 pass
-            self._take()  # not in the handler: what it raises has nothing to do with that error
+            self._take()  # outside the handler: its errors must not have the IndexError as their context
 
     @property
     def has_next(self) -> bool:
-        """Whether the next item is there, so that nobody waits for it."""
+        """Whether the next item is ready, so that `next` does not block."""
         return bool(self._hand or self._groups)
 
     @property
     def buffered_bytes(self) -> int:
-        """About the size of what is there and not yet consumed."""
+        """Approximate bytes that are buffered and not yet consumed."""
         return self._groups_bytes + round(len(self._hand) * self._hand_item_bytes)
 
     def close(self) -> None:
-        """Stops the thread and drops what is buffered. Idempotent."""
+        """Stop the thread and drop the buffer. Idempotent."""
         if os.getpid() != self._process:
             return
         with self._lock:
             self._closed = True
-            self._failure = None  # in its traceback is all of this: what was fetched would wait for the garbage collector
+            self._failure = None  # its traceback refers to this object: the cycle would keep fetched data in memory
             self._hand.clear()
             self._groups.clear()
             self._groups_bytes = 0
@@ -99,7 +100,7 @@ class Prefetch(Generic[T]):
             self._changed.notify_all()
 
     def _take(self) -> None:
-        """The next group comes to hand."""
+        """Take the next group."""
         try:
             self._take_once_there()
         except RuntimeError as error:
@@ -117,7 +118,7 @@ class Prefetch(Generic[T]):
                 self._hand_item_bytes = nbytes / max(len(group), 1)
                 self._changed.notify_all()
                 return
-            if self._closed:  # another thread did; a StopIteration would pass for the end of the epoch
+            if self._closed:  # by another thread; a StopIteration would pass for the end of the epoch
                 raise PenstockError("this iteration was closed, as all are when the interpreter exits: begin another one.")
             if self._failure:
                 raise self._failure
@@ -136,7 +137,7 @@ class Prefetch(Generic[T]):
                 self._changed.notify_all()
 
     def _work_ahead(self) -> None:
-        with closing(self._generator):  # or what it holds would stay until all of this is collected
+        with closing(self._generator):  # otherwise its resources would stay until this object is collected
             for group in self._generator:
                 with self._lock:
                     if self._closed:

@@ -1,4 +1,4 @@
-"""The tally: the figures of all iterations of a dataset in this process, those under way included."""
+"""Statistics of all iterations of a dataset in this process, running ones included."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _Counted = tuple[Stats, tuple[BatchIterator, ...]]
 
 
 class StatsAggregator:
-    """Counts the feeds of iterations, and what those that have ended came to. What is pickled or copied has no feeds.
+    """Sum of the running iterators' stats and those of ended ones. A pickled or copied aggregator has no iterators.
 
-    Both are one tuple, replaced as a whole: else another thread that asks while a feed ends might count it twice or not at all.
+    Both are in one tuple, replaced as a whole: otherwise a thread that reads while an iterator ends might count it twice, or
+    not at all.
     """
 
     def __init__(self) -> None:
@@ -26,14 +27,14 @@ class StatsAggregator:
 
     @contextmanager
     def counting(self, make: Callable[[], BatchIterator]) -> Iterator[BatchIterator]:
-        """Makes a feed and counts it, and closes it at the end."""
+        """Create an iterator, count it, and close it at the end of the block."""
         feed: BatchIterator | None = None
         try:
             own = feed = make()
             self._replace(lambda ended, feeds: (ended, (*feeds, own)))
             yield feed
         finally:
-            if feed and not feed.is_left:  # else modules may be taken apart, and what is called here is gone
+            if feed and not feed.is_left:  # at interpreter exit the functions called here may be gone
                 try:
                     feed.close()
                 except BaseException:  # Ctrl-C once more
@@ -43,7 +44,7 @@ class StatsAggregator:
                     self._end(feed)
 
     def total(self) -> Stats:
-        """The figures of all together, now."""
+        """Return the current statistics of all iterators together."""
         ended, feeds = self._counted
         return sum((feed.stats() for feed in feeds), ended)
 
@@ -55,15 +56,15 @@ class StatsAggregator:
         while True:
             before = self._counted
             after = change(*before)
-            with self._lock:  # the garbage collector may end other feeds of this tally at any step, also behind this one
+            with self._lock:  # reentrant: the garbage collector may end other iterators at any bytecode, also inside this block
                 if self._counted is before:
                     self._counted = after
                     return
 
     def __getstate__(self) -> dict[str, Any]:
-        """The figures alone: the threads of a feed stay in this process."""
+        """Return only the statistics: the threads of an iterator stay in this process."""
         return {"_counted": (replace(self.total(), buffered_bytes=0), ())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """With a lock of its own."""
+        """Restore the statistics, with a new lock."""
         self.__dict__ |= {**state, "_lock": threading.RLock()}

@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def uncompiled(make: Callable[P, T]) -> Callable[P, T]:
-    """A function that a compiled loop calls as it is: of what it does to a packed batch inductor's C++ does not compile.
+    """Exclude a function from torch.compile: inductor's C++ for its work on a packed batch does not compile.
 
-    Where nothing was compiled by now it is the function itself: torch takes long to import what the other needs.
+    If nothing has been compiled yet, it returns the function unchanged: the import of torch._dynamo is slow.
     """
     if "torch._dynamo" not in sys.modules:
         return make

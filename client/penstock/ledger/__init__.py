@@ -1,27 +1,27 @@
-"""The ledger: a line for every batch that a training loop was handed, so that `penstock audit` can prove what a run saw.
+"""Ledger: one line per batch that a training loop got, so that `penstock audit` can prove a run's samples.
 
-Each process has a file of its own, and every start of the run appends to it. It is text, to be read and searched:
+Each process has a separate file, and each start of the run appends to it. It is text, to read and search:
 
     begin {"ledger": 3, "launch": "5f0c77aa", ..., "epoch": 0, "step": 0, "spec": {...}} 1c9a0d1f
                    0 9f3c0d11a2b4c5d6 8c0d1f22
                    1 77aa0d11a2b4c5d6 09e3b7aa
     end 5b1e2c3d
 
-begin    an iteration over the dataset begins, or goes on after lines of another; the fields are those of Begin
-a step   the batch of this step was handed to the loop: the step in 16 columns, the batch's digest in 16 hex digits
-end      the epoch was over: the loop asked for another batch
+begin    an iteration over the dataset begins, or continues after lines of another; the fields are those of Begin
+a step   the loop got the batch of this step: the step in 16 columns, the batch's digest in 16 hex digits
+end      the epoch ended: the loop requested a batch after the last one
 
-The last word of a line is its check in 8 hex digits: the CRC-32 of the text before it, without the space between them. Behind
-a begin line, the check of that line is put before each line's own text, so that no line passes for one of another iteration.
-A line that was cut off when its process died is closed by the newline with which the next start begins.
+The last word of a line is its checksum in 8 hex digits: the CRC-32 of the text before it, without the space between them.
+After a begin line, the CRC-32 of a line also covers the begin line's checksum, put before the line's text, so that no line
+passes for one of another iteration. If a process dies inside a line, the next start first writes a newline, which ends it.
 
-A line is given to the system before its batch is given to the loop: a process that is killed loses none. A thread has the disk
-write them once a minute: a machine that goes down loses a minute at most.
+The system gets a line before the loop gets its batch: a killed process loses no line. A thread flushes lines to the disk once
+a minute: a machine that goes down loses a minute at most.
 
-book     one dataset's ledgers, and how an iteration is recorded
-begin    what a begin line says
-file     a file as a process appends to it, whatever its disk does; lines, what waits to be written
-held     which files the process has, each once for all of its iterations, and the locks around them
-opening  how it is opened, and kept from other processes
-names    which files are of one ledger
+recorder  the ledgers of one dataset, and the record of an iteration
+begin     contents of a begin line
+file      appends by one process, robust to disk failures; lines: text that waits to be written
+held      open files of the process, one per path for all its iterations, and their locks
+opening   opens a file and locks out other processes
+names     names of a ledger's files
 """

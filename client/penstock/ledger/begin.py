@@ -1,4 +1,4 @@
-"""The begin line of an iteration: what it gives, from where on, and who began it."""
+"""Begin line of an iteration: its spec, its start and the process that began it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from penstock.spec import MAX_COUNT, Spec
 MAGIC = b'begin {"ledger": '
 VERSION = 3
 STEP_COLUMNS = 16
-_MAX_WORKERS = 1 << 16  # of a loader; no machine has so many
+_MAX_WORKERS = 1 << 16  # per loader; more than any machine has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
-    """An iteration over a dataset: what it gives, from where on, and who began it.
+    """An iteration over a dataset: its spec, its start and the process that began it.
 
-    launch         names one RemoteDataset of one process, which may be a fork of another; the workers of its loader share it
-    num_loads      how often a state was loaded into it before this iteration, by the loop or by workers when they began
-    state_epoch    the epoch of which something was consumed in the last state that the loop loaded; None if there is none
-    iteration      how many the launch began before it; of one that is missing in these nothing was recorded. For workers mostly
-                   equal, see round
-    num_samples  of an epoch, over all ranks, skipped ones included
+    launch         names one RemoteDataset of one process, which may be a fork of another; its loader workers share the name
+    num_loads      number of states loaded into it before this iteration, by the loop or by workers when they began
+    state_epoch    the epoch that the loop's last loaded state had consumed in part; None without such a state
+    iteration      number of iterations that the launch began before; a missing number means that nothing was recorded of that
+                   iteration. Mostly equal for all workers of a pass, see round
+    num_samples    samples of an epoch, over all ranks, skipped ones included
     spec           resolved; its offset is the iteration's
-    step           the first one; in a loader's worker that of the round, to which its own number is added
-    worker         its number, of `num_workers`; 0 of 0 in the process of the loop itself
-    round          names the pass of the loop whose workers these are, the same for all of them; 0 without workers
+    step           first step; in a loader worker the pass's first step, without the worker's number added
+    worker         worker number, below `num_workers`; both are 0 in the loop's process
+    round          names the pass of the loop, the same for all its workers; 0 without workers
     """
 
     launch: str
@@ -51,13 +51,13 @@ class Begin:
     version: str = __version__
 
     def to_text(self) -> str:
-        """The text of a begin line, without its check."""
+        """Format the text of a begin line, without its checksum."""
         values = asdict(self) | {"time": self.time.isoformat(timespec="microseconds"), "spec": self.spec.to_dict()}
         return "begin " + json.dumps({"ledger": VERSION} | values)
 
     @classmethod
     def from_text(cls, text: str) -> Begin:
-        """What such a text says. Raises LedgerError: it is in the words of another version."""
+        """Parse the text of a begin line. Raises LedgerError: another version wrote it."""
         values: dict[str, Any] = {}
         try:
             values |= json.loads(text.removeprefix("begin "))
@@ -71,7 +71,7 @@ class Begin:
         return begin
 
     def _check(self) -> None:
-        """Raises what is told as a LedgerError: a value is none that this version writes."""
+        """Raises ValueError, which from_text reports as a LedgerError: this version does not write such a value."""
         for name, kind in _KINDS.items():
             value: Any = getattr(self, name)
             if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
@@ -88,5 +88,5 @@ _KINDS = {f.name: {"str": str, "int": int}[str(f.type)] for f in fields(Begin) i
 
 
 def check_of(text: str, begin: str = "") -> str:
-    """The check of a line's text; `begin` is that of the begin line before it."""
+    """Return the checksum of a line's text; `begin` is the text of the begin line before it."""
     return f"{zlib.crc32((begin + text).encode()):08x}"

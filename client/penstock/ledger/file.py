@@ -1,8 +1,8 @@
-"""A ledger's file as one process appends to it: for all iterations that do, one descriptor, and one queue of what waits.
+"""Ledger file for appends by one process: one descriptor and one queue of waiting lines for all iterations.
 
-What the system does not take waits in memory, line by line in the order in which it came, until a later line, the next sync or
-a later iteration finds that it can be written. A begin line is put before the first line of an iteration, and before the first
-one that comes behind lines of another, when they are written: what the file holds then decides.
+Lines that the system does not take wait in memory, in their order. A later line, the next sync or a later iteration tries
+again to write them. A begin line precedes the first line of an iteration, and the first line that follows lines of another
+iteration. The file's content at the time of the write decides that.
 """
 
 from __future__ import annotations
@@ -22,34 +22,41 @@ _WRITE_BYTES = 1 << 16
 
 
 class LedgerFile:
-    """One file. Any thread may append to it; see penstock.ledger.held for how one is had."""
+    """One ledger file. Any thread may append to it; penstock.ledger.held opens it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_holders = 0
-        self.wait_seconds = 0.0  # that another process which writes to it has to end, when it is opened for the first time
+        # How long the first open waits for another writer process to end.
+        self.wait_seconds = 0.0
         self._fd = -1
-        self._size = NOWHERE  # of the file, behind what was written; not known where a signal's handler broke in
-        self._begin = ""  # the last begin line that this descriptor wrote
-        self._is_torn = False  # the file ends with a part of a line that no longer waits
-        self._left_size = 0  # of the file, when this process closed it last
+        # File size after the last write; NOWHERE (unknown) if a signal handler interrupted a write.
+        self._size = NOWHERE
+        # The last begin line that this descriptor wrote.
+        self._begin = ""
+        # The file ends with a part of a line that no longer waits.
+        self._is_torn = False
+        # File size when this process last closed it.
+        self._left_size = 0
         self._waiting: deque[Lines] = deque()
-        self._num_bytes = 0  # that wait
+        self._num_bytes = 0  # waiting bytes
         self._num_lost = 0  # lines
         self._failure = ""
-        self._writing, self._syncing = threading.RLock(), threading.RLock()  # who needs both takes the latter first
+        # A thread that needs both locks takes _syncing first: otherwise two threads could deadlock.
+        self._writing, self._syncing = threading.RLock(), threading.RLock()
         self.locks = self._writing, self._syncing
-        self._is_shared = False  # another process writes to it, too
+        # Another process writes to the file, too.
+        self._is_shared = False
 
     def check(self) -> None:
-        """Raises LedgerError: it cannot be written, holds other things, or another process writes to it."""
+        """Open the file. Raises LedgerError: it cannot be written, is no ledger, or has another writer."""
         with self._writing:
             self._open()
 
     def append(self, begin: str, line: str = "") -> None:
-        """Writes a line of an iteration with this begin line; or that alone, if it is not the last in the file.
+        """Write a line of the iteration with this begin line; without a line, only the begin line if it is due.
 
-        Never raises for a disk that cannot be written: then it waits, as long as there is room.
+        Never raises if the disk cannot be written: the line waits, as long as there is room.
         """
         with self._writing:
             if self._num_bytes < _MAX_WAITING_BYTES:
@@ -59,7 +66,7 @@ class LedgerFile:
             self._write_what_it_takes()
 
     def begin(self, begin: str) -> None:
-        """Writes a begin line. Raises LedgerError: it cannot be written, and does not wait."""
+        """Write a begin line. Raises LedgerError: it cannot be written; the line does not wait."""
         with self._writing:
             self._put(begin, "")
             try:
@@ -69,7 +76,7 @@ class LedgerFile:
                 raise _told(self.path, error) from error
 
     def sync(self) -> None:
-        """Has the disk write what was appended, and tries again to write what waits."""
+        """Flush appended lines to the disk, and try again to write the waiting lines."""
         with self._syncing:
             with self._writing:
                 self._leave_if_deleted()
@@ -83,7 +90,7 @@ class LedgerFile:
                 log.error("penstock: %s", cannot_be_written(self.path, error))
 
     def close(self, *, is_last: bool = False) -> None:
-        """Other processes may write to it. What waits is kept, for later iterations of this process, unless it `is_last`."""
+        """Close the file for other writers. Waiting lines stay for later iterations, unless `is_last`."""
         with self._writing:
             self._close()
             for lines in self._waiting:
@@ -103,7 +110,7 @@ class LedgerFile:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether something waits to be written."""
+        """Whether lines wait to be written."""
         return bool(self._waiting)
 
     def _put(self, begin: str, line: str) -> None:
@@ -116,19 +123,19 @@ class LedgerFile:
             self._num_bytes += len(line) + 1
 
     def _take_back(self) -> None:
-        """What was put last, of which a part may be in the file, no longer waits."""
+        """Remove the lines that were put last from the queue; the file may already hold a part of them."""
         lines = self._waiting.pop()
-        if lines.placed[0] != NOWHERE:  # it was the first
+        if lines.placed[0] != NOWHERE:  # they were the first in the queue
             self._is_torn = self._is_torn or self._size != lines.placed[0]
             self._begin, self._num_bytes = "", 0
 
     def _drop_what_is_over(self) -> None:
-        """What waits of iterations that were over before it was closed is lost."""
+        """Discard waiting lines of iterations that had ended when the file was closed; count them as lost."""
         while self._waiting and self._waiting[0].is_over:
             self._num_lost += self._waiting.popleft().num_lines
 
     def _write_what_it_takes(self) -> None:
-        """Gives the system what waits, as far as it takes it."""
+        """Write as many of the waiting lines as the system takes."""
         try:
             self._write()
         except (LedgerError, OSError) as error:
@@ -144,7 +151,7 @@ class LedgerFile:
     def _write(self) -> None:
         if self._waiting:
             self._open()
-        if self._waiting:  # what is over may have been dropped
+        if self._waiting:  # _open may have dropped lines of ended iterations
             self._look_at_size()
             if self._is_torn:
                 self._give(b"\n")
@@ -155,7 +162,7 @@ class LedgerFile:
         self._num_bytes = 0
 
     def _look_at_size(self) -> None:
-        """A signal's handler may have broken in when it was written to; or somebody has cut it off."""
+        """Check the file size: a signal handler may have interrupted a write, or another program truncated it."""
         size, first = os.fstat(self._fd).st_size, self._waiting[0]
         if size < max(self._size, first.placed[0]):
             log.error(
@@ -163,7 +170,7 @@ class LedgerFile:
                 "lost, and the audit will miss them",
                 self.path,
             )
-            self._begin, self._is_torn = "", size > 0  # maybe in the midst of a line
+            self._begin, self._is_torn = "", size > 0  # the cut may be inside a line
             first.placed = (NOWHERE, first.placed[1])
         self._size = size
 
@@ -186,13 +193,13 @@ class LedgerFile:
         size, self._size = self._size, NOWHERE
         try:
             size += os.write(self._fd, content)
-        except OSError:  # which has written nothing
+        except OSError:  # nothing was written
             self._size = size
             raise
         self._size = size
 
     def _open(self) -> None:
-        """Has it open, behind a newline. Raises LedgerError: see check."""
+        """Open the file and complete its last line with a newline. Raises LedgerError: see check."""
         if self._fd >= 0:
             return
         wait_seconds, self.wait_seconds = self.wait_seconds, 0.0
@@ -204,7 +211,7 @@ class LedgerFile:
             except BaseException:
                 os.close(fd)
                 raise
-        if size not in (0, self._left_size):  # they would stand behind what another process has written since
+        if size not in (0, self._left_size):  # the old lines would follow lines of another process
             self._drop_what_is_over()
         self._fd = fd
 
@@ -214,7 +221,7 @@ class LedgerFile:
         fd, self._fd = self._fd, -1
         try:
             self._left_size = os.fstat(fd).st_size
-        except OSError:  # on a file system that is shared, and has lost it
+        except OSError:  # a shared file system may have lost the file
             self._left_size = 0
         if self._waiting:
             self._leave_lines(self._waiting[0])
@@ -225,9 +232,9 @@ class LedgerFile:
             log.error("penstock: %s", cannot_be_written(self.path, error))
 
     def _leave_lines(self, lines: Lines) -> None:
-        """Takes the lines for not written where they are: those left go first into the file that is opened next.
+        """Mark the unwritten rest of the lines as not placed: it goes first into the file that is opened next.
 
-        If a line was cut in two, the newline that is written behind its first part may just complete it.
+        If only a line's newline is missing, the newline that the next open writes completes the line.
         """
         start, text = lines.placed
         if start == NOWHERE:
@@ -250,12 +257,12 @@ class LedgerFile:
             self._left_size = 0
 
     def _keep_others_out(self) -> None:
-        """Locks it again: whoever opens and closes the file in this process, as to copy it, gives up the lock on it."""
+        """Lock the file again: this process loses its lock when any of its code opens and closes the file, as for a copy."""
         if self._fd < 0:
             return
         try:
             was_shared, self._is_shared = self._is_shared, not has_locked(self._fd)
-        except OSError:  # which was told when it was opened
+        except OSError:  # the open has already reported it
             return
         if self._is_shared and not was_shared:
             log.error(

@@ -1,4 +1,4 @@
-"""The ledgers' files that this process writes to, each once, however many iterations do, and the locks around them."""
+"""Open ledger files of this process, one per path for all iterations, and their locks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.ledger.file import LedgerFile
 
 
 def hold_ledger(path: Path, wait_seconds: float = 0.0) -> LedgerFile:
-    """The file of this path, which this process does not close before all that hold it have given it back.
+    """Return the file of a path; this process closes it after all holders have released it.
 
-    From its first line on no other process writes to it. One that does by then has so long to end.
+    From the first line on it excludes other writer processes. It waits at most `wait_seconds` for one to end.
     """
     with _files_lock:
         real = Path(os.path.realpath(path))
@@ -25,31 +25,31 @@ def hold_ledger(path: Path, wait_seconds: float = 0.0) -> LedgerFile:
 
 
 def is_at_a_ledger() -> bool:
-    """Whether the calling thread is in the midst of opening one or of writing to it.
+    """Whether the calling thread is opening a ledger file or writing to one.
 
-    Then it must not wait for a thread that may need what it has. The garbage collector may close the ledger of an iterator that
-    was dropped, at any line of any thread, these among them.
+    If so, it must not join a thread that may need its locks. The garbage collector may close a dropped iterator's ledger at
+    any line of any thread, also at such a line.
     """
     own = (lock for file in list(_files.values()) for lock in file.locks)
     return any(lock._is_owned() for lock in (opening, _files_lock, *own))  # type: ignore[attr-defined]
 
 
 def release_ledger(file: LedgerFile) -> None:
-    """One holder of this process is done; after the last the file is closed, and others may write to it."""
+    """Release a file; after the last holder, close it, so that other processes may write to it."""
     with _files_lock:
         file.num_holders -= 1
         if not file.num_holders:
             file.close()
 
 
-# All that this process has written to, by process, so that what a fork inherits is nobody's. One descriptor for all iterations:
-# who closes any of a file's gives up all locks that his process has on it.
+# All ledger files, by process id, so that a fork does not use inherited ones. One descriptor for all iterations: a process
+# that closes any descriptor of a file loses all its locks on that file.
 _files: dict[tuple[int, Path], LedgerFile] = {}
 _files_lock, opening = threading.RLock(), threading.RLock()
 
 
 def _renew_locks() -> None:
-    """In a process that was forked off: the thread that has them is not in there."""
+    """Replace the locks in a fork: the thread that holds them does not exist there."""
     global _files_lock, opening
     _files_lock, opening = threading.RLock(), threading.RLock()
 
@@ -59,7 +59,7 @@ if sys.platform != "win32":
 
 
 def _write_what_waits() -> None:
-    """Of iterations that are over, when the interpreter exits."""
+    """Write the waiting lines of ended iterations when the interpreter exits."""
     for (pid, _), file in list(_files.items()):
         if pid == os.getpid() and file.has_waiting and not file.num_holders:
             file.sync()

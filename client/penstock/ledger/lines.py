@@ -1,20 +1,20 @@
-"""Lines of a ledger that wait to be written, of which the file may have a part."""
+"""Lines of a ledger that wait to be written; the file may already hold a part of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-NOWHERE = -1  # in the file
+NOWHERE = -1  # file offset of text that is not written yet
 
 
 @dataclass(slots=True)
 class Lines:
-    """Lines of one iteration that wait, each with its newline. Its begin line may be among them, as the first.
+    """Waiting lines of one iteration, each with its newline. The iteration's begin line may be the first.
 
-    `is_over`: the iteration was, when the file was closed.
+    `is_over`: the iteration had ended when the file was closed.
 
-    `placed` is (where the text begins in the file, the text); NOWHERE while none of it is written. It is one tuple, so that
-    both change in one assignment: a signal's handler may raise between any two lines.
+    `placed` is (file offset of the text, text); the offset is NOWHERE while none of the text is written. It is one tuple, so
+    that both change in one assignment: a signal handler may raise between any two lines.
     """
 
     begin: str
@@ -23,17 +23,17 @@ class Lines:
 
     @property
     def num_lines(self) -> int:
-        """How many there are; of an iteration without any the begin line."""
+        """Number of lines; 1 for an iteration without lines, which has a begin line."""
         return max(1, self.placed[1].count(b"\n"))
 
     def begin_anew(self) -> None:
-        """They are written behind their begin line."""
+        """Put the begin line before the lines, unless it is there."""
         begin, text = f"{self.begin}\n".encode(), self.placed[1]
         if not text.startswith(begin):
             text[:0] = begin
 
     def cut(self, start: int, num_bytes: int) -> int:
-        """So many bytes of the text are in the file, and what is left begins there. How many are whole lines, which go."""
+        """Remove complete lines from the first `num_bytes`, which the file holds from `start`; return their bytes."""
         text = self.placed[1]
         whole = text.rfind(b"\n", 0, num_bytes) + 1
         if whole:

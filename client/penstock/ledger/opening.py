@@ -26,7 +26,7 @@ _VERSION = re.compile(re.escape(MAGIC) + rb"(\d{1,9}),")
 
 
 def open_ledger(path: Path, wait_seconds: float) -> int:
-    """A descriptor that appends to it, and keeps others out while it is open. One that writes to it has so long to end.
+    """Open a ledger for append and lock it; wait at most `wait_seconds` for another writer process to end.
 
     Raises LedgerError: another process writes to it.
     """

@@ -1,4 +1,4 @@
-"""A dataset's ledgers, and how one of its iterations is recorded in them."""
+"""Recorder of a dataset's iterations in its ledgers."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ from penstock.spec import Spec
 from penstock.threads import Flag, is_own_thread, own_thread, start
 
 if TYPE_CHECKING:
-    from penstock.state.progress import Pass, Progress  # which imports torch
+    from penstock.state.progress import Pass, Progress  # imports torch, which the audit does not need
 
 _SYNC_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
-_OLD_WORKERS_SECONDS = 10.0  # loader workers that are let go take a moment to end, and those of the next epoch begin meanwhile
+_OLD_WORKERS_SECONDS = 10.0  # the next epoch's loader workers may begin before the last epoch's have ended
 
 
 class Recorder:
-    """The ledgers of one dataset: a file for this process's rank, opened for each iteration; workers have their own.
+    """Ledgers of one dataset: a file for this process's rank, opened for each iteration; one more per worker.
 
-    Raises SpecError: that is no path.
-    Raises LedgerError: the file cannot be written, holds other things, or another process writes to it.
+    Raises:
+        SpecError: `ledger` is no path.
+        LedgerError: the file cannot be written, is no ledger, or another process writes to it.
     """
 
     def __init__(self, ledger: str | os.PathLike[str], dataset: str, rank: int) -> None:
         path = os.fspath(ledger) if isinstance(ledger, str | os.PathLike) else None
         if not isinstance(path, str) or not path or "\0" in path or not _can_be_a_name(path):
             raise SpecError(f"ledger must be the path of a file, not {ledger!r}", ("ledger",))
-        self._ledger = Path(path).absolute()  # or a loop that changes its folder would go on in another file
+        self._ledger = Path(path).absolute()  # os.chdir in the loop must not change the file
         self._dataset, self._rank = dataset, rank
         file = hold_ledger(ledger_path(self._ledger, rank))
         try:
-            file.check()  # now, not when the first loop begins
+            file.check()  # raise now, not when the first loop begins
         finally:
             release_ledger(file)
 
     @contextmanager
     def recording(self, spec: Spec, num_samples: int, round_: Pass, progress: Progress) -> Iterator[Ledger]:
-        """The ledger of an iteration, opened when it begins and closed when it ends. Raises what `open` raises."""
+        """Open the ledger of an iteration, and close it when the iteration ends. Raises what `open` raises."""
         ledger = None
         try:
             ledger = self.open(spec, num_samples, round_, progress)
@@ -58,13 +59,15 @@ class Recorder:
                 ledger.close()
 
     def open(self, spec: Spec, num_samples: int, round_: Pass, progress: Progress) -> Ledger:
-        """The ledger of an iteration that begins, of an epoch of so many samples over all ranks; it counts as put on record.
+        """Open the ledger of an iteration that begins; it then counts as recorded.
+
+        `num_samples` is the number of samples of its epoch, over all ranks.
 
         Raises LedgerError: see Ledger.
         """
         ledger = None
         try:
-            with held.opening:  # or iterations of two threads would have one number
+            with held.opening:  # otherwise iterations of two threads could get the same number
                 num_before = progress.num_before(round_)
                 ledger = self._open(spec, num_samples, round_, num_before)
                 progress.put_on_record(round_, num_before)
@@ -104,11 +107,13 @@ def _can_be_a_name(path: str) -> bool:
 
 
 class Ledger:
-    """Appends the batches of one iteration to a file. One thread uses it; several iterations of a process may take turns.
+    """Record of one iteration's batches in a file. One thread uses it; iterations of a process may take turns.
 
-    Raises LedgerError, where it `is_first`, before any batch of the launch: the file cannot be written, holds other things, or
-    another process writes to it. Later iterations, and `record`, never stop a run: what goes wrong is logged as an error, and
-    up to 16 MiB wait in memory until the file can be written again, by this iteration or a later one.
+    Later iterations of a launch, and `record`, never stop a run: they log an error, and up to 16 MiB wait in memory until this
+    or a later iteration can write the file again.
+
+    Raises LedgerError: only if `is_first`, before any batch of the launch: the file cannot be written, is no ledger, or
+    another process writes to it.
     """
 
     def __init__(self, path: Path, begin: Begin, *, is_first: bool) -> None:
@@ -116,7 +121,7 @@ class Ledger:
         self._check = check_of(text)
         self._begin = f"{text} {self._check}"
         self._pid = os.getpid()
-        self._closing, self._holds = Flag(), threading.Lock()  # the latter is taken by who gives the file back
+        self._closing, self._holds = Flag(), threading.Lock()  # the thread that releases the file takes the lock
         self._file = hold_ledger(path, _OLD_WORKERS_SECONDS if begin.num_workers else 0.0)
         self._thread = own_thread("ledger", self._sync)
         try:
@@ -124,52 +129,52 @@ class Ledger:
                 self._file.begin(self._begin)
             else:
                 self._file.append(self._begin)
-            # Or a loop that is left when modules are taken apart would wait for a stopped thread.
+            # Otherwise a loop that is abandoned at interpreter shutdown would wait for a stopped thread.
             atexit.register(self.close)
             start(self._thread, self._closing.set)
-        except BaseException:  # no more threads may be started, or Ctrl-C
+        except BaseException:  # no more threads can start, or Ctrl-C
             atexit.unregister(self.close)
             self._give_back()
             raise
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more is written to it."""
+        """Whether the ledger is closed for records."""
         return self._closing.is_set()
 
     def record(self, step: int, digest: str) -> None:
-        """The loop is about to be handed the batch of this step, which has this digest.
+        """Record the batch of a step, with its digest, right before the loop gets it.
 
-        Never raises for a disk that cannot be written.
+        Never raises if the disk cannot be written.
         """
         if self.is_closed:
             raise ValueError(f"the ledger {self._file.path} is closed")
         self._note(f"{step:>{STEP_COLUMNS}} {digest}")
 
     def finish(self) -> None:
-        """The epoch is over: the loop asked for another batch."""
+        """Record the end of the epoch: the loop requested a batch after the last one."""
         self._note("end")
 
     def close(self) -> None:
-        """Has the disk write what is not written. Idempotent; does nothing in a process that was forked off."""
+        """Flush to the disk and close. Idempotent; does nothing in a fork."""
         if self.is_closed or self._pid != os.getpid():
             return
         self._closing.set()
         atexit.unregister(self.close)
-        # Python may collect an iterator that was dropped in this thread, in one that fetches for another loop, or in one that
-        # has what this thread waits for.
+        # Python may collect a dropped iterator in any thread: in this ledger's, in one that fetches for another loop, or in
+        # one that holds a lock that this ledger's thread waits for. Do not join there: it would deadlock.
         if not is_own_thread() and not is_at_a_ledger():
             self._thread.join(_CLOSE_SECONDS)
-            if self._thread.is_alive():  # it may be ended before it tells what is lost
+            if self._thread.is_alive():  # the process may end before this thread logs the lost lines
                 log.error("penstock: the disk of the ledger %s hangs: its last lines may not be written", self._file.path)
 
     def _note(self, text: str) -> None:
         self._file.append(self._begin, f"{text} {check_of(text, self._check)}")
 
     def _sync(self) -> None:
-        """Has the disk write what was appended, in a thread: on a file system that is shared it may take its time."""
+        """Flush appended lines to the disk, in a thread: a shared file system may be slow."""
         is_closing = False
-        while not self._holds.locked():  # or it would be opened again, and nobody close it
+        while not self._holds.locked():  # after the release a sync would reopen the file, and leave it open
             self._file.sync()
             if is_closing:
                 break
@@ -177,6 +182,6 @@ class Ledger:
         self._give_back()
 
     def _give_back(self) -> None:
-        """Whether its thread began or not, this is done once."""
+        """Release the file once, whether the thread began or not."""
         if self._holds.acquire(blocking=False):
             release_ledger(self._file)

@@ -1,4 +1,4 @@
-"""Resuming: what is left of an epoch after a state, in the steps of the dataset that it is loaded into."""
+"""Resuming: the steps that remain of an epoch after a state, as the loading dataset counts them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from penstock.state.state import counts_like, read_state
 def stretch_behind(
     state: Mapping[str, Any], source: Source, resolved: Resolved, worker: Worker | None, *, strict: bool
 ) -> StepRange:
-    """The stretch after what was consumed, in the epochs of a spec that is resolved; `worker` is who loads the state.
+    """Return the step range after the consumed samples; `worker` is the loader worker that loads the state.
 
-    Raises StateMismatch: the state is refused, see read_state; or it is a worker's, and counts other steps in mid-epoch.
+    Raises StateMismatch: the state is refused, see read_state; or a worker's state counts other steps inside an epoch.
     Raises what Source.resolve raises.
     """
     spec, num_steps = resolved.spec, resolved.num_steps
@@ -33,16 +33,17 @@ def stretch_behind(
         # A wrapped last step counts samples past the epoch's end.
         position = replace(position, offset=min(position.offset, resolved.num_samples))
         num_steps = source.resolve(replace(spec, offset=position.offset)).num_steps
-    if position.step > num_steps + 1:  # the last may have been filled, and be dropped now
+    if position.step > num_steps + 1:  # + 1: the state's run may have filled a last step that this one drops
         raise StateMismatch(f"this state is damaged: it is at step {position.step:,} of {num_steps:,}.")
     return StepRange(position=position, num_steps=num_steps)
 
 
 def _check_is_over(state: Mapping[str, Any], source: Source, spec: Spec, worker: Worker) -> None:
-    """Whether a worker's part of the epoch is consumed in its state, which counts other steps than the spec.
+    """Check that a worker's state, which counts other steps than the spec, is at the end of the worker's epoch.
 
-    In mid-epoch each worker's state is at another sample, and only their loader knows at which one the loop is.
-    Raises StateMismatch: it is not.
+    Inside an epoch each worker's state is at another sample, and only the loader knows the loop's position.
+
+    Raises StateMismatch: steps are left.
     """
     then = {name: state.get(name) for name in ("batch_size", "world_size", "skip")}
     counted = replace(spec, **then, offset=state["offset"])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Whole numbers that the training loop's process shares with its loader workers."""
+"""Integers that the training loop's process shares with its loader workers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 from penstock.rank import find_worker
 
-_known: WeakSet[SharedCells] = WeakSet()  # in this process
+_known: WeakSet[SharedCells] = WeakSet()  # all cells of this process
 
 
 class SharedCells:
-    """So many of them, all 0 at first.
+    """`num_cells` shared integers, initially 0.
 
-    A process that inherits them and is no loader worker, such as a fork that evaluates, goes on with cells of its own, and so
-    does a copy: with what these hold by then, or where they are not `handed_down` with zeros. `owner` names whose they are.
+    A process that inherits them and is no loader worker, such as a fork for evaluation, gets private cells; a deep copy does,
+    too. Private cells start with the current values if `handed_down`, otherwise with zeros. `owner` identifies the cells.
     """
 
     def __init__(self, num_cells: int, *, handed_down: bool) -> None:
         self._handed_down = handed_down
-        self._own(torch.zeros(num_cells, dtype=torch.int64, device="cpu"))  # whatever torch's default is
+        self._own(torch.zeros(num_cells, dtype=torch.int64, device="cpu"))  # torch's default device may be a GPU
 
     def _own(self, memory: torch.Tensor) -> None:
         self._process, self._owner = os.getpid(), os.urandom(8).hex()
@@ -32,31 +32,31 @@ class SharedCells:
         _known.add(self)
 
     def _share(self) -> None:
-        if self._memory.is_inference():  # outside of inference mode nobody could write to it
+        if self._memory.is_inference():  # an inference tensor cannot be written outside of inference mode
             with torch.inference_mode(False):
                 self._memory = self._memory.clone()
-        with suppress(RuntimeError):  # no memory can be shared: without loader workers that does not matter
+        with suppress(RuntimeError):  # no shared memory: this matters only with loader workers
             self._memory.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def now(self) -> torch.Tensor:
-        """They themselves, to be read and written, int64 of shape [num_cells]."""
+        """The cells, to read and write: int64, shape [num_cells]."""
         self.own()
         return self._memory
 
     @property
     def owner(self) -> str:
-        """A name that is this process's and its loader workers' alone."""
+        """Unique name of this process's cells, shared only with its loader workers."""
         self.own()
         return self._owner
 
     @property
     def is_shared(self) -> bool:
-        """Whether workers see what is written to them; not where no memory could be shared."""
+        """Whether workers see writes to the cells; False if no memory could be shared."""
         return bool(self.now.is_shared())  # type: ignore[no-untyped-call]
 
     def own(self) -> None:
-        """A process that inherited them, and is no loader worker, goes on with cells of its own."""
+        """Switch to private cells in a process that inherited them and is no loader worker."""
         if os.getpid() != self._process and not find_worker():
             self._own(self._inherited())
 
@@ -64,20 +64,20 @@ class SharedCells:
         return self._memory.clone() if self._handed_down else torch.zeros_like(self._memory)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes along to loader workers, which share them with the process that starts them."""
+        """Return the state for loader workers, which share the cells with the process that starts them."""
         self.own()
         return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._process == os.getpid() and not find_worker():  # it was sent nowhere, and is a copy
+        if self._process == os.getpid() and not find_worker():  # unpickled in the same process: a copy
             self._own(self._inherited())
             return
-        self._share()  # or it would tell its own workers nothing
+        self._share()  # otherwise its workers would not see its writes
         _known.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedCells:
-        """Cells of its own."""
+        """Return a copy with private cells."""
         self.own()
         other = SharedCells.__new__(SharedCells)
         other._handed_down = self._handed_down
@@ -86,7 +86,7 @@ class SharedCells:
 
 
 def _own_all() -> None:
-    """Workers that are forked share what is in this process by then: else they would write to those of whoever made them."""
+    """Switch all cells to private ones before a fork: forked workers would otherwise write to the ancestor's cells."""
     for cells in list(_known):
         cells.own()
 

@@ -1,16 +1,16 @@
-"""Where the next iteration starts, in memory that the training loop's process shares with its loader workers.
+"""Start of the next iteration, in memory that the training loop's process shares with its loader workers.
 
-event      by whom                    when                                 what changes
-load       the loop, or a worker      it loads a state                     how often it did
-set        the loop                   set_epoch, load_state_dict           the stretch; nobody has taken it yet
-choose     the loop                   set_epoch                            nothing, but what a state of it or before does
-end        the loop                   it loads a state of an epoch's end   nothing, but that set_epoch may choose that epoch
-begin      the loop, or each worker   an iteration begins                  nothing, but where a round of the same name took it
-enter      a worker                   it is asked for its first batch      it notes which round it is in
-take       the loop, or a worker      it gives its first batch             the stretch is its round's; later rounds begin anew
-give_back  a worker                   it failed before its first batch     its note goes
-move       a worker                   a state was loaded there             the stretch, but not whether it is taken
-put_off    a worker                   ... and the loop chose a later epoch rounds behind the one that takes it begin that
+event      actor                      when                                 effect
+load       the loop, or a worker      it loads a state                     counts the load
+set        the loop                   set_epoch, load_state_dict           sets the step range; no pass has taken it yet
+choose     the loop                   set_epoch                            decides what a state of that epoch or before does
+end        the loop                   it loads a state of an epoch's end   set_epoch may choose that epoch
+begin      the loop, or each worker   an iteration begins                  none, unless a pass of the same name took the range
+enter      a worker                   its first batch is requested         notes the worker's pass
+take       the loop, or a worker      it yields its first batch            the pass takes the range; later passes begin anew
+give_back  a worker                   it failed before its first batch     clears the worker's note
+move       a worker                   it loaded a state                    moves the range; it stays taken or not taken
+put_off    a worker                   ... and the loop chose a later epoch passes after the one that takes it begin that epoch
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from penstock.state.launch import round_name
 from penstock.state.shared import SharedCells
 from penstock.state.state import Position
 
-# EPOCH, OFFSET, STEP, NUM_STEPS  the stretch that the next iteration runs over
-# SETS        how often a start was set
-# CLAIM       the round of iteration that took this start; 0: none yet
+# EPOCH, OFFSET, STEP, NUM_STEPS  the step range of the next iteration
+# SETS        number of times that a start was set
+# CLAIM       the pass that took this start; 0: none yet
 # BY_WORKERS  1: loader workers iterated last
-# BY_STATE    1: a state that was loaded set this start
-# PUT_OFF     the epoch that set_epoch chose, and that waits until a worker's state of an earlier one is done; 0: none
-# CHOSEN      1: the loop chose the epoch, and no iteration has gone on from there
-# ENDED       1 + the epoch whose end a state told of, so that this start is the epoch after it; 0: none
-# LOADS       the number of states loaded, up to the loop's last
-# WITHIN      1 + the epoch of which that state had consumed something; 0: none
-# ROUNDS      one a worker: the last round that it was in since the start was set; 0: none
-# OWN_LOADS   one a worker: how many states it loaded itself since the loop last did, also in processes that are over
+# BY_STATE    1: a loaded state set this start
+# PUT_OFF     the epoch that set_epoch chose; it waits until a worker's state of an earlier epoch is done; 0: none
+# CHOSEN      1: the loop chose the epoch, and no iteration has continued from there
+# ENDED       1 + the epoch that a loaded state had finished; this start is the epoch after it; 0: none
+# LOADS       number of states loaded, up to the loop's last
+# WITHIN      1 + the epoch that this last state had consumed in part; 0: none
+# ROUNDS      one per worker: its last pass since the start was set; 0: none
+# OWN_LOADS   one per worker: states that it loaded since the loop last did, also in processes that have ended
 _EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _CHOSEN, _LOADS, _WITHIN = range(12)
 _ENDED = 12
 _ROUNDS, _OWN_LOADS, _NUM_CELLS = (13 + n * MAX_WORKERS for n in range(3))
-_NOBODYS = (1 << 63) - 1  # the claim of a round that is over
+_NOBODYS = (1 << 63) - 1  # the claim of a pass that has ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRange:
-    """What an iteration runs over: the steps from a position on, of `num_steps` after the position's offset."""
+    """Steps [position.step, num_steps) of an epoch, counted from the position's offset."""
 
     position: Position
     num_steps: int
 
     @property
     def num_left(self) -> int:
-        """How many steps it has."""
+        """Number of steps in the range."""
         return max(0, self.num_steps - self.position.step)
 
 
 class SharedStart:
-    """The stretch of the next iteration. The first round that gives a batch takes it; later ones begin their epoch anew.
+    """Step range of the next iteration. The first pass that yields a batch takes it; later passes restart their epoch.
 
-    A round is one pass of the loop, whether this process iterates or a DataLoader's workers do, each in a process of its own.
-    One that fails before its first batch takes nothing. A process that inherits this and is no loader worker, such as a fork
-    that evaluates, goes on with a copy of its own.
+    A pass is one iteration of the loop, in this process or in the processes of a DataLoader's workers. A pass that fails
+    before its first batch takes nothing. A process that inherits this and is no loader worker, such as a fork for evaluation,
+    continues with a private copy.
     """
 
     def __init__(self, stretch: StepRange) -> None:
@@ -74,17 +74,17 @@ class SharedStart:
 
     @property
     def stretch(self) -> StepRange:
-        """As it was set last, taken or not."""
+        """The step range that was set last, taken or not."""
         epoch, offset, step, num_steps = self._cells[: _NUM_STEPS + 1].tolist()
         return StepRange(position=Position(epoch=epoch, offset=offset, step=step), num_steps=num_steps)
 
     @property
     def num_sets(self) -> int:
-        """How often it was set."""
+        """Number of times that the start was set."""
         return int(self._cells[_SETS])
 
     def load(self, position: Position, worker: Worker | None) -> None:
-        """The loop loads a state of this place, or a worker does, as torchdata has each of them do when they begin."""
+        """Record that the loop or a worker loads a state; torchdata has each worker load one as it begins."""
         by_workers = self._cells[_OWN_LOADS:]
         if worker is None:
             self._cells[_WITHIN] = position.epoch + 1 if position.is_within else 0
@@ -94,9 +94,9 @@ class SharedStart:
             by_workers[worker.first] += 1
 
     def num_loads(self, loaded: Worker | None) -> int:
-        """How often a state was loaded: the same number for all workers of a round, and for none of a round before.
+        """Number of states loaded: equal for all workers of a pass, and different from any earlier pass.
 
-        `loaded` is a worker that has loaded its own; others have not come to that yet, or never do.
+        `loaded` is a worker that has loaded its own state; other workers load theirs later or never.
         """
         by_workers = self._cells[_OWN_LOADS:]
         own = by_workers[loaded.first] if loaded else by_workers.max()
@@ -104,55 +104,55 @@ class SharedStart:
 
     @property
     def state_epoch(self) -> int | None:
-        """The epoch of which something was consumed in the state that the loop loaded last; None if it loaded none."""
+        """The epoch that the loop's last loaded state had consumed in part; None if there is no such state."""
         within = int(self._cells[_WITHIN])
         return within - 1 if within else None
 
     @property
     def is_taken(self) -> bool:
-        """Whether an iteration has given a batch since it was set, or found that there was none to give."""
+        """Whether an iteration has yielded a batch since the start was set, or had no batch to yield."""
         return bool(self._cells[_CLAIM])
 
     @property
     def is_with_workers(self) -> bool:
-        """Whether loader workers have given batches since it was set, and are the last who did."""
+        """Whether loader workers yielded the latest batches since the start was set."""
         return self.is_taken and bool(self._cells[_BY_WORKERS])
 
     @property
     def is_by_state(self) -> bool:
-        """Whether a state that was loaded put it where it is."""
+        """Whether a loaded state set this start."""
         return bool(self._cells[_BY_STATE])
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the loop chose the epoch that it is in, and no iteration has gone on from there."""
+        """Whether the loop chose the current epoch, and no iteration has continued from there."""
         return bool(self._cells[_CHOSEN])
 
     def choose(self) -> None:
-        """The loop chooses the epoch that it is in."""
+        """Record that the loop chooses the current epoch."""
         self._cells[_CHOSEN] = 1
 
     @property
     def ended_epoch(self) -> int | None:
-        """The epoch whose end a state told of, while no iteration has gone on in the one after it; else None."""
+        """The epoch that a loaded state had finished; None once an iteration has continued in the next epoch."""
         ended = int(self._cells[_ENDED])
         return ended - 1 if ended and not self.is_taken else None
 
     def end(self, epoch: int) -> None:
-        """The start that was set last is the epoch after this one, whose end a state told of."""
+        """Record that a loaded state had finished this epoch; the start is the epoch after it."""
         self._cells[_ENDED] = epoch + 1
 
     @property
     def put_off_epoch(self) -> int | None:
-        """The epoch that was put off, which rounds begin once the stretch is taken; None for none."""
+        """The postponed epoch, which passes begin once the range is taken; None without one."""
         return int(self._cells[_PUT_OFF]) or None
 
     def put_off(self, epoch: int) -> None:
-        """An epoch, which is not the first, is begun once the stretch that it is moved to is taken."""
+        """Postpone an epoch > 0 until a pass has taken the range that `move` sets."""
         self._cells[_PUT_OFF] = epoch
 
     def set(self, stretch: StepRange, *, by_state: bool) -> None:
-        """The next iteration, of this process or of its workers, takes this."""
+        """Set the range of the next iteration, in this process or in its workers."""
         self.move(stretch, by_state=by_state)
         self._cells[_PUT_OFF] = self._cells[_CHOSEN] = self._cells[_ENDED] = 0
         self._cells[_SETS] += 1
@@ -160,17 +160,18 @@ class SharedStart:
         self._cells[_ROUNDS:_OWN_LOADS] = 0
 
     def move(self, stretch: StepRange, *, by_state: bool) -> None:
-        """The start is elsewhere; whether it is taken stays as it is."""
+        """Move the start; it stays taken or not taken."""
         at = stretch.position
         self._cells[: _NUM_STEPS + 1] = torch.tensor([at.epoch, at.offset, at.step, stretch.num_steps], device="cpu")
         self._cells[_BY_STATE] = by_state
 
     def begin(self, number: int, worker: Worker | None) -> bool:
-        """Whether the stretch is this round's: no round took it yet, or this one did in another worker.
+        """Whether this pass has the range: no pass took it yet, or this pass did in another worker.
 
-        `number` counts the rounds of this process.
+        `number` counts the passes of this process.
 
-        Raises PenstockError: what the worker begins with, the loop's process and the other workers would not see.
+        Raises:
+            PenstockError: no memory is shared, so the loop's process and other workers would not see this worker's start.
         """
         if worker and not self._shared.is_shared:
             raise PenstockError(
@@ -180,25 +181,25 @@ class SharedStart:
         claim = round_name(number, worker)
         if self.is_taken and self._cells[_CLAIM] != claim:
             return False
-        # An earlier round of the same name took it: the loop gives torch the same seed before each.
+        # An earlier pass of the same name took it: the loop gives torch the same seed before each.
         if worker and self.is_taken and self._cells[_ROUNDS + worker.first] == claim:
             self._cells[_CLAIM] = _NOBODYS
             return False
         return True
 
     def enter(self, number: int, worker: Worker | None) -> None:
-        """This round is asked for its first batch."""
+        """Record that the loop requests the first batch of this pass."""
         if worker:
             self._cells[_ROUNDS + worker.first] = round_name(number, worker)
 
     def take(self, number: int, worker: Worker | None) -> None:
-        """This round gives its first batch: if nobody has taken the stretch, it does."""
+        """Record that this pass yields its first batch; it takes the range if no pass has."""
         self._cells[_BY_WORKERS] = int(worker is not None)
         self._cells[_CHOSEN] = 0
         if not self.is_taken:
             self._cells[_CLAIM] = round_name(number, worker)
 
     def give_back(self, worker: Worker | None) -> None:
-        """This round failed before its first batch: the next one may begin as if it had not."""
+        """Record that this pass failed before its first batch; the next pass begins as if it had not."""
         if worker:
             self._cells[_ROUNDS + worker.first] = 0

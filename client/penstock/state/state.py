@@ -1,4 +1,4 @@
-"""The state of a training loop: a few integers and the fingerprint. How it is written, and when it is refused."""
+"""State of a training loop: a few integers and the snapshot's fingerprint. Written, read and checked here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from penstock.skip import first_new, kept_runs, parse_skip, position_after, spel
 from penstock.spec import MAX_COUNT, Spec
 
 _VERSION = 2
-# What decides which sample stands where in an epoch. States of earlier versions lack a name that is added: there it has to mean
-# the default, or every checkpoint would be refused.
+# Parameters that decide the order of an epoch's samples. States of earlier versions lack a new name: a missing name must mean
+# the default, otherwise every old checkpoint would be refused.
 _ORDER = "snapshot seed shuffle window split packing overflow length_bucket_size mix stopping_strategy seq_len task".split()
-_AT_TIMES = ("window", "seq_len", "task")  # of these: they decide it under some specs, and under others a state has None
-_OF_MIXTURES = ("mix", "snapshot")  # what may differ from some sample on
-_COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}  # the least that each may be
+# Parameters that decide the order only under some specs; otherwise the state holds None.
+_AT_TIMES = ("window", "seq_len", "task")
+# Parameters that may change after the consumed samples.
+_OF_MIXTURES = ("mix", "snapshot")
+# The integers of a state, each with its minimum.
+_COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """How far an epoch is consumed: `step` steps of the spec after the first `offset` samples."""
+    """Position in an epoch: `step` steps of the spec after the first `offset` samples."""
 
     epoch: int = 0
     offset: int = 0
@@ -33,12 +36,12 @@ class Position:
 
     @property
     def is_within(self) -> bool:
-        """Whether something of the epoch is consumed."""
+        """Whether a part of the epoch is consumed."""
         return self.offset > 0 or self.step > 0
 
 
 def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
-    """The state as plain integers and strings."""
+    """Return the state as plain integers and strings."""
     return {
         "version": _VERSION,
         "dataset": dataset,
@@ -55,18 +58,19 @@ def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
 def read_state(
     state: Mapping[str, Any], dataset: str, spec: Spec, *, num_samples: int, by_worker: bool = False, strict: bool = True
 ) -> Position:
-    """The position that a state names. Under another batch_size or world_size it is counted in samples.
+    """Return the position of a state, counted in samples if batch_size or world_size differ.
 
-    `num_samples` are those of an epoch of the spec, over all ranks. Where the state is of other data or of another order,
-    and `strict` is False, it is so many samples of the same epoch, counted in the order of this spec, and a warning says so.
-    Raises StateMismatch: it is no state, or not of this order, the message lists what differs.
+    `num_samples` is the number of samples of the spec's epoch, over all ranks. If the state belongs to other data or another
+    order, and `strict` is False, the position is the same number of samples in the same epoch of this order, with a warning.
+
+    Raises StateMismatch: it is no state, or it belongs to another order; the message lists the differences.
     """
     at, consumed = _read_counts(state)
     if at.offset > num_samples and strict and state.get("mix") == spec.mix and state.get("snapshot") == spec.snapshot:
         raise StateMismatch(f"this state is damaged: it begins after sample {at.offset:,} of {num_samples:,}.")
     here = {"dataset": dataset, **order_of(spec)}
-    # Later epochs begin where those before end, which follows from the mix. A loader's worker counts steps of others, too, and
-    # the last step may have been filled with samples that are trained on already.
+    # Only epoch 0: the start of a later epoch depends on the mix. Not in a loader worker: it counts steps of other workers,
+    # too. Only with drop_last: otherwise the last step may repeat samples that were trained on already.
     may_go_on = at.epoch == 0 and not by_worker and spec.drop_last
     if may_go_on and goes_on(state, here, consumed):
         here |= {name: state[name] for name in _OF_MIXTURES}
@@ -98,7 +102,7 @@ def read_state(
             f"it called step {added[0]:,} is step {added[1]:,} in skip, and step {added[0]:,} is another: check the range.",
             stacklevel=4,  # of load_state_dict
         )
-    # A loader's worker counts steps of others, too, and may be at its end before the epoch is.
+    # A loader worker counts steps of other workers, too, and may be at its end before the epoch is.
     if not (differing or by_worker) and consumed < num_samples and (passed := _passed(state, spec, consumed)):
         warnings.warn(
             f"this state is past {passed}, which skip leaves out now and its run did not: they are trained on already. To "
@@ -111,15 +115,15 @@ def read_state(
 
 
 def counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
-    """Whether the steps of a state that was read are those of the spec: of as many samples, less the same ones."""
+    """Whether a state counts steps as the spec does: the same samples per step, and the same skip."""
     samples_per_step = state["batch_size"] * state["world_size"]
     return bool(samples_per_step == spec.samples_per_step and state.get("skip") == spec.skip)
 
 
 def _added_step(state: Mapping[str, Any], spec: Spec) -> tuple[int, int] | None:
-    """The first step that the spec skips and the state did not, if the state's run counted it as another, and as which.
+    """Return the first step that only the spec skips, as (its number in the state's run, its number in skip).
 
-    None also where a step had another size.
+    None if both numbers are equal, or if a step had another size.
     """
     size = spec.samples_per_step
     if not state.get("skip") or state["batch_size"] * state["world_size"] != size:
@@ -128,13 +132,13 @@ def _added_step(state: Mapping[str, Any], spec: Spec) -> tuple[int, int] | None:
     added = first_new(spec.skipped(), skipped)
     if added is None:
         return None
-    step, is_inside = divmod(added, size)  # inside of a step: it was not counted in steps
+    step, is_inside = divmod(added, size)  # inside a step: the user did not count in steps
     there = position_after(skipped, 0, step * size) // size
     return (step, there) if there != step and not is_inside else None
 
 
 def _passed(state: Mapping[str, Any], spec: Spec, consumed: int) -> str | None:
-    """The ranges of samples before the first `consumed` ones that the spec skips and the state did not; None for none."""
+    """Return the consumed ranges of samples that only the spec skips, as a skip text; None without any."""
     if _skips_the_same_steps(state, spec):
         return None
     size = state["batch_size"] * state["world_size"]
@@ -145,7 +149,7 @@ def _passed(state: Mapping[str, Any], spec: Spec, consumed: int) -> str | None:
 
 
 def _skips_the_same_steps(state: Mapping[str, Any], spec: Spec) -> bool:
-    """Whether a state that was read skips the same steps as the spec, and so other samples."""
+    """Whether a state skips the same step numbers as the spec, but other samples."""
     if not (state.get("skip") and spec.skip) or state["skip"] == spec.skip:
         return False
     then, now = state["batch_size"] * state["world_size"], spec.samples_per_step
@@ -157,10 +161,10 @@ def _skips_the_same_steps(state: Mapping[str, Any], spec: Spec) -> bool:
 
 
 def order_of(spec: Spec) -> dict[str, Any]:
-    """What decides which sample of a dataset stands where in an epoch."""
+    """Return the parameters that decide the order of a dataset's samples in an epoch."""
     values = spec.to_dict()
-    # Where rows are joined or cut, samples of another length are other samples. Where they are sorted, it is by their
-    # lengths as they are cut; and in seq2seq they are not cut as a whole.
+    # If rows are joined or split, another seq_len makes other samples. Length buckets sort rows by their cut lengths, and
+    # seq2seq cuts prompt and response separately.
     matters = {
         "window": spec.shuffle == "window",
         "seq_len": not spec.cuts_rows or spec.length_bucket_size,
@@ -171,9 +175,9 @@ def order_of(spec: Spec) -> dict[str, Any]:
 
 
 def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> bool:
-    """Whether the mixture of one state, or order, is that of another up to this sample of the first epoch.
+    """Whether two states or orders have the same mixture in samples [0, sample) of the first epoch.
 
-    Then it goes on there, with other weights, or with a dataset more. Both have a `mix` and a `snapshot`.
+    If so, the run may continue there with other weights or an additional dataset. Both have a `mix` and a `snapshot`.
     """
     try:
         one, other = (parse_mix(str(order.get("mix"))) for order in (then, now))
@@ -183,18 +187,18 @@ def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> boo
 
 
 def _changed_datasets(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The datasets that are in two mixtures, and whose data is not the same. Raises ValueError: one is no mixture."""
+    """Return datasets of both mixtures whose snapshots differ. Raises ValueError: one is no mixture."""
     known, found = _data_of(then), _data_of(now)
     return [name for name in known if name in found and known[name] != found[name]]
 
 
 def _data_of(order: Mapping[str, Any]) -> dict[str, str]:
-    """The snapshot of each dataset of a mixture. Raises ValueError: it is none."""
+    """Return the snapshot of each dataset of a mixture. Raises ValueError: the order is no mixture."""
     return dict(zip(parse_mix(str(order.get("mix"))).datasets, str(order.get("snapshot")).split("+"), strict=True))
 
 
 def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
-    """The position of a state in its own steps, and in samples of its epoch. Raises StateMismatch: it is no state."""
+    """Return a state's position in its steps and in samples of its epoch. Raises StateMismatch: it is no state."""
     if not isinstance(state, Mapping) or state.get("version") != _VERSION:
         what = f"it is a {type(state).__name__}"
         if isinstance(state, Mapping):
@@ -223,14 +227,15 @@ def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
 
 
 def _counts(name: str, value: object) -> bool:
-    """Whether a value of the state is a number that it may be."""
+    """Whether a value of the state is an integer in its valid range."""
     return is_whole(value) and _COUNTS[name] <= value <= MAX_COUNT
 
 
 def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int | None) -> str:
-    """How a state that was refused might be taken, beside the same values: with another mix behind what is consumed."""
+    """Suggest how to use a refused state: the old snapshot, or a mix that changes after the consumed samples."""
     then, is_same = state.get("snapshot"), state.get("dataset") == here["dataset"]
-    with suppress(ValueError):  # no mixtures; else each dataset as it was, and what is new in the mix as it is
+    # For mixtures: the old snapshot of each known dataset, the current one of each new dataset.
+    with suppress(ValueError):  # no mixtures
         known, found = _data_of(state), _data_of(here)
         then = "+".join(known.get(name, now) for name, now in found.items())
     told = f" (snapshot={then!r}: the data as it was)" if is_same and isinstance(then, str) and then != here["snapshot"] else ""
@@ -242,9 +247,9 @@ def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int |
 
 
 def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What decides the order and is not as it was then, each as a text."""
+    """Describe each order parameter that differs from the state."""
     pairs = [(name, state.get(name), value) for name, value in here.items()]
-    # What is None on one side alone differs because something else does, which is told; or it mattered nowhere.
+    # If only one side has None, another parameter causes the difference, or it has no effect: do not list it.
     told = [(n, then, now) for n, then, now in pairs if then != now and not (n in _AT_TIMES and None in (then, now))]
     changed: list[str] = []
     with suppress(ValueError):  # no mixture

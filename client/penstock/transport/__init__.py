@@ -1,9 +1,9 @@
-"""One GET, answered by any of several servers, with its body received into memory that is used again.
+"""GETs that any of several servers may answer, with bodies received into reused memory.
 
-transport    a GET that is tried over all servers until one answers, all refuse, or time is up
-servers      which server is asked next, and when the home server is asked again
+transport    a GET, tried on all servers until one answers, all refuse, or the deadline passes
+servers      choice of the next server, and return to the home server
 retry_log    log lines while a run waits
-connection   one GET of one server; `probe` asks for what is not part of a run
-responses    the exception that a response without a batch stands for
-receive      bodies, from the socket into `buffers`; `channel` is a connection that speaks HTTP/1.1
+connection   one GET to one server; `probe` sends requests outside of a run
+responses    the exception for a response without a batch
+receive      bodies, from the socket into `buffers`; `channel` is an HTTP/1.1 connection
 """

@@ -1,12 +1,12 @@
-"""Buffers: memory that bodies are received into, again and again, since fresh pages cost as much as a copy."""
+"""Buffers: reused receive memory for bodies, because fresh pages cost as much as a copy."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 
 MAX_BUFFER = 16 << 20  # more than most bodies take
-_SPARE_BYTES = 32 << 20  # kept for the next connection: a loop that waits for data goes through three runs in turn
-_KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
+_SPARE_BYTES = 32 << 20  # kept for the next connection: a loop that waits for data cycles through three ranges
+_KEPT_BUFFERS = 12  # one receives, and frames in the earlier ones wait for the loop
 
 
 class Buffers:
@@ -16,7 +16,7 @@ class Buffers:
         self._buffers: list[bytearray] = []
 
     def allocate(self, nbytes: int) -> memoryview:
-        """So much memory, which nobody else looks at. What is larger than most bodies are is not kept."""
+        """Return `nbytes` of memory that no other view uses. Buffers above MAX_BUFFER are not kept."""
         if not nbytes or nbytes > MAX_BUFFER:
             return memoryview(bytearray(nbytes))
         for buffer in self._buffers:
@@ -29,16 +29,16 @@ class Buffers:
         return memoryview(made)
 
     def trim(self) -> None:
-        """Drops the buffers that the next connection would rarely need."""
+        """Drop the buffers that the next connection would rarely need."""
         totals = accumulate(map(len, self._buffers))
         self._buffers = [buffer for buffer, total in zip(self._buffers, totals, strict=True) if total <= _SPARE_BYTES]
 
 
 def _is_free(buffer: bytearray) -> bool:
-    """Whether no view of a buffer is left: while there is one, Python refuses to change its length."""
+    """Whether no view of a buffer exists: with one, Python refuses to change its length."""
     try:
         last = buffer.pop()
     except (BufferError, IndexError):
         return False
-    buffer.append(last)  # the room for it was kept
+    buffer.append(last)  # pop did not release the memory
     return True

@@ -1,7 +1,7 @@
-"""A channel: one connection that speaks HTTP/1.1, as far as GETs and their answers need it.
+"""Channel: one HTTP/1.1 connection, limited to GETs and their responses.
 
-Most of what a trainer's CPU does for its data is to move bodies of megabytes, and each pushes Python's own memory out of the
-processor's cache. There http.client takes half a millisecond for the few lines around a body, and reads that in 25 pieces.
+A trainer's CPU spends most of its time for data on bodies of megabytes, and each evicts Python's memory from the CPU cache.
+With a cold cache, http.client takes half a millisecond for the few lines around a body, and reads a body in 25 pieces.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
-_TICK_SECONDS = 1  # in mid-body: then somebody hears of what came, however little
+_TICK_SECONDS = 1  # inside a body: a read then returns what it has, however little
 _SEND_SECONDS = 60
-_PIECE_BYTES = 1 << 12  # of lines: mostly there are no more, and what of it belongs to a body is copied once more
+_PIECE_BYTES = 1 << 12  # per read of lines: heads are mostly shorter, and body bytes in it are copied again
 _MAX_HEAD = 1 << 16
 _MAX_LINE = 1 << 12
 _CHUNK_BYTES = 1 << 18
@@ -26,23 +26,23 @@ _BEGINNING = b"HTTP/1."
 _STATUS = re.compile(r"HTTP/1\.([0-9]) ([1-9][0-9][0-9])(?: .*)?")
 _LENGTH = re.compile(r"[0-9]{1,100}")
 _CHUNK_SIZE = re.compile(rb"0*([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
-_LINE_END = re.compile(rb"\r?\n")  # some send the one byte alone
+_LINE_END = re.compile(rb"\r?\n")  # some servers send a bare LF
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
 _FOLD = re.compile(r"\r?\n[ \t]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _WITHOUT_BODY = (204, 304)
-_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the kernel has found nobody at the other end any more
+_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the kernel found the peer unreachable
 
 
 class HttpError(Exception):
-    """What came is no answer, or not all of one."""
+    """Invalid or incomplete response."""
 
 
 class Head(NamedTuple):
-    """What comes before a body. Its `length` in bytes is None where it comes in chunks, so that nobody knows.
+    """Status line and headers of a response. `length` is the body's bytes; None (unknown) for a chunked body.
 
-    headers  by their names in small letters
-    is_last  the server closes the connection behind this answer
+    headers  by lowercase name
+    is_last  the server closes the connection after this response
     """
 
     status: int
@@ -52,27 +52,27 @@ class Head(NamedTuple):
 
 
 class Channel:
-    """A connection to a server: one request after the other, each with its answer. For one thread at a time.
+    """Connection to a server: requests and responses, one after the other. For one thread at a time.
 
-    Its methods raise OSError where the connection fails. That is a TimeoutError if nothing came for `silence_seconds`.
+    Its methods raise OSError if the connection fails: TimeoutError after `silence_seconds` without a byte.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.silence_seconds = 60.0
         self._socket = sock
-        self._before = b""  # what came with lines, and is not of them
-        # The kernel itself can wait for megabytes there; of a TLS connection it knows no bounds.
+        self._before = b""  # bytes received after the lines read so far
+        # On Linux the kernel can wait for megabytes. It cannot for TLS: it does not see the record bounds.
         self._waits_for_all = sys.platform == "linux" and type(sock) is socket.socket
         if self._waits_for_all:
             self._poll = select.poll()
             self._poll.register(sock, select.POLLIN)
-            sock.settimeout(None)  # Python's own has the kernel give what there is
+            sock.settimeout(None)  # with a timeout, Python makes the socket non-blocking and reads come short
             for option, seconds in ((socket.SO_RCVTIMEO, _TICK_SECONDS), (socket.SO_SNDTIMEO, _SEND_SECONDS)):
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
     def send(self, request: bytes) -> None:
-        """Sends a whole request. Raises ConnectionError: the connection was lost before."""
-        if self._before:  # it would pass for the answer
+        """Send a whole request. Raises ConnectionError: the connection was lost before."""
+        if self._before:  # these bytes would pass for the response
             raise ConnectionResetError("more came than was asked for")
         if not self._waits_for_all:
             self._socket.settimeout(_SEND_SECONDS)
@@ -86,20 +86,23 @@ class Channel:
             raise
 
     def head(self) -> Head:
-        """The head of the answer that comes next. Raises HttpError: what comes is none.
+        """Read the head of the next response.
 
-        Raises ConnectionError: the connection ended before it, as one does that the server has closed meanwhile.
+        Raises:
+            HttpError: the response is not valid HTTP.
+            ConnectionError: the connection ended before it, for example because the server has closed it.
         """
         self._before = self._before or self._some()
         if not self._before:
             raise ConnectionResetError("the server closed the connection without an answer")
         while True:
             head = _parse(self._upto(_HEAD_END, _MAX_HEAD, _BEGINNING).decode("latin-1"))
-            if head.status >= 200 or head.status == HTTPStatus.SWITCHING_PROTOCOLS:  # others say that it is still to come
+            # Any other 1xx status is interim: the response follows.
+            if head.status >= 200 or head.status == HTTPStatus.SWITCHING_PROTOCOLS:
                 return head
 
     def readinto(self, memory: memoryview) -> int:
-        """Receives bytes of a body: how many, all that the memory has room for or only some. 0: no more will come."""
+        """Receive at most len(memory) bytes of a body; return their number, 0 at the end of the connection."""
         if self._before:
             some = self._before[: len(memory)]
             memory[: len(some)] = some
@@ -108,7 +111,7 @@ class Channel:
         return self._receive(memory, all_of_it=True)
 
     def chunks(self) -> Iterator[bytes]:
-        """A body of unknown length, piece by piece. Raises HttpError: it is cut or garbled."""
+        """Yield a chunked body in pieces. Raises HttpError: the body is truncated or malformed."""
         memory = memoryview(bytearray(_CHUNK_BYTES))
         while size := self._chunk_size():
             while size:
@@ -119,11 +122,11 @@ class Channel:
                 yield bytes(memory[:count])
             if self._line():
                 raise HttpError("the chunks of the answer are garbled")
-        while self._line():  # headers that come late
+        while self._line():  # trailer headers
             pass
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._socket.close()
 
     def _chunk_size(self) -> int:
@@ -136,11 +139,11 @@ class Channel:
         return self._upto(_LINE_END, _MAX_LINE)
 
     def _upto(self, end: re.Pattern[bytes], most: int, beginning: bytes = b"") -> bytes:
-        """What comes up to an end, without it."""
+        """Read up to the match of `end`; return the bytes before it."""
         came = self._before
         while not (found := end.search(came)) or not came.startswith(beginning):
             if not beginning.startswith(came[: len(beginning)]):
-                raise HttpError("what came is no HTTP")  # which may wait for an answer, and not say more
+                raise HttpError("what came is no HTTP")  # raise at once: another protocol may wait for us and send no more
             if len(came) > most:
                 raise HttpError(f"the answer has more than {most:,} bytes of lines without an end")
             some = self._some()
@@ -158,7 +161,7 @@ class Channel:
         if not self._waits_for_all:
             self._socket.settimeout(self.silence_seconds)
             return self._socket.recv_into(memory)
-        # Not by the kernel's own time limit: after each signal Python begins that anew.
+        # Do not rely on the kernel's receive timeout: Python restarts it after each signal.
         if not self._poll.poll(self.silence_seconds * 1000):
             raise TimeoutError("timed out")
         return self._socket.recv_into(memory, 0, socket.MSG_WAITALL if all_of_it else 0)

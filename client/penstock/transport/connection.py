@@ -1,4 +1,4 @@
-"""The connection: one GET, one body. Whoever receives in another way replaces what is in here, and nothing else."""
+"""Connection: one GET, one body. Another way to receive replaces only this module."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from penstock.transport.receive import Body, Origin, Receiver, Request
 from penstock.transport.responses import TransientError, UnexpectedServer, doubt, failure_of
 from penstock.wire import content_digest
 
-_spare: deque[Buffers] = deque(maxlen=1)  # what the last connection of this process received into, for the next one
-_WAIT_SECONDS = 2  # before a server that reads or tokenizes what was asked for says how far it is
+_spare: deque[Buffers] = deque(maxlen=1)  # receive buffers of this process's last connection, for the next one
+_WAIT_SECONDS = 2  # until a server that still reads or tokenizes the data reports its progress
 _HEADERS = {
     "Accept": "*/*",
     "Accept-Encoding": "identity",  # token ids do not shrink enough to pay for the CPU of a compressed transfer
@@ -32,20 +32,21 @@ _HEADERS = {
     "Prefer": f"wait={_WAIT_SECONDS}",
     "User-Agent": f"penstock/{__version__}",
 }
-_CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
-# The kernel finds out by these, within some 14 seconds of silence, that nobody is at the other end any more, also while the
-# server is at work. Not every system has them all; the second is macOS's name for the first. The last, in milliseconds, is for
-# how long a request may go without a receipt.
+# Shorter than an abandoned loop waits for its thread.
+_CONNECT_SECONDS = 4.0
+# With these options the kernel detects a dead peer within about 14 seconds of silence, also while the server prepares a
+# response. Not every system has them all; TCP_KEEPALIVE is macOS's name for TCP_KEEPIDLE. TCP_USER_TIMEOUT (milliseconds)
+# limits how long sent data may stay unacknowledged.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
 
 
 class Connection:
-    """GETs of one process, one at a time; connections are kept open between them.
+    """GETs of one process, one at a time, over connections that stay open between them.
 
-    Bodies are received into what `allocate(nbytes)` gives, by default memory that is used again once nobody looks at it; those
-    that come through a proxy or in chunks into memory of their own.
+    Bodies go into the memory that `allocate(nbytes)` returns. The default reuses memory once nothing refers to it. Bodies that
+    come through a proxy or in chunks always get new memory.
 
-    `interrupt` may be called from other threads.
+    Other threads may call `interrupt`.
     """
 
     def __init__(self, allocate: Callable[[int], memoryview] | None = None) -> None:
@@ -54,16 +55,18 @@ class Connection:
         self._allocate, self._buffers = allocate, Buffers() if allocate else _take_spare()
         self._is_fetching = False
         self._receiver = Receiver(self._remember)
-        self._client: httpx.Client | None = None  # for servers behind a proxy: it is httpx's to find and to speak to
-        self._proxy_of = lru_cache(maxsize=8)(proxy_of)  # which reads the whole environment
+        self._client: httpx.Client | None = None  # for servers reached through a proxy
+        self._proxy_of = lru_cache(maxsize=8)(proxy_of)  # uncached, it would read the environment for each request
 
     def fetch(self, server: str, target: str, *, silence_seconds: float, then: str | None = None) -> memoryview:
-        """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
+        """Return the body of a 200. There is no total timeout: the server must send a byte every `silence_seconds`.
 
-        `target` is path and query; `then` that which is likely to be fetched next of the same server: it is sent ahead.
+        `target` is path and query; `then` is the likely next target at the same server: its request is sent ahead.
 
-        Raises TransientError: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
-        Raises the PenstockError that fits the refusal.
+        Raises:
+            TransientError: no body arrived, or only a part of it.
+            WireError: the body's digest differs from the one sent with it.
+            PenstockError: the subclass that fits the refusal.
         """
         named = server + target.partition("?")[0]
         receiving = Body(self._allocate or self._buffers.allocate)
@@ -89,13 +92,13 @@ class Connection:
         raise failure_of(named, status, headers, bytes(body), by_proxy(server))
 
     def interrupt(self) -> None:
-        """Makes whatever runs in other threads fail now; nothing can be fetched afterwards."""
+        """Make running fetches in other threads fail now; later fetches fail, too."""
         self.interrupted.set()
         self._sockets.shut_down()
 
     def close(self) -> None:
-        """Closes what is open. A thread that should have ended, and still fetches, fails."""
-        # The order matters: what it has taken is not given away.
+        """Close all connections. A thread that should have ended, but still fetches, fails."""
+        # Swap the buffers first: a fetch that still runs must not write into buffers that go to the next connection.
         buffers, self._buffers = self._buffers, Buffers()
         if not self._is_fetching and not self._allocate:
             buffers.trim()
@@ -129,7 +132,7 @@ class _Sockets:
     """Open sockets. Any thread may add one, or shut them all down."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal may interrupt whoever shuts them down, and its handler do the same
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt shut_down and call it again
         self._open: list[socket.socket] = []
 
     def add(self, made: socket.socket) -> None:
@@ -138,17 +141,17 @@ class _Sockets:
             self._open = [*(known for known in self._open if known.fileno() >= 0), made]
 
     def shut_down(self) -> None:
-        """Wakes whoever reads from one of them or writes to it."""
+        """Wake all threads that read from the sockets or write to them."""
         with self._lock:
             for known in self._open:
-                # Closing it would not wake a thread that is blocked in it; shutting it down does. An SSL socket's own method
-                # would take the encryption away from under that thread.
+                # close() would not wake a thread that is blocked in the socket; shutdown() does. SSLSocket.shutdown would
+                # remove the encryption while that thread still uses it.
                 with suppress(OSError):
                     socket.socket.shutdown(known, socket.SHUT_RDWR)
 
 
 def _trace(remember: Callable[[socket.socket], None]) -> Callable[[str, Mapping[str, Any]], None]:
-    """What httpx tells of a connection that is being made, for the extension `trace`."""
+    """Return a `trace` extension for httpx that passes each new socket to `remember`."""
 
     def trace(event: str, info: Mapping[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
@@ -158,7 +161,7 @@ def _trace(remember: Callable[[socket.socket], None]) -> Callable[[str, Mapping[
 
 
 def _keep_alive(made: socket.socket) -> None:
-    with suppress(OSError):  # of one that is closed already: to read from it tells that
+    with suppress(OSError):  # if it is closed already, the next read raises
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
             if option := getattr(socket, name, None):
@@ -182,10 +185,10 @@ def _origin(server: str) -> Origin:
     return Origin(url.scheme, url.host, port, lines.encode())
 
 
-_url = lru_cache(maxsize=8)(httpx.URL)  # those of an epoch differ in their queries, and it takes long to check one
+_url = lru_cache(maxsize=8)(httpx.URL)  # slow to parse, and within an epoch only the queries differ
 
 
 def _encoded(server: str, target: str) -> str:
-    """Path and query as they are sent; the address of a server may have a path, too."""
+    """Return the encoded path and query; the address of a server may have a path, too."""
     path, mark, query = target.partition("?")
     return _url(server + path).raw_path.decode() + mark + query

@@ -1,7 +1,7 @@
-"""Names: connections to hosts whose addresses are looked up in threads that can be left behind, and then known for a while.
+"""Connections to hosts by name: lookups run in threads that can be abandoned, and their results are cached.
 
-Nothing ends a look-up but the resolver, and Python's own time limit begins when the addresses are there. A thread that is left
-behind goes on: where a resolver's first server is silent, a look-up takes longer than an attempt may.
+A lookup cannot be cancelled, and Python's connect timeout begins only after it. An abandoned thread continues: if a
+resolver's first server is silent, a lookup takes longer than one attempt may.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from threading import Thread
 
 from penstock.threads import own_thread
 
-_KNOWN_SECONDS = 30.0  # of several connections an epoch, each would wait for the name again
-_OLD_SECONDS = 1.0  # of a look-up, before those that were known are taken once more
-_MAX_SECONDS = 30.0  # of one look-up, before another is begun beside it
+_KNOWN_SECONDS = 30.0  # cache lifetime: without it each connection of an epoch would wait for a lookup
+_OLD_SECONDS = 1.0  # of a lookup, before the expired addresses are used again
+_MAX_SECONDS = 30.0  # of a lookup, before another one starts in parallel
 _Address = tuple[str, int]
 
 
 def connect(host: str, port: int, seconds: float) -> socket.socket:
-    """A connection to one of a host's addresses, each of which has so many seconds to take it; so has the look-up of the name.
+    """Connect to one of a host's addresses. The lookup and each address have a timeout of `seconds`.
 
-    Raises OSError: there is no address, or none takes it. Raises UnicodeError: that is no name.
+    Raises:
+        OSError: the host has no address, or no address accepts the connection.
+        UnicodeError: the host name is invalid.
     """
     name = _names.setdefault((host, port), _Name(host, port))
     first: OSError | None = None
@@ -40,24 +42,24 @@ def connect(host: str, port: int, seconds: float) -> socket.socket:
     try:
         raise first or OSError(f"{host} has no address")
     finally:
-        first = None  # in its traceback is this call
+        first = None  # its traceback refers to this frame: break the cycle
 
 
 class _Name:
-    """The addresses of one host and port; the one that answered last before the others."""
+    """Addresses of one host and port; the last that answered comes first."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
-        self._thread: Thread | None = None  # that looks it up
+        self._thread: Thread | None = None  # of the running lookup
         self._begun_at = 0.0
         self._addresses: tuple[_Address, ...] = ()
         self._failure: Exception | None = None
         self._known_until = 0.0
 
     def addresses(self, seconds: float) -> tuple[_Address, ...]:
-        """As they are known, or as they are looked up; where that takes long or fails, those that were known before.
+        """Return cached or looked-up addresses; if the lookup is slow or fails, the expired ones.
 
-        Raises TimeoutError: there are none, and it takes longer. Raises what getaddrinfo does.
+        Raises TimeoutError: no address is cached, and the lookup takes longer than `seconds`. Raises what getaddrinfo raises.
         """
         if time.monotonic() < self._known_until:
             return self._addresses
@@ -68,26 +70,26 @@ class _Name:
         if thread and thread.is_alive():
             raise TimeoutError(f"no address of {self._host} within {seconds:g} seconds")
         if self._failure:
-            raise copy(self._failure)  # what is raised refers to those whom it ends
+            raise copy(self._failure)  # a raised exception refers to its frames; the stored one must not
         return self._addresses
 
     def answers(self, address: _Address) -> None:
-        """This address takes connections."""
+        """Record that this address accepts connections."""
         self._addresses = (address, *(other for other in self._addresses if other != address))
 
     def forget(self) -> None:
-        """None of them does: by now the host may have others."""
+        """Forget all addresses: none accepts connections, and the host may have new ones."""
         self._addresses, self._known_until = (), 0.0
 
     def _looking_up(self) -> Thread | None:
-        """The thread that does: one that somebody has left behind, unless it hangs, or another. None: it is done already."""
+        """Return the lookup's thread: an abandoned one unless it hangs, or a new one. None: the lookup is done."""
         thread, self._thread = self._thread, None
         if not (thread and thread.is_alive() and time.monotonic() < self._begun_at + _MAX_SECONDS):
             thread = own_thread("name", self._look_up)
             self._begun_at = time.monotonic()
             try:
                 thread.start()
-            except RuntimeError:  # no more can be started now: then it may take longer
+            except RuntimeError:  # no more threads can start: look up here, even if it takes longer
                 self._look_up()
                 return None
         self._thread = thread
@@ -104,8 +106,8 @@ class _Name:
 
 
 def _host_of(host: str, _port: int, _flow: int = 0, scope: int = 0) -> str:
-    """A socket's address as text. One that is valid on one of the machine's links alone names that."""
+    """Format a socket's address as text. A link-local address includes its scope."""
     return f"{host}%{scope}" if scope else host
 
 
-_names = dict[tuple[str, int], _Name]()  # of this process, for all of its connections
+_names = dict[tuple[str, int], _Name]()  # shared by all connections of this process

@@ -1,4 +1,4 @@
-"""Aside of a run: questions that are no part of it, and the proxies that the environment names. Both are httpx's business."""
+"""Requests outside of a run, and the proxies of the environment. Both use httpx."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.errors import SpecError
 from penstock.text import without_passwords
 from penstock.transport.receive import tls_context
 
-_LONGEST = 1 << 20  # bytes of an answer that is no batch
+_LONGEST = 1 << 20  # bytes kept of a response
 
 
 def ask_aside(url: str, seconds: float) -> httpx.Response:
-    """What a GET gives that is no part of a run, on a connection of its own; of what is too long only the beginning.
+    """Send a GET outside of a run, on a new connection. Keeps about the first MiB of a longer body.
 
-    Raises httpx.RequestError: nothing, or not all of its body in time.
+    Raises httpx.RequestError: no response, or an incomplete body after `seconds`.
     """
     deadline, body = time.monotonic() + seconds, b""
     with client_aside(url) as client, client.stream("GET", url, timeout=seconds) as answer:
@@ -34,15 +34,15 @@ def ask_aside(url: str, seconds: float) -> httpx.Response:
 
 
 def client_aside(server: str) -> httpx.Client:
-    """What asks a server for what is no part of a run. Raises SpecError: the environment's proxies cannot be used."""
+    """Create a client for requests outside of a run. Raises SpecError: the environment's proxies are unusable."""
     if proxy_of(server):
         return http_client({})
-    # Where there is no proxy, httpx must not read the environment: it fails at what others take for a NO_PROXY.
+    # Without a proxy httpx must not read the environment: it fails on NO_PROXY values that other programs accept.
     return http_client({}, httpx.HTTPTransport(verify=False if httpx.URL(server).scheme == "http" else tls_context()))
 
 
 def tls_refusal(server: str, reason: str) -> str:
-    """Why no attempt can make a TLS connection, and what to do; "" if the connection failed for another reason."""
+    """Explain a permanent TLS failure and its remedy; "" if the connection failed for another reason."""
     if "WRONG_VERSION_NUMBER" in reason:
         return f"{server} does not speak TLS: is {server.replace('https:', 'http:', 1)} meant?"
     if "CERTIFICATE_VERIFY_FAILED" in reason:
@@ -55,7 +55,7 @@ def tls_refusal(server: str, reason: str) -> str:
 
 
 def proxy_of(server: str) -> str | None:
-    """The variable of the environment that names a proxy for this server; None if no proxy is taken."""
+    """Return the environment variable of the proxy for this server; None without a proxy."""
     address, known = urlsplit(server), getproxies()
     host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
     if proxy_bypass(host) or proxy_bypass(f"{host}:{port}") or _is_in_networks(host, known.get("no", "")):
@@ -64,7 +64,7 @@ def proxy_of(server: str) -> str | None:
 
 
 def _is_in_networks(host: str, no_proxy: str) -> bool:
-    """Whether it is an address in one of the networks that NO_PROXY names, as curl reads 10.0.0.0/8; urllib does not."""
+    """Whether a host is an address in a network of NO_PROXY: curl reads 10.0.0.0/8 there, urllib does not."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -77,15 +77,15 @@ def _is_in_networks(host: str, no_proxy: str) -> bool:
 
 
 def by_proxy(server: str) -> str:
-    """What to put after a failure that may be a proxy's, which nobody thinks of; "" if none is taken."""
+    """Return a hint at the proxy to append to a failure; "" without a proxy."""
     variable = proxy_of(server)
     return f" (through {variable}; NO_PROXY={urlsplit(server).hostname} goes past it)" if variable else ""
 
 
 def http_client(headers: dict[str, str], transport: httpx.BaseTransport | None = None) -> httpx.Client:
-    """A client that goes by the environment's proxies, unless it has a transport.
+    """Create a client that uses the environment's proxies, unless `transport` is given.
 
-    Raises SpecError: what the environment says of proxies and certificates is not understood.
+    Raises SpecError: the environment's proxies or certificates are invalid.
     """
     try:
         return httpx.Client(headers=headers, transport=transport, event_hooks={"request": [_remove_login]})
@@ -100,5 +100,5 @@ def http_client(headers: dict[str, str], transport: httpx.BaseTransport | None =
 
 
 def _remove_login(request: httpx.Request) -> None:
-    """Removes name and password from the URL, which httpx logs. Its client has already put them into a header."""
+    """Remove user and password from the URL, which httpx logs; the client has already put them into a header."""
     request.url = request.url.copy_with(username=None, password=None)

@@ -1,7 +1,7 @@
-"""Receiving: a GET whose body is read from the socket straight into memory that the caller gives.
+"""HTTP receiver: reads the body of a GET from the socket straight into the caller's memory.
 
-httpx copies a body four times on its way through Python. For bodies of megabytes that is most of what a trainer's CPU does for
-its data; here the kernel writes them where they are to stay.
+httpx copies a body four times on its way through Python. For bodies of megabytes, these copies are most of a trainer's CPU
+time for data. Here the kernel writes a body directly to its final memory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from penstock.errors import SpecError
 from penstock.transport.channel import Channel, Head, HttpError
 from penstock.transport.names import connect
 
-_READ_BYTES = 1 << 20  # at a time: what is done with them finds them in the processor's cache
+_READ_BYTES = 1 << 20  # per read: small enough that the next reader finds the bytes in the CPU cache
 _OK = 200
-_MAX_BODY = 2 << 30  # twice the largest batch; what says it is larger is no answer to what was asked
-_MAX_REFUSAL = 16 << 20  # of what is no batch; a server's own are a sentence, and other programs' a page
-_PAUSE_SECONDS = 60.0  # without asking ahead, where that has failed
+_MAX_BODY = 2 << 30  # twice the largest batch; a larger body does not answer this request
+_MAX_REFUSAL = 16 << 20  # for any other status; the server sends a sentence, other programs a page
+_PAUSE_SECONDS = 60.0  # without requests ahead, after one has failed
 
 
 class Origin(NamedTuple):
-    """A server, and the lines of headers that every request to it has."""
+    """A server, and the header lines of every request to it."""
 
     scheme: str
     host: str
@@ -38,9 +38,9 @@ class Origin(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A GET of one `target`, path and query as they are sent; `then` is the target that is likely to be asked for next.
+    """A GET of one `target` (encoded path and query); `then` is the likely next target.
 
-    The server may be silent for `silence_seconds` at a time, and must take a connection within `connect_seconds`.
+    The server may be silent for `silence_seconds` at a time, and must accept a connection within `connect_seconds`.
     """
 
     origin: Origin
@@ -51,23 +51,20 @@ class Request(NamedTuple):
 
 
 class Body:
-    """The body of one response: `allocate(nbytes)` gives memory for it, where the response tells its length.
-
-    What has come so far is `received`.
-    """
+    """Body of one response. `allocate(nbytes)` returns its memory if the response declares a length."""
 
     def __init__(self, allocate: Callable[[int], memoryview]) -> None:
         self._allocate = allocate
         self._memory, self._num_bytes = memoryview(b""), 0
-        self.status = 0  # that it came with, or is still coming
+        self.status = 0  # of the response; 0 before its head has arrived
 
     @property
     def received(self) -> memoryview:
-        """What has come so far; the whole body, once the response is there."""
+        """The bytes received so far; the whole body once the response is complete."""
         return self._memory[: self._num_bytes]
 
     def read(self, head: Head, channel: Channel) -> None:
-        """Reads to the end. Raises HttpError: the connection closed before it."""
+        """Read to the end. Raises HttpError: the connection closed before it."""
         self.status = head.status
         if head.length is None:
             self.collect(head.status, channel.chunks())
@@ -80,7 +77,7 @@ class Body:
             self._num_bytes += came
 
     def collect(self, status: int, pieces: Iterable[bytes]) -> None:
-        """Takes it in pieces. Raises HttpError: it is larger than any.  Raises what `pieces` raises."""
+        """Read it in pieces. Raises HttpError: the body is too large.  Raises what `pieces` raises."""
         self.status = status
         parts: list[bytes] = []
         num_bytes = 0
@@ -95,26 +92,28 @@ class Body:
 
 
 class Receiver:
-    """HTTP/1.1 over connections that are kept open between requests; for one thread at a time.
+    """HTTP/1.1 client that keeps connections open between requests; for one thread at a time.
 
-    What a request says is likely to be asked for next is asked ahead over a second connection, so that the server makes the one
-    answer while the other is received. If something else is requested next, that answer is given up. `on_connect` is given
-    each new socket.
+    It sends a request's likely next target ahead, over a second connection: the server prepares that response while the client
+    receives this one. If the next request is for another target, it drops that response. It calls `on_connect` with each new
+    socket.
     """
 
     def __init__(self, on_connect: Callable[[socket.socket], None]) -> None:
         self._on_connect = on_connect
-        # Of each server: the one whose turn it is, and perhaps the one that is asked ahead.
+        # Per server: the connection for the next request, and perhaps one with a request sent ahead.
         self._channels: dict[Origin, deque[Channel]] = {}
-        self._asked: tuple[Origin, str] | None = None  # ahead: of whom, and its target
-        self._paused_until = 0.0  # nothing is asked ahead before
+        # The request sent ahead: server and target.
+        self._asked: tuple[Origin, str] | None = None
+        self._paused_until = 0.0  # monotonic time; no request is sent ahead before
         self._tls: ssl.SSLContext | None = None
 
     def get(self, request: Request, body: Body) -> tuple[int, Mapping[str, str]]:
-        """One exchange: the status and the headers, by names in small letters, once all is in `body`.
+        """Return the status and the headers (lowercase names), once the response is complete in `body`.
 
-        Raises OSError, HttpError: the server is away, or what came is no answer or not all of it.
-        Raises SpecError: see tls_context.
+        Raises:
+            OSError, HttpError: the server is unavailable, or the response is invalid or incomplete.
+            SpecError: see tls_context.
         """
         try:
             channel, head = self._answer(request)
@@ -123,28 +122,28 @@ class Receiver:
                 self._ask_ahead(request)
             body.read(head, channel)
         except BaseException:
-            self._drop(request.origin)  # what it would still send belongs to no request
+            self._drop(request.origin)  # the rest of its response would pass for the next one
             raise
         if head.is_last:
             self._end(request.origin, channel)
         return head.status, head.headers
 
     def close(self) -> None:
-        """Closes the connections. If a thread that did not end in time still uses them, it fails, and not this."""
-        # No more are made. And whoever is told of them mostly has this, too: both would wait for the garbage collector.
+        """Close the connections. A thread that still uses them fails; this method does not."""
+        # The callback's owner mostly owns this object: the cycle would keep both until the garbage collector runs.
         self._on_connect = socket.socket.close
         for origin in tuple(self._channels):
             self._drop(origin)
 
     def _answer(self, request: Request) -> tuple[Channel, Head]:
-        """The answer, as far as its head, and the connection that it comes over.
+        """Return the head of the response, and its connection.
 
-        A kept connection that the server has closed meanwhile is made anew. A refusal of what was asked ahead is not heard: it
-        was said while another answer was being read, perhaps because of that one.
+        It reconnects if the server has closed a kept connection. It repeats a request sent ahead that the server refused: the
+        refusal may be due to the response that the client was reading then.
         """
         is_asked = self._turn(request)
         is_kept = request.origin in self._channels
-        if is_asked:  # while it is still being made, the server can make the next beside it
+        if is_asked:  # the server can prepare the next response in parallel
             self._ask_ahead(request)
         try:
             channel, head = self._ask(request, is_asked)
@@ -158,7 +157,7 @@ class Receiver:
         return self._ask(request, False)
 
     def _turn(self, request: Request) -> bool:
-        """Whether this was asked ahead: then that connection comes first. What else was asked ahead is given up."""
+        """Whether this request was sent ahead. Puts its connection first; drops any other request sent ahead."""
         asked, self._asked = self._asked, None
         is_asked = asked == (request.origin, request.target)
         if is_asked:
@@ -184,12 +183,12 @@ class Receiver:
             try:
                 channels.append(self._connect(request))
             except OSError:
-                self._pause()  # to find out may have taken seconds, while an answer waits to be read
+                self._pause()  # the attempt may have taken seconds, while a response waits
                 return
         try:
             channels[1].send(_get(request.origin, request.then))
             self._asked = (request.origin, request.then)
-        except OSError:  # a kept one, that the server has closed meanwhile
+        except OSError:  # the server has closed this kept connection
             channels.pop().close()
 
     def _pause(self) -> None:
@@ -200,7 +199,7 @@ class Receiver:
         if scheme == "https" and not self._tls:
             self._tls = tls_context()
         made = connect(host, port, seconds)
-        with suppress(OSError):  # of one that is closed already: to read from it tells that
+        with suppress(OSError):  # if it is closed already, the next read raises
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls and scheme == "https":
             try:
@@ -211,7 +210,7 @@ class Receiver:
         return Channel(made)
 
     def _end(self, origin: Origin, channel: Channel) -> None:
-        """Closes a connection after its last answer. What was asked ahead over the other one comes all the same."""
+        """Close a connection after its last response. Keep the other one and its request sent ahead."""
         channel.close()
         others = deque(other for other in self._channels.pop(origin, ()) if other is not channel)
         if others:
@@ -224,7 +223,7 @@ class Receiver:
 
 
 def tls_context() -> ssl.SSLContext:
-    """Which certificates are trusted. Raises SpecError: those that the environment names cannot be read."""
+    """Return the trusted certificates. Raises SpecError: those that the environment names cannot be read."""
     try:
         return httpx.create_ssl_context()
     except OSError as error:
@@ -240,7 +239,7 @@ def _get(origin: Origin, target: str) -> bytes:
 
 
 def _check(head: Head) -> None:
-    """Raises HttpError: the body is packed, or larger than any."""
+    """Raises HttpError: the body is compressed or too large."""
     _check_size(head.status, head.length or 0)
     if (packed := head.headers.get("content-encoding", "identity")) != "identity":
         raise HttpError(f"the answer is packed with {packed[:40]}, which was not asked for")

@@ -142,9 +142,9 @@ def _share(problem: Mapping[str, str]) -> float:
 
 
 def _seconds(retry_after: str, date: str) -> float:
-    """The seconds that a Retry-After header asks for, a number of them or a date: an hour at most.
+    """Parse a Retry-After header, seconds or a date, to seconds: an hour at most.
 
-    A date is by the clock of whoever answers, which `date` tells; without that by the one here.
+    A date is relative to the server's clock in the `date` header, or to the local clock without that header.
     """
     if retry_after.isascii() and retry_after.isdigit():
         return min(float(retry_after), _MAX_AFTER_SECONDS)

@@ -1,4 +1,4 @@
-"""The retry log: a line for each stage of an outage while a run waits, and a bar for work of a server that takes its time."""
+"""Retry log: one line per stage of an outage, and a progress bar while a server prepares data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.printable import printable_lines
 from penstock.text import counted, without_passwords
 from penstock.transport.responses import Busy, NotReady, TransientError
 
-_QUIET_SECONDS = 10.0  # between two lines of one kind: a line that flips bits would else write a line for each
+_QUIET_SECONDS = 10.0  # between lines of one kind: otherwise a network that flips bits would log each failure
 _BAR_WIDTH = 20
 
 
 class RetryLog:
-    """The log lines of one transport; an outage begins with the first failure and ends with the next answer.
+    """Log lines of one transport; an outage begins with the first failure and ends with the next answer.
 
-    At the `first_contact` of a run nobody has answered yet: perhaps nobody ever will.
+    At the `first_contact` of a run no server has answered yet, and the address may be wrong.
     """
 
     def __init__(self, retry_seconds: float, *, first_contact: bool = False) -> None:
@@ -32,7 +32,7 @@ class RetryLog:
         self._bar = StatusLine()
 
     def failed(self, server: str, failure: Exception, next_server: str) -> None:
-        """An attempt failed; another server is asked next, or the same once more."""
+        """Log a failed attempt and the next server, which may be the same."""
         self._num_failures += 1
         again = "asking again until it has room" if isinstance(failure, Busy) else self._retrying
         follows = again if next_server == server else f"failing over to {next_server}"
@@ -41,13 +41,13 @@ class RetryLog:
         self._say_once("failed", f"{server}: {failure}; {follows}")
 
     def nobody(self, failures: Mapping[str, Exception]) -> None:
-        """All servers were tried, and failed with this."""
+        """Log that all servers failed, with their failures."""
         if len(failures) > 1:
             reasons = "; ".join(f"{server}: {failure}" for server, failure in failures.items())
             self._say_once("nobody", f"no server has answered ({reasons}); {self._retrying}")
 
     def answered(self, server: str) -> None:
-        """A server gave what was asked for."""
+        """Log the end of an outage: a server answered."""
         self.end_bar()
         if self._num_failures:
             if self._said:
@@ -56,11 +56,11 @@ class RetryLog:
             self._said.clear()
 
     def came_home(self, server: str) -> None:
-        """The rank's home server answered again."""
+        """Log that the rank's home server answers again."""
         self._say("home", f"{server} answers again: back to it")
 
     def progress(self, progress: NotReady) -> None:
-        """A bar that grows in its line of a terminal; elsewhere a line now and then."""
+        """Draw a progress bar on a terminal; log a line now and then elsewhere."""
         if self._bar.is_seen and _is_first_rank():
             done = round(_BAR_WIDTH * progress.share)
             self._bar.draw(f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}")
@@ -68,7 +68,7 @@ class RetryLog:
             self._say("progress", str(progress))
 
     def end_bar(self) -> None:
-        """Clears the bar's line, if there is one."""
+        """Clear the progress bar, if it is drawn."""
         self._bar.clear()
 
     def _say_once(self, stage: str, text: str) -> None:

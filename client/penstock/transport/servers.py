@@ -1,4 +1,4 @@
-"""The servers of a run: which of several that hold the same data is asked next, and when the run comes back to its own."""
+"""Servers of a run: the choice among servers with the same data, failover, and the return to the home server."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from random import uniform
 
-_AWAY_SECONDS = 30.0  # before a run asks for its home again; doubled each time that home has still failed
+_AWAY_SECONDS = 30.0  # before a run tries its home server again; doubled after each failed try
 _MAX_AWAY_SECONDS = 300.0
 
 
 class Servers:
-    """The addresses in the order in which one rank tries them, and what it knows of each.
+    """Addresses in the order that one rank tries them, and the health of each.
 
-    Rank r is at home at address r modulo their number, and the ranks of one home are spread over the others when it is away.
+    The home of rank r is address r modulo the number of addresses. If a home is down, its ranks spread over the others.
     """
 
     def __init__(self, addresses: Sequence[str], rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,47 +25,47 @@ class Servers:
         self.current = self.home
         self._clock = clock
         self._not_before = dict.fromkeys(self.addresses, 0.0)
-        self._failing: set[str] = set()  # since they last answered
+        self._failing: set[str] = set()  # failed since their last answer
         self._away_seconds = _AWAY_SECONDS
         self._return_at = math.inf
 
     @property
     def home(self) -> str:
-        """The address that this rank asks as long as it answers."""
+        """The address that this rank prefers while it answers."""
         return self.addresses[0]
 
     def __len__(self) -> int:
         return len(self.addresses)
 
     def turn(self, *, also_busy: bool = False) -> list[str]:
-        """The addresses to try now, in order: each once, without those that asked to be left alone for longer.
+        """Return the addresses to try now, each once, in order, without those whose Retry-After has not passed.
 
-        Where the home server failed a while ago, it is first, to find out whether it is back.
+        If the home server failed a while ago, it comes first, to find out whether it is back.
         """
         first = self.home if self._clock() >= self._return_at else self.current
         order = [first, *(address for address in self.addresses if address != first)]
         return [address for address in order if also_busy or self._not_before[address] <= self._clock()]
 
     def seconds_until_ready(self) -> float:
-        """How long until one of them may be asked, 0 for now."""
+        """Return the seconds until an address may be asked; 0 for now."""
         return max(0.0, min(self._not_before.values()) - self._clock())
 
     def leave_alone(self, address: str, seconds: float) -> None:
-        """An address asked not to be asked again for so long."""
+        """Record that an address requests no retry for `seconds`."""
         self._not_before[address] = self._clock() + seconds
 
     def failed(self, address: str, after_seconds: float = 0.0) -> str:
-        """An address failed; it asks to be left alone for so long. Returns the one that is asked next."""
+        """Record that an address failed and requests no retry for `after_seconds`. Return the next address."""
         self.leave_alone(address, after_seconds)
         self._failing.add(address)
         if address == self.home:
-            self._return_at = math.inf  # until another has answered
+            self._return_at = math.inf  # until another server has answered
         if address == self.current:
             self.current = self.addresses[(self.addresses.index(address) + 1) % len(self)]
         return self.current
 
     def answered(self, address: str) -> bool:
-        """An address gave what it was asked for; it is the one to ask from now on. Returns whether the run came back home."""
+        """Record an answer; the address becomes the current one. Return whether the run came back home."""
         is_back_home = address == self.home != self.current and self._return_at < math.inf
         self.current = address
         self._failing.discard(address)
@@ -79,7 +79,7 @@ class Servers:
         return is_back_home
 
     def learn_from(self, other: Servers) -> None:
-        """Leaves home, and those next to it, if they failed another who asked the same addresses and was answered."""
+        """Skip home and its successors if they failed in `other`, which got an answer from the same addresses."""
         if other is self or self.current != self.home:
             return
         while self.current in other._failing:

@@ -1,4 +1,4 @@
-"""The transport: one GET, tried over all servers in turn until one answers, all refuse, or time is up."""
+"""Transport: one GET, tried on all servers in turn until one answers, all refuse, or the deadline passes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 _FIRST_DELAY_SECONDS = 0.1
 _MAX_DELAY_SECONDS = 10.0
-# A server that reads or tokenizes says so every two seconds: see Preparing. One that sends nothing for so long hangs.
+# A server that reads or tokenizes reports it every two seconds: see Preparing. A server that sends nothing for 30 s hangs.
 _READ_SECONDS = 30.0
-_STUCK_SECONDS = 120.0  # of preparing without progress; then the next server is asked
+_STUCK_SECONDS = 120.0  # of preparation without progress, before the next server is tried
 
 
 class _Interrupted(ServerUnavailable):
-    """Whoever asked does not want the answer any more."""
+    """The caller interrupted the transport."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Question(Generic[T]):
-    """What is asked for, and what is to be made of the answer. See Connection.fetch for `then`."""
+    """A target to GET, and the decoder of its body. See Connection.fetch for `then`."""
 
     target: str
     decode: Callable[[memoryview], T]
@@ -40,17 +40,19 @@ class _Question(Generic[T]):
 
 
 class Transport:
-    """GETs from servers that hold the same data. What they do is remembered in `servers`, which may outlive this.
+    """GETs from servers that hold the same data. `servers` records their failures, and may outlive the transport.
 
-    A server that fails gives way to the next at once, and only after all have failed does the run wait. One that refuses gives
-    way, too: it may have another snapshot than the others, or a broken disk. With `first_contact` an answer that no penstock
-    server would give is a refusal; a run that is under way takes it for a load balancer whose servers are away. Without
-    `is_awaited` data that cannot be opened now is refused, too.
+    After a failure the transport tries the next server at once; it waits only after all have failed. It does the same after a
+    refusal: that server may have another snapshot, or a broken disk. A response that no penstock server sends is a refusal
+    with `first_contact`; a running loop takes it for a load balancer without servers. Without `is_awaited`, data that cannot
+    be opened now is a refusal, too.
 
-    Connections survive no fork: make it in the process that uses it; in another one closing it does nothing. One thread uses
-    it at a time; `interrupt` alone may come from another. `num_retries` counts attempts that failed, after which others are
-    made while there is time, `num_corrupted` those of them whose body came and was not what had been asked for, and `num_bytes`
-    what came in bodies, those that broke off included. For `allocate` see Connection.
+    Connections do not survive a fork: create the transport in the process that uses it; in another process `close` does
+    nothing. One thread uses it at a time; only `interrupt` may be called from another thread. For `allocate` see Connection.
+
+    num_retries    failed attempts; others follow until the deadline
+    num_corrupted  failed attempts whose body arrived, but was invalid
+    num_bytes      bytes of bodies received, truncated bodies included
     """
 
     def __init__(
@@ -71,20 +73,21 @@ class Transport:
         self._read_seconds = min(_READ_SECONDS, max(retry_seconds, 1.0))
 
     def get(self, target: str, decode: Callable[[memoryview], T]) -> T:
-        """What `decode` makes of the body at `target`, path and query. A WireError of `decode` counts as a failed attempt.
+        """Return `decode(body)` for `target` (path and query). A WireError from `decode` is a failed attempt.
 
-        Raises ServerUnavailable: no attempt succeeded, and no server said "not yet" or "busy", within retry_seconds, or the
-        transport was interrupted.
-        Raises the PenstockError that fits the refusal: all servers answered that they will not, whoever asks.
+        Raises:
+            ServerUnavailable: for retry_seconds no attempt succeeded and no server answered "not ready" or "busy", or the
+                transport was interrupted.
+            PenstockError: all servers refused the request; the subclass fits the refusal.
         """
         failures: dict[str, Exception] = {}
         try:
             return self._get(_Question(target, decode), failures)
         finally:
-            failures.clear()  # this call is in their tracebacks: with what came it would wait for the garbage collector
+            failures.clear()  # their tracebacks refer to this frame: the cycle would keep the body in memory
 
     def _get(self, question: _Question[T], failures: dict[str, Exception]) -> T:
-        """As `get`. `failures` holds the last one of each server."""
+        """Implement `get`. `failures` holds the last failure of each server."""
         deadline = time.monotonic() + self._retry_seconds
         delay = _FIRST_DELAY_SECONDS
         is_last = False
@@ -95,13 +98,13 @@ class Transport:
                 except _Interrupted:
                     raise
                 except NotReady as progress:
-                    # However long it takes: the server answers, so retry_seconds does not run.
+                    # The server answers, so retry_seconds starts again, however long it prepares.
                     deadline = time.monotonic() + progress.after_seconds + self._retry_seconds
                     is_last, delay = False, _FIRST_DELAY_SECONDS
                     failures.pop(server, None)
                 except (TransientError, PenstockError) as failure:
                     failures[server] = failure
-                    if isinstance(failure, Busy):  # it lives, so that time is not up either
+                    if isinstance(failure, Busy):  # the server answers, so retry_seconds starts again
                         deadline, is_last = time.monotonic() + failure.after_seconds + self._retry_seconds, False
                 if sum(isinstance(failure, PenstockError) for failure in failures.values()) == len(self._servers):
                     raise _refusal(failures)
@@ -110,8 +113,8 @@ class Transport:
                 raise self._unavailable(failures)
             if failures:
                 self._log.nobody(failures)
-            # Full jitter, so that a thousand ranks do not come back as one, also if all were asked to at the same moment. The
-            # last round is made when time is up.
+            # Full jitter: otherwise a thousand ranks would return at once, also after the same Retry-After. The last attempt
+            # is made at the deadline.
             wait = self._servers.seconds_until_ready() + uniform(0, delay)
             is_last = wait >= left
             if self._connection.interrupted.wait(min(wait, left)):
@@ -119,10 +122,11 @@ class Transport:
             delay = min(2 * delay, _MAX_DELAY_SECONDS)
 
     def get_some(self, target: str, decode: Callable[[memoryview], Iterable[T]], *, then: str | None = None) -> list[T]:
-        """What one attempt brings: the items that `decode` makes of the body, up to the first that is missing or damaged.
+        """Make one attempt; return the items that `decode` yields before the first missing or damaged one.
 
-        `then` is the target that will be asked for next, if all goes well: the server is told at once.
-        Nothing, where it fails altogether, is refused, or no server is to be asked now: `get` then tells more.
+        `then` is the likely next target: its request is sent ahead. The list is empty if the attempt fails, is refused, or no
+        server may be asked now: call `get` to retry or to learn the reason.
+
         Raises ServerUnavailable: the transport was interrupted.
         """
         items: list[T] = []
@@ -146,18 +150,18 @@ class Transport:
         return items
 
     def interrupt(self) -> None:
-        """Makes a `get` in another thread fail now, whether it reads or waits; nothing can be fetched afterwards."""
+        """Make a `get` in another thread fail now, whether it reads or waits; later calls fail, too."""
         if os.getpid() == self._process:
             self._connection.interrupt()
 
     def close(self) -> None:
-        """Closes the connections; nothing can be fetched afterwards."""
-        if os.getpid() == self._process:  # a fork would close those of the process that it came from
+        """Close the connections; later calls fail."""
+        if os.getpid() == self._process:  # a fork would close its parent's connections
             self._connection.close()
             self._log.end_bar()
 
     def _attempt(self, server: str, question: _Question[T]) -> T:
-        """Raises TransientError: it failed, and another may not. Raises a PenstockError: it was refused."""
+        """Try one server. Raises TransientError: retry on another server. Raises PenstockError: the server refused."""
         try:
             result = self._ask_until_prepared(server, question)
         except NotReady as progress:
@@ -224,7 +228,7 @@ class Transport:
 
 
 def _refusal(failures: Mapping[str, Exception]) -> Exception:
-    """What to raise where all servers refuse."""
+    """Return the error to raise after all servers refused."""
     first, *others = failures.values()
     if not others:
         return first

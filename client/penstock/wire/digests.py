@@ -14,5 +14,5 @@ def digest(content: bytes | memoryview) -> str:
 
 
 def content_digest(body: bytes | memoryview) -> str:
-    """The field Content-Digest (RFC 9530) of a body that is no frame and carries no digest of its own."""
+    """Return the Content-Digest header (RFC 9530) of a body that is no frame, and so contains no digest."""
     return f"sha-256=:{b64encode(sha256(body).digest()).decode()}:"

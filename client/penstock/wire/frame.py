@@ -24,15 +24,15 @@ _MAX_HEADER = 1 << 20
 
 
 class Alike:
-    """Frames one after the other in a body that have one layout, and addresses that differ only in the step.
+    """Consecutive frames of a body with one layout and addresses that differ only in the step.
 
-    address      of all of them; its step is the first one's
-    steps        of each, and the digests of their payloads
+    address      address of the first frame
+    steps        step of each frame; `digests` are those of their payloads
     nbytes       bytes of a payload
-    replaced  how many samples of the first stand in for rows that cannot be used; in the others none does
-    arrays       each tensor in all of them, shape [num_frames, *shape]; views of the received bytes. `names` are theirs
-    texts        what columns of text hold in each; [] if there are none
-    num_tokens   tokens of each, without the padding; None until somebody has counted them
+    replaced     samples of the first frame that replace bad rows; the other frames have no such samples
+    arrays       each tensor of all frames, shape [num_frames, *shape]; views of the received bytes. `names` are their names
+    texts        values of text columns in each frame; [] without such columns
+    num_tokens   tokens of each frame, without padding; None until counted
     """
 
     def __init__(

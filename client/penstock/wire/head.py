@@ -93,13 +93,13 @@ class Heads:
         return found
 
     def recognise(self, heads: npt.NDArray[np.uint8], steps: Sequence[int]) -> list[str]:
-        """The payloads' digests that heads tell, shape [len(steps), nbytes]: of those before the first that is unexpected.
+        """Return the payload digests in `heads`, shape [len(steps), nbytes], before the first unexpected head.
 
-        Expected of each is its step, and that nothing stands in for bad rows. Each field but the head's own digest and the
-        filler is compared with what it must be, so that digest need not be made.
+        A head is expected if it has its step and no replaced rows. This compares each field except the head's digest and the
+        filler with its expected value, so it need not compute the head's digest.
         """
         found: list[str] = []
-        most = 1  # at a time, ever more: where the first is another, to look at all of them would be in vain
+        most = 1  # heads compared at once, growing: if the first is unexpected, the others need no comparison
         while some := steps[len(found) : len(found) + most]:
             _, alike = next(groupby(map(msgpack.packb, some), len))
             spelled = list(alike)

@@ -1,4 +1,4 @@
-"""Layouts: where the tensors of a batch lie in its payload."""
+"""Layouts: offsets of a batch's tensors in its payload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.text import cut
 
 ALIGNMENT = 64
 TEXTS = ("utf8", "binary")
-MAX_SAMPLES = 1 << 17  # more than a batch has, and more bytes in a header than any fewer
+MAX_SAMPLES = 1 << 17  # more than any batch has, and in a header no smaller number takes more bytes
 MISFIT = "the header of a frame does not fit its payload"
 _MAX_DIMENSIONS = 32
 DTYPES = {
@@ -28,7 +28,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """Where one tensor lies in a payload: `offset` bytes from its start."""
+    """Layout of one tensor in a payload, `offset` bytes from the payload's start."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor itself, without the filler after it."""
+        """Bytes of the tensor, without the filler after it."""
         if self.dtype in TEXTS:
             count, nbytes = self.shape
             return 8 * (count + 1) + nbytes
@@ -53,7 +53,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
-        """Lays (name, dtype, shape) out one after the other, each on a 64-byte boundary."""
+        """Lay out tensors (name, dtype, shape) in order, each on a 64-byte boundary."""
         placed: list[TensorLayout] = []
         end = 0
         for name, dtype, shape in tensors:
@@ -63,8 +63,8 @@ class Layout:
         return cls(tuple(placed), end)
 
     def arrays(self, body: memoryview, begin: int, stride: int, count: int) -> dict[str, npt.NDArray[Any]]:
-        """The tensors of `count` payloads in a body, whose memory they share and hold: see `strided`."""
-        # Np.ndarray keeps no hold on memory that is no array: it would be used again while it is read.
+        """Return the tensors of `count` payloads as views that keep the body's memory alive: see `strided`."""
+        # np.ndarray keeps only arrays alive: without frombuffer the receive buffer could be reused during a read.
         memory = np.frombuffer(body, np.uint8)
         return {t.name: strided(t, memory, begin + t.offset, stride, count) for t in self.tensors}
 
@@ -72,12 +72,12 @@ class Layout:
 def strided(
     tensor: TensorLayout, body: memoryview | npt.NDArray[np.uint8], begin: int, stride: int, count: int
 ) -> npt.NDArray[Any]:
-    """A tensor of `count` frames, shape [count, *shape], that begins at byte `begin` of a body and each time `stride` later.
+    """View one tensor of `count` frames, shape [count, *shape]: first at byte `begin` of a body, then each `stride` bytes.
 
-    Texts are bytes as they lie there, shape [count, nbytes]. It has no hold on memory that is no array.
+    Texts are raw bytes, shape [count, nbytes]. The view keeps the body's memory alive only if the body is an array.
     """
     shape, dtype = tensor.shape, DTYPES.get(tensor.dtype)
-    if dtype is None:  # texts lie there as bytes
+    if dtype is None:  # texts: raw bytes
         shape, dtype = (tensor.nbytes,), np.dtype(np.uint8)
     if count == 1:
         return np.ndarray((1, *shape), dtype, body, begin)
@@ -88,14 +88,14 @@ def strided(
 
 
 def pack_texts(texts: Sequence[bytes], out: npt.NDArray[np.uint8]) -> None:
-    """Writes texts as a tensor of dtype utf8 or binary holds them."""
+    """Write texts in the format of a utf8 or binary tensor: int64 offsets, then the bytes."""
     head = 8 * (len(texts) + 1)
     out[:head].view("<i8")[:] = np.cumsum([0, *map(len, texts)])
     out[head:] = np.frombuffer(b"".join(texts), np.uint8)
 
 
 def unpack_texts(tensor: TensorLayout, content: npt.NDArray[np.uint8]) -> list[str] | list[bytes]:
-    """The texts, or the bytes, that such a tensor holds. Raises WireError: its offsets or its text are none."""
+    """Read the texts or bytes of a utf8 or binary tensor. Raises WireError: invalid offsets or UTF-8."""
     head = 8 * (tensor.shape[0] + 1)
     borders, body = content[:head].view("<i8"), content[head:].tobytes()
     if borders[0] != 0 or borders[-1] != len(body) or (borders[1:] < borders[:-1]).any():
@@ -107,12 +107,14 @@ def unpack_texts(tensor: TensorLayout, content: npt.NDArray[np.uint8]) -> list[s
         raise WireError(f"{tensor.name} holds bytes that are no UTF-8") from error
 
 
-@lru_cache(maxsize=256)  # the frames of a run mostly have one
+@lru_cache(maxsize=256)  # most frames of a run have the same layout
 def layout_of(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], nbytes: int) -> Layout:
-    """The layout that a header tells of, which was not damaged on the way.
+    """Build the layout of a header whose checksum is verified.
 
-    Raises WireError: it does not fit. Raises VersionMismatch: a tensor is of a type that is unknown here. Raises what things
-    raise that are no such tuples.
+    Raises:
+        WireError: the layout does not fit the payload.
+        VersionMismatch: a tensor has a dtype unknown to this client.
+        Exception: any error of values that are not such tuples.
     """
     for name, dtype, *_ in tensors:
         if isinstance(dtype, str) and dtype not in {*DTYPES, *TEXTS}:
@@ -129,17 +131,17 @@ def layout_of(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], nbytes
 
 
 def _fits(tensor: TensorLayout, nbytes: int) -> bool:
-    """Whether a tensor of a header can lie in a payload of so many bytes. Raises what numbers raise that are none."""
+    """Whether a header's tensor fits a payload of `nbytes`. Raises any error of malformed values."""
     sizes = (tensor.offset, *tensor.shape)
     if not isinstance(tensor.name, str) or any(type(size) is not int or not 0 <= size < 1 << 32 for size in sizes):
         return False
-    if tensor.dtype in TEXTS:  # a count and a number of bytes
+    if tensor.dtype in TEXTS:  # shape is (number of texts, bytes)
         makes_sense = len(tensor.shape) == 2 and tensor.shape[0] <= MAX_SAMPLES
-    else:  # numpy refuses some shapes even where another size is 0
+    else:  # numpy refuses some shapes even if another size is 0
         makes_sense = len(sizes) <= _MAX_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 32
     return makes_sense and tensor.offset + tensor.nbytes <= nbytes
 
 
 def round_up(nbytes: int) -> int:
-    """The next multiple of 64."""
+    """Round up to a multiple of 64."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
