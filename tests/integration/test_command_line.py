@@ -277,7 +277,9 @@ def test_a_server_that_is_to_stop_waits_for_no_row_group(tmp_path: Path, how: si
 
 @pytest.mark.skipif("not _has_namespaces()", reason="no process here can have a namespace of its own")
 def test_a_command_that_is_process_1_can_be_stopped_at_any_time() -> None:
-    script = "import time\nfrom penstock import cli\ncli._run = lambda: (print('here', flush=True), time.sleep(99))\ncli.main()"
+    # Many short sleeps: Python runs no handler for a signal that comes just before a system call, until that returns.
+    waiting = "(print('here', flush=True), [time.sleep(0.05) for _ in range(2000)])"
+    script = f"import time\nfrom penstock import cli\ncli._run = lambda: {waiting}\ncli.main()"
     with subprocess.Popen([*_AS_PROCESS_1, sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "here\n"
