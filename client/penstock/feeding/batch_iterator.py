@@ -44,7 +44,7 @@ class BatchIterator:
         self._destination, self._num_steps, self._replay = destination, len(steps), replay
         self._tensors = tensors
         self._num_batches = self._num_tokens = 0
-        self._busy_seconds = 0.0
+        self._compute_seconds = 0.0
         # (seconds waited so far, start of the current wait or None). One tuple: another thread must not count a wait twice.
         self._waits: tuple[float, float | None] = (0.0, None)
         device = destination.device
@@ -76,7 +76,7 @@ class BatchIterator:
             self._num_tokens += item.num_tokens
             yield item
             asked_at = time.perf_counter()
-            self._busy_seconds += asked_at - given_at
+            self._compute_seconds += asked_at - given_at
 
     def _items(self) -> Iterator[Item]:
         items = self._made()
@@ -107,7 +107,7 @@ class BatchIterator:
             num_retries=self._transport.num_retries,
             num_corrupted=self._transport.num_corrupted,
             wait_seconds=waited + waits,
-            compute_seconds=self._busy_seconds,
+            compute_seconds=self._compute_seconds,
             buffered_bytes=self._frames.buffered_bytes,
         )
 

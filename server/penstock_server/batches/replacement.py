@@ -31,11 +31,11 @@ def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tup
     if member.snapshot.recipe.on_bad_row == "fail":
         raise member.blocks.quarantine.bad_row(block, index, bad[0])
     if block.has_good:
-        return index, block, block.substitutes[rows]
+        return index, block, block.replacements[rows]
     for other in _neighbours(member, index, 1):
         found = _of_split(member, other)
         if found.has_good:
-            return other, found, found.substitutes[rows % found.num_rows]
+            return other, found, found.replacements[rows % found.num_rows]
     address = member.snapshot.block(index)
     raise BadRow(
         f"{member.snapshot.name}: no row of row group {address.row_group} in {address.shard.path.name} can be used, nor "
@@ -51,12 +51,12 @@ def stands_for(member: Member, index: int, block: Block, row: int) -> Iterator[t
     if member.snapshot.recipe.on_bad_row == "fail":
         yield index, np.array([row])
         return
-    yield index, np.flatnonzero(block.substitutes == row)
+    yield index, np.flatnonzero(block.replacements == row)
     for other in _neighbours(member, index, -1):
         found = _of_split(member, other)
         if found.has_good:
             return
-        yield other, np.flatnonzero(block.substitutes[np.arange(found.num_rows) % block.num_rows] == row)
+        yield other, np.flatnonzero(block.replacements[np.arange(found.num_rows) % block.num_rows] == row)
 
 
 def _neighbours(member: Member, index: int, step: int) -> list[int]:

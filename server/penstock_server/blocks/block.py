@@ -128,7 +128,7 @@ class Block:
         return len(self.bad) < self.num_rows
 
     @cached_property
-    def substitutes(self) -> IntArray:
+    def replacements(self) -> IntArray:
         """Row to serve for each row: itself, or the next good row, wrapping at the block's end. Needs a good row."""
         good = np.delete(np.arange(self.num_rows), np.fromiter(self.bad, np.int64, len(self.bad)))
         return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]

@@ -208,7 +208,7 @@ def test_a_split_takes_about_the_memory_that_it_is_told_to(features: list[str], 
     block, splits = Block.of(pa.record_batch(lists | others)), Splits()
     tracemalloc.start()
     split = splits.of(block, "validation", 1.0)
-    assert len(split.stream) + len(split.substitutes) == 2 * num_rows + 1  # which are kept with it
+    assert len(split.stream) + len(split.replacements) == 2 * num_rows + 1  # which are kept with it
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert taken <= splits.held_bytes <= 1.25 * taken
