@@ -105,7 +105,7 @@ def test_up_serves_the_data_folder_or_else_the_sample(project: Compose, expected
     assert [dataset["name"] for dataset in datasets] == expected
     assert project.json(f"/v1/datasets/{expected[-1]}")["cache"]["budget_bytes"] == 300_000_000
     batch = project.json(f"/v1/datasets/{expected[-1]}/epochs/0/ranks/0/batches/0?format=json")
-    assert batch["sequences"][0]["text"]
+    assert batch["samples"][0]["text"]
     assert f" at {project.url.replace('127.0.0.1', 'localhost')}\n" in project("logs", "--no-color", "server")
     assert project("exec", "-T", "server", "id", "-u").strip() == "10001"
     writes = "touch /data/x /usr/x 2>/dev/null && echo wrote || echo refused"
