@@ -58,9 +58,11 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "hangs-up" and self.server.asked.count(kind) == 1:
             self.close_connection = True
             return
-        is_busy = kind == "busy-at-first" and self.server.asked.count(kind) == 1
+        is_busy = kind in ("busy-at-first", "preparing") and self.server.asked.count(kind) == 1
         self.send_response(503 if is_busy else 404 if kind == "missing" else 200)
         self.send_header("X-Asked", self.headers["Host"] + self.path)
+        if kind == "preparing":
+            self.send_header("Retry-After", "0")
         if kind == "chunked" or kind == "cut-chunked":
             self.send_header("Transfer-Encoding", "chunked")
         elif kind != "until-closed":
@@ -272,6 +274,16 @@ def test_what_is_asked_ahead_and_refused_is_asked_again_and_then_no_more_is_aske
         assert server.asked.count("busy-at-first") == 2
         assert get(client, server, "sized", "sized") == CONTENT
         assert len(made) == 3  # one in place of the two that were closed
+
+
+def test_request_sent_ahead_keeps_its_connection_when_the_server_still_prepares_the_response(server: Listener) -> None:
+    with receiver() as client:
+        assert get(client, server, "sized", "preparing") == CONTENT
+        statuses = [ask(client, url_of(server, "preparing"), body_in(bytearray()), "/chunked")[0] for _ in range(2)]
+        assert statuses == [503, 200]
+        assert get(client, server, "chunked", "sized") == CONTENT
+        assert [server.asked.count(kind) for kind in ("preparing", "chunked")] == [2, 1]
+        assert server.num_connections == 2
 
 
 def test_nothing_is_asked_ahead_behind_a_refusal(server: Listener) -> None:

@@ -139,7 +139,8 @@ class Receiver:
         """Return the head of the response, and its connection.
 
         It reconnects if the server has closed a kept connection. It repeats a request sent ahead that the server refused: the
-        refusal may be due to the response that the client was reading then.
+        refusal may be due to the response that the client was reading then. `Retry-After: 0` is no refusal: the server still
+        prepares the response, and the caller repeats the request on the same connection.
         """
         is_asked = self._turn(request)
         is_kept = request.origin in self._channels
@@ -147,7 +148,7 @@ class Receiver:
             self._ask_ahead(request)
         try:
             channel, head = self._ask(request, is_asked)
-            if not is_asked or head.status == _OK:
+            if not is_asked or head.status == _OK or head.headers.get("retry-after") == "0":
                 return channel, head
             self._pause()
         except ConnectionError:
@@ -157,11 +158,13 @@ class Receiver:
         return self._ask(request, False)
 
     def _turn(self, request: Request) -> bool:
-        """Whether this request was sent ahead. Puts its connection first; drops any other request sent ahead."""
+        """Whether this request was sent ahead. Puts its connection first; drops a request sent ahead that is not wanted."""
         asked, self._asked = self._asked, None
         is_asked = asked == (request.origin, request.target)
         if is_asked:
             self._channels[request.origin].rotate()
+        elif asked == (request.origin, request.then):  # this request is repeated
+            self._asked = asked
         elif asked:
             self._drop(asked[0])
         return is_asked

@@ -221,7 +221,7 @@ class RowsOnDemand:
         groups = dict[int, list[_Wanted]]()
         for each in cold:
             groups.setdefault(each.at.group, []).append(each)
-        ready = [_decoded(each) for each in wanted if each.picked is not None]
+        ready = [each for each in wanted if each.picked is not None]
         under_way = [(own, self._begin_decoding(reader, own, split)) for own in groups.values()]
         nbytes = sum(each.picked.rows.nbytes for each in ready if each.picked)
         for own, (future, is_own) in under_way:
@@ -238,7 +238,7 @@ class RowsOnDemand:
             for each in own:
                 if each.picked is not None:  # None if the request was cancelled
                     nbytes += each.picked.rows.nbytes
-                    ready.append(_decoded(each))
+                    ready.append(each)
             if nbytes >= _ENCODED_TOGETHER:
                 self._encode(reader, ready)
                 ready, nbytes = [], 0
@@ -252,6 +252,7 @@ class RowsOnDemand:
         each.decoded = decoded
         each.own = _rows_of_split(decoded.rows, split, reader, each.at)[each.rows]
         each.picked = decoded.rows.take(decoded.missing(each.own))
+        each.future.is_decoded = True
         return True
 
     def _find(self, name: str) -> Decoded | None:
@@ -472,6 +473,7 @@ class _Picker:
         if decoded:
             self._wanted.own = _rows_of_split(decoded.rows, self._split, self._reader, self._wanted.at)[self._wanted.rows]
         self._wanted.picked = Selected.joined(self._parts)
+        self._wanted.future.is_decoded = True
 
 
 def _rows_of_split(rows: Selected, split: str, reader: RowGroupReader, at: BlockAddress) -> IntArray:
@@ -480,11 +482,6 @@ def _rows_of_split(rows: Selected, split: str, reader: RowGroupReader, at: Block
     if selection == "all":
         return np.arange(len(rows.numbers))
     return np.flatnonzero(is_selected(is_validation(rows.hashes, reader.snapshot.validation), selection))
-
-
-def _decoded(each: _Wanted) -> _Wanted:
-    each.future.is_decoded = True
-    return each
 
 
 def _answer(future: RowsFuture, answer: PickedRows | Block | BaseException) -> None:
