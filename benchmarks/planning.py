@@ -17,9 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from penstock.spec import Spec
-from penstock_server.batches.member import Member, OrderKey
+from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.batches.plan import make_plan
-from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore

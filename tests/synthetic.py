@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.spec import Spec
-from penstock_server.batches.member import Member, OrderKey
+from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.batches.plan import Plan, make_plan
-from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.wire import Alike, Frame
+from penstock.wire import Frame, FrameGroup
 
 IGNORED = -100  # label of a token without loss: the default ignore_index of torch's cross entropy
 SIDES = ("", "chosen_", "rejected_")  # prefixes of tensor names: a plain sample, and the two sides of a preference pair
@@ -36,7 +36,7 @@ def count_tokens(frame: Frame) -> int:
     return alike.num_tokens[frame.number]
 
 
-def _num_tokens(alike: Alike) -> list[int]:
+def _num_tokens(alike: FrameGroup) -> list[int]:
     lengths = [name for name in (*(f"{side}lengths" for side in SIDES), "label_lengths") if name in alike.names]
     if lengths:
         return [sum(each) for each in zip(*map(alike.totals, lengths), strict=True)]

@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from penstock import wire
 from penstock_server.admission import InFlight
-from penstock_server.batches.batch import frames, frames_nbytes
-from penstock_server.batches.gather import chunks, steps_per_chunk
+from penstock_server.batches.assemble import chunks, steps_per_chunk
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import as_json
+from penstock_server.batches.writer import frames, frames_nbytes
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.on_demand import PickedRows, RowsFuture
 from penstock_server.blocks.store import Asked

@@ -13,7 +13,7 @@ import pytest
 from corpora import write_tokenizer
 from penstock.commands.data_checks import check_cache
 from penstock.spec import Spec
-from penstock_server.batches.room import advice_on_room, check_room
+from penstock_server.batches.plan import advice_on_room, check_room
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog

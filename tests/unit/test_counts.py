@@ -28,8 +28,8 @@ from corpora import write_numbered, write_text, write_tokenizer
 from damage import damaged
 from penstock_server.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.batches.batch import frames
-from penstock_server.batches.gather import chunks, load
+from penstock_server.batches.assemble import chunks, load
+from penstock_server.batches.writer import frames
 from penstock_server.blocks import maps as maps_module
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore

@@ -35,7 +35,7 @@ ADDRESS = wire.Address(dataset="d", snapshot="s", spec_digest="p", epoch=0, rank
 def frame_of(tensors: Mapping[str, npt.NDArray[Any]], texts: dict[str, Any] | None = None) -> wire.Frame:
     arrays = {name: array[None] for name, array in tensors.items()}
     held: dict[str, Any] = {"url": ["a", "b"]} if texts is None else texts
-    alike = wire.Alike(ADDRESS, [0], [""], 0, arrays)
+    alike = wire.FrameGroup(ADDRESS, [0], [""], 0, arrays)
     alike.texts.append(held)
     return wire.Frame(alike, 0)
 
@@ -110,7 +110,7 @@ def received(steps: Sequence[int], allocate: Callable[[int], memoryview]) -> lis
     for number, step in enumerate(steps):
         for name, array in tensors_of(step).items():
             arrays[name][number] = array
-    alike = wire.Alike(ADDRESS, list(steps), [""] * len(steps), layout.nbytes, arrays)
+    alike = wire.FrameGroup(ADDRESS, list(steps), [""] * len(steps), layout.nbytes, arrays)
     return [wire.Frame(alike, number) for number in range(len(steps))]
 
 

@@ -35,7 +35,7 @@ class Asked:
 
     def frames(self, _transport: Transport, _spec: Spec, _epoch: int, steps: range, _then: range) -> list[wire.Frame]:
         return [
-            wire.Frame(wire.Alike(ADDRESS, [step], [""], 8, {"input_ids": np.full((1, 1, 4), step, np.uint16)}), 0)
+            wire.Frame(wire.FrameGroup(ADDRESS, [step], [""], 8, {"input_ids": np.full((1, 1, 4), step, np.uint16)}), 0)
             for step in steps
         ]
 

@@ -13,8 +13,8 @@ import pytest
 from corpora import write_numbered
 from penstock import wire
 from penstock.spec import Packing, Spec
-from penstock_server.batches import batch
-from penstock_server.batches.gather import chunks, load
+from penstock_server.batches import writer as batch
+from penstock_server.batches.assemble import chunks, load
 from penstock_server.blocks import mmap_hints as pages
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.mmap_hints import Waits

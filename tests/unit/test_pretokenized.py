@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import write_tokenizer
-from penstock_server.batches.gather import chunks, load
+from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.text_view import as_json, provenance
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore

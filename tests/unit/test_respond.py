@@ -12,7 +12,7 @@ from corpora import write_numbered
 from penstock_server import respond, waiting
 from penstock_server.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.batches.batch import frames
+from penstock_server.batches.writer import frames
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog

@@ -19,8 +19,8 @@ from penstock.display.terminal import Terminal
 from penstock.spec import Spec
 from penstock_server.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.batches.batch import frames
-from penstock_server.batches.gather import chunks, load
+from penstock_server.batches.assemble import chunks, load
+from penstock_server.batches.writer import frames
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog

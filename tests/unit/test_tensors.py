@@ -13,7 +13,7 @@ def frame(**tensors: object) -> wire.Frame:
     for name, values in tensors.items():
         of_list = np.uint16 if name in ("input_ids", "labels") else np.int32
         arrays[name] = (values if isinstance(values, np.ndarray) else np.array(values, of_list))[None]
-    alike = wire.Alike(address, [0], [""], 0, arrays)
+    alike = wire.FrameGroup(address, [0], [""], 0, arrays)
     alike.texts.append({})
     return wire.Frame(alike, 0)
 

@@ -25,7 +25,7 @@ digests  of payloads, headers and other bodies
 """
 
 from penstock.wire.digests import content_digest, digest
-from penstock.wire.frame import Alike, Frame, decode, decode_alike
+from penstock.wire.frame import Frame, FrameGroup, decode, decode_alike
 from penstock.wire.head import VERSION, Address, Heads
 from penstock.wire.layout import Layout, TensorLayout, pack_texts, strided
 
@@ -35,8 +35,8 @@ __all__ = [
     "MEDIA_TYPE",
     "VERSION",
     "Address",
-    "Alike",
     "Frame",
+    "FrameGroup",
     "Heads",
     "Layout",
     "TensorLayout",

@@ -23,7 +23,7 @@ _UNSEALED = {"header_digest", "filler"}
 _MAX_HEADER = 1 << 20
 
 
-class Alike:
+class FrameGroup:
     """Consecutive frames of a body with one layout and addresses that differ only in the step.
 
     address      address of the first frame
@@ -62,7 +62,7 @@ class Alike:
 class Frame(NamedTuple):
     """One batch as it came over the wire: which of several that are alike it is."""
 
-    alike: Alike
+    alike: FrameGroup
     number: int
 
     @property
@@ -148,7 +148,7 @@ def decode_alike(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()
 
 def _alike(
     view: memoryview, start: int, at: int, header: Header, likely: Sequence[int]
-) -> tuple[Alike, list[tuple[TensorLayout, Array]]]:
+) -> tuple[FrameGroup, list[tuple[TensorLayout, Array]]]:
     """The frames from the byte `start` on that are alike, and their columns of text, which are not yet read.
 
     The first of them has this header, and its payload begins at byte `at`. `likely` are the steps of that one and of those
@@ -169,7 +169,7 @@ def _alike(
         steps += following[: len(digests) - 1]
     arrays = layout.arrays(view, at, stride, len(steps))
     columns = [(tensor, arrays.pop(tensor.name)) for tensor in layout.tensors if tensor.dtype in TEXTS]
-    return Alike(header.address, steps, digests, layout.nbytes, arrays, header.replaced), columns
+    return FrameGroup(header.address, steps, digests, layout.nbytes, arrays, header.replaced), columns
 
 
 def read_header(view: memoryview, start: int) -> tuple[Header, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -10,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.spec import MAX_COUNT, Spec
-from penstock_server.batches.planned import PlannedEpoch, PlannedEpochs
 from penstock_server.blocks.blocks import Blocks
 from penstock_server.index.index import Index
 from penstock_server.order.arrays import IntArray, by_value
@@ -23,6 +24,10 @@ from penstock_server.snapshots.snapshot import Snapshot
 
 # How far read-ahead looks for the next blocks; a look takes a few milliseconds.
 _POSITIONS_AHEAD, _STEPS_AHEAD, _MAX_POSITIONS_AHEAD = 1 << 13, 4, 1 << 16
+PlannedEpoch = tuple[Packing, EpochOrder | LengthOrder]
+_BUDGET_BYTES = 256 << 20  # ten epochs of a million blocks, or thousands of small ones; a mixture may need many at once
+_MIN_BYTES = 4 << 10  # of the smallest epoch
+_FEWEST = 4  # whatever their size: two jobs with ranks in two consecutive epochs
 
 
 class OrderKey(NamedTuple):
@@ -38,7 +43,7 @@ class OrderKey(NamedTuple):
     seed: int
 
     @property
-    def has_stand_ins(self) -> bool:
+    def replaces_bad_rows(self) -> bool:
         """Whether a good row replaces a bad one. With counted lengths, a bad row has length 0 and is in no sample."""
         return (self.packing, self.overflow) == ("rows", "truncate")
 
@@ -141,3 +146,44 @@ def _lengths(packing: Packing, of_block: Callable[[int], IntArray], pools: IntAr
     for block, mine in by_value(blocks):
         lengths[mine] = of_block(block)[rows[mine]]
     return np.minimum(lengths, stops) - starts
+
+
+class PlannedEpochs:
+    """Least recently used cache of the epochs of one snapshot, within a budget, but with a minimum number.
+
+    An epoch is planned once for all callers, and callers of other snapshots do not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._epochs: OrderedDict[Hashable, PlannedEpoch] = OrderedDict()
+        self._num_bytes = 0
+        self._lock, self._planning = threading.Lock(), threading.Lock()
+
+    def get(self, name: Hashable, plan: Callable[[], PlannedEpoch]) -> PlannedEpoch:
+        """Returns the epoch of this name; calls `plan` if it is not cached. Raises what `plan` raises."""
+        if found := self._find(name):
+            return found
+        with self._planning:  # all ranks reach an epoch at once; only one thread should plan it
+            if found := self._find(name):
+                return found
+            made = plan()
+            with self._lock:
+                self._epochs[name] = made
+                self._num_bytes += _nbytes(made)
+                while self._num_bytes > _BUDGET_BYTES and len(self._epochs) > _FEWEST:
+                    _, oldest = self._epochs.popitem(last=False)
+                    self._num_bytes -= _nbytes(oldest)
+            return made
+
+    def _find(self, name: Hashable) -> PlannedEpoch | None:
+        with self._lock:
+            found = self._epochs.get(name)
+            if found:
+                self._epochs.move_to_end(name)
+            return found
+
+
+def _nbytes(epoch: PlannedEpoch) -> int:
+    """Estimates the bytes of memory of an epoch, now or later."""
+    packing, order = epoch
+    return _MIN_BYTES + packing.samples_per_pool.nbytes + order.nbytes

@@ -31,6 +31,8 @@ from penstock_server.problems import BadParameter
 MAX_BATCH_BYTES = 1 << 30
 _MAX_BATCH_SPANS = 1 << 22  # some 300 bytes each while the batch is made
 _REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, even after the folder has changed
+_SMALL_WINDOW = 1000  # samples; fewer mix too little to be recommended
+_ROUGHLY = 1.1  # estimates are accurate to about 10 %: blocks that may just fit are not refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,9 @@ class Plan:
         size = self.spec.batch_size
         return Layout.of([(t.name, t.dtype, t.shape(size, t.longest)) for t in self.tensors])
 
-    def is_named_by(self, asked: Spec) -> bool:
+    def is_named_by(self, requested: Spec) -> bool:
         """Returns whether the requested spec pins the snapshot, and the mix if any, so that it always means the same data."""
-        return asked.snapshot is not None and (asked.mix is not None or self.spec.mix is None)
+        return requested.snapshot is not None and (requested.mix is not None or self.spec.mix is None)
 
     @property
     def snapshot(self) -> str:
@@ -165,36 +167,36 @@ class Plan:
 
         Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
         """
-        found = []
-        for number, own_epoch, lines, positions in self._by_member(epoch, self.schedule.positions(steps, rank).reshape(-1)):
+        spans_of_members = []
+        for number, member_epoch, lines, positions in self._by_member(epoch, self.schedule.positions(steps, rank).reshape(-1)):
             member = self.members[number]
-            packing, order = member.epoch(own_epoch)
+            packing, order = member.epoch(member_epoch)
             spans = packing.spans(*order.samples(positions))
             spans = spans._replace(samples=lines[spans.samples])
-            found.append(MemberSpans(member, distinct(spans.blocks).tolist(), spans))
-        return found
+            spans_of_members.append(MemberSpans(member, distinct(spans.blocks).tolist(), spans))
+        return spans_of_members
 
     def read_ahead(self, epoch: int, step: int) -> None:
         """Loads the blocks after this step of all ranks in the background, if the cache has room for them."""
         last_rank = self.schedule.positions([step], self.schedule.world_size - 1)[0]
-        for number, own_epoch, _, positions in self._by_member(epoch, last_rank):
-            self.members[number].read_ahead(own_epoch, int(positions.max()), self.schedule.world_size * self.spec.batch_size)
+        for number, member_epoch, _, positions in self._by_member(epoch, last_rank):
+            self.members[number].read_ahead(member_epoch, int(positions.max()), self.schedule.world_size * self.spec.batch_size)
 
-    def positions_of(self, member: int, epoch: int, own: IntArray, own_epoch: int, most: int) -> IntArray:
-        """Maps positions `own` of a member's epoch to positions of an epoch; returns the first that it shows, in order."""
+    def positions_of(self, member: int, epoch: int, positions: IntArray, member_epoch: int, count: int) -> IntArray:
+        """Maps positions of a member's epoch to positions of an epoch; returns the first `count` that it shows, in order."""
         if self.mixture is None:
-            return self.schedule.earliest(own if own_epoch == epoch else own[:0], most)
-        numbers = own_epoch * self.sizes[member] + np.sort(own)
+            return self.schedule.earliest(positions if member_epoch == epoch else positions[:0], count)
+        numbers = member_epoch * self.sizes[member] + np.sort(positions)
         begin, size = epoch * self.schedule.num_positions, self.schedule.num_positions
         shown_first = int(self.schedule.positions([0], 0)[0, 0]) if self.schedule.num_steps else 0
         turn = int(np.searchsorted(numbers, self.mixture.num_before(member, begin + shown_first)))
         # A member's samples come in order from the epoch's start, then wrap around. Skipped samples take no position.
-        count = len(numbers) if self.schedule.skipped else most
+        most = len(numbers) if self.schedule.skipped else count
         start = int(np.searchsorted(numbers, self.mixture.num_before(member, begin)))
-        nearest = np.concatenate([numbers[turn : turn + count], numbers[start : min(turn, start + count)]])
+        nearest = np.concatenate([numbers[turn : turn + most], numbers[start : min(turn, start + most)]])
         samples = [self.mixture.sample(member, number) for number in nearest.tolist()]
         shown = [sample - begin for sample in samples if sample is not None and begin <= sample < begin + size]
-        return self.schedule.earliest(np.array(shown, np.int64), most)
+        return self.schedule.earliest(np.array(shown, np.int64), count)
 
     def own_epochs(self, member: int, epoch: int) -> Iterable[int]:
         """Returns the epochs of a member that an epoch shows, whole or in part; that of its first step comes first."""
@@ -206,14 +208,14 @@ class Plan:
         return chain(range(at, last + 1), range(first, at))  # a wrapped last step shows the epoch's start again
 
     def _by_member(self, epoch: int, positions: IntArray) -> list[tuple[int, int, IntArray, IntArray]]:
-        """Groups positions by member and member epoch: (member, its epoch, indices into `positions`, its own positions)."""
+        """Groups positions by member and member epoch: (member, its epoch, indices into `positions`, positions there)."""
         if self.mixture is None:
             return [(0, epoch, np.arange(len(positions)), positions)]
         datasets, numbers = self.mixture.locate(epoch * self.schedule.num_positions + positions)
         parts = []
         for member, lines in by_value(datasets):
-            epochs, own = np.divmod(numbers[lines], self.sizes[member])
-            parts += [(member, own_epoch, lines[mine], own[mine]) for own_epoch, mine in by_value(epochs)]
+            epochs, of_member = np.divmod(numbers[lines], self.sizes[member])
+            parts += [(member, member_epoch, lines[mine], of_member[mine]) for member_epoch, mine in by_value(epochs)]
         return parts
 
 
@@ -238,17 +240,15 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     num_positions = mixture.epoch_length(sizes, spec.stopping_strategy or "first_exhausted") if mixture else sizes[0]
     if num_positions is None:
         raise BadParameter(
-            f"with stopping_strategy={spec.stopping_strategy} an epoch of mix={spec.mix} never ends: the dataset that it "
-            f"waits for has no weight "
-            f"from some sample on. Use stopping_strategy=first_exhausted or stopping_strategy=never, or give that dataset a "
+            f"with stopping_strategy={spec.stopping_strategy} an epoch of mix={spec.mix} never ends: a dataset has no weight "
+            f"in the last phase. Use stopping_strategy=first_exhausted or stopping_strategy=never, or give that dataset a "
             f"weight."
         )
     if num_positions > MAX_COUNT:
         raise BadParameter(
             f"an epoch of mix={spec.mix} with stopping_strategy={spec.stopping_strategy} would have {num_positions:,} "
-            f"samples, and no more "
-            f"than 2^53 are counted. Use stopping_strategy=first_exhausted or stopping_strategy=never, or weights that are "
-            f"nearer to one another."
+            f"samples; the limit is 2^53. Use stopping_strategy=first_exhausted or stopping_strategy=never, or weights that "
+            f"are closer together."
         )
     if spec.offset > num_positions:
         raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {counted(num_positions, 'sample')}.")
@@ -286,14 +286,13 @@ def _check_tokenizers(members: Sequence[Member]) -> None:
 def _no_step(dataset: str, spec: Spec, num_positions: int) -> str:
     """Returns the message for an epoch that is too short for one step."""
     split = "" if spec.split == "all" else f", split={spec.split},"
-    skipped = ", of which too many are skipped" if spec.skip else ""
+    skipped = " after skip" if spec.skip else ""
     may_split = spec.cuts_rows and spec.task == "causal"
     more = "make several samples of long rows with overflow=split or packing=concat, " if may_split else ""
     return (
         f"no step fits: {dataset}{split} has {counted(num_positions, 'sample')}{skipped}, and one step takes batch_size x "
         f"world_size = {spec.samples_per_step:,}. Lower one of these, {more}or use drop_last=false, which fills the step from "
-        f"the "
-        f"epoch's start."
+        f"the epoch's start."
     )
 
 
@@ -313,3 +312,51 @@ def _no_sample(member: Member, spec: Spec) -> str:
         return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where or ' in all'}. {ways}."
     kept, cause = ("is kept by its filter and can be used", "filter or the data") if recipe.filter else ("can be used", "data")
     return f"{name} has no row{where} that {kept}. {(ways + f'mend the {cause}').capitalize()}."
+
+
+def check_room(plan: Plan) -> None:
+    """Checks that the cache has room for all blocks with shuffle=global.
+
+    Raises BadParameter: it has no room; the message gives both numbers.  Raises what Index.bytes_per_block raises.
+    """
+    if plan.spec.shuffle != "global":
+        return
+    needed = sum(int(member.index.bytes_per_block(look=True).sum()) for member in plan.members)
+    budget = plan.members[0].blocks.cache.configured_bytes
+    are_counted = all(member.index.lengths.is_ready for member in plan.members)
+    if needed > (1 if are_counted else _ROUGHLY) * budget:
+        raise BadParameter(
+            f"shuffle=global needs every block in the cache at once: {plan.dataset} takes about {needed:,} bytes there, "
+            f"and the budget is {budget:,}. Each batch would decode most of its rows anew. Raise --cache-bytes, or use "
+            f"shuffle=window: with the largest window that fits it mixes nearly as well."
+        )
+
+
+def advice_on_room(plan: Plan) -> str | None:
+    """Returns advice for a cache without room for a window; None if it has room."""
+    cache = plan.members[0].blocks.cache
+    if cache.failure:
+        return (
+            f"the server cannot store blocks in {cache.folder}: {cache.failure}. Blocks are decoded and tokenized again for "
+            f"nearly every batch. Let the server write there, or name another folder with --cache-dir."
+        )
+    room = cache.room_bytes
+    largest = max(int(member.index.bytes_per_block().max()) for member in plan.members)
+    if plan.spec.shuffle == "none":
+        if largest <= room:
+            return None
+        return (
+            f"a block of {plan.dataset} takes up to about {largest:,} bytes in the server's block cache, which has room for "
+            f"{room:,}: blocks are decoded and tokenized again for nearly every batch. {cache.remedy}."
+        )
+    needed = sum(member.window_bytes for member in plan.members)
+    if needed <= room:
+        return None
+    # Room for a window and the next, which is loaded ahead; a window consists of whole blocks.
+    fits = min(plan.spec.window, sum(plan.sizes)) * room // needed // 2
+    is_window = plan.spec.shuffle == "window" and fits >= _SMALL_WINDOW and 8 * largest <= room
+    or_less = f", or use smaller windows: window={fits}" if is_window else ""
+    return (
+        f"{plan.dataset} is shuffled in windows that take about {needed:,} bytes each in the server's block cache, "
+        f"which has room for {room:,}: blocks are decoded and tokenized again for nearly every batch. {cache.remedy}{or_less}."
+    )

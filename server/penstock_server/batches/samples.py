@@ -36,25 +36,25 @@ class Origin:
     """A row, or a part of one, in a sample."""
 
     dataset: str
-    """its dataset"""
+    """name of its dataset"""
     shard: str
-    """its Parquet file"""
+    """name of its Parquet file"""
     row_group: int
-    """its row group there"""
+    """number of its row group in the shard"""
     row: int
-    """its number in the row group"""
+    """number of the row in the row group"""
     start: int
-    """the first of its tokens that is in the sample; with task=seq2seq 0"""
+    """first token of the row in the sample; 0 with task=seq2seq"""
     stop: int
-    """the token after the last that is; with task=seq2seq, where both sides are cut, the end of the row"""
+    """token after the last one in the sample; the row's end with task=seq2seq, which cuts both sides"""
     row_tokens: int
-    """how many tokens it has, of a preference pair on its longer side"""
+    """number of tokens of the row; of the longer side of a preference pair"""
     side_tokens: dict[str, int] | None
-    """how many a preference pair has on each side: chosen and rejected"""
+    """number of tokens of each side of a preference pair: chosen and rejected"""
     prompt_tokens: int
-    """how many of them come before the first response, of a preference pair on the side that has fewer; of a text none"""
+    """number of tokens before the first response; the smaller number for a preference pair; 0 for a text"""
     dataset_row: int
-    """its number, counted over all shards in their order"""
+    """number of the row over all shards, in their order"""
 
 
 @dataclass(slots=True)
@@ -146,26 +146,26 @@ class Samples:
     def begins_of(self, sample: int) -> list[int]:
         """Returns the starts of the documents of one sample."""
         samples, tokens = self.begins
-        own: list[int] = tokens[self._where(samples, sample)].tolist()
-        return own
+        starts: list[int] = tokens[self._where(samples, sample)].tolist()
+        return starts
 
     def sources(self, sample: int) -> list[Origin]:
         """Returns the source rows of one sample in the shards."""
-        own = self._where(self.documents.samples, sample)
+        at = self._where(self.documents.samples, sample)
         columns = (*self.documents[1:], self._row_tokens)
-        return [self._source(*line) for line in zip(*(column[own].tolist() for column in columns), strict=True)]
+        return [self._source(*line) for line in zip(*(column[at].tolist() for column in columns), strict=True)]
 
     def line(self, tensor: Tensor, sample: int) -> list[Turn]:
         """Returns the tokens of one line of a tensor, in runs; no run spans two documents."""
         runs, tokens = self.runs(tensor), self.tokens(tensor.feature)
-        own = self._where(runs.lines, sample)
+        at = self._where(runs.lines, sample)
         begins = [] if tensor.turn else self.begins_of(sample)
-        found: list[Turn] = []
-        for number, start, length, in_loss, offset in zip(*(column[own].tolist() for column in runs[1:]), strict=True):
+        turns: list[Turn] = []
+        for number, start, length, in_loss, offset in zip(*(column[at].tolist() for column in runs[1:]), strict=True):
             inside = (begin - offset for begin in begins if offset < begin < offset + length)
             for first, last in pairwise([0, *inside, length]):
-                found.append((tokens[number].values[start + first : start + last].tolist(), in_loss))
-        return found
+                turns.append((tokens[number].values[start + first : start + last].tolist(), in_loss))
+        return turns
 
     def num_tokens(self, tensor: Tensor, sample: int) -> int:
         """Returns the number of tokens of one line of a tensor."""
@@ -180,7 +180,7 @@ class Samples:
     def member_numbers(self) -> IntArray:
         """Number in the mixture of each sample's dataset, shape [count]."""
         first = np.searchsorted(self._spans.samples, np.arange(self.count))
-        numbers: IntArray = np.array([own.number for own in self.loaded])[self._spans.blocks[first]]
+        numbers: IntArray = np.array([block.number for block in self.loaded])[self._spans.blocks[first]]
         return numbers
 
     def row(self, sample: int) -> tuple[Block, int]:
@@ -210,7 +210,7 @@ class Samples:
 
     def _feature(self, name: str) -> Features:
         if name not in self._features:
-            self._features[name] = Features([own.block.features[name] for own in self.loaded])
+            self._features[name] = Features([loaded.block.features[name] for loaded in self.loaded])
         return self._features[name]
 
     def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
@@ -222,9 +222,9 @@ class Samples:
         offsets = _offsets(lines, lengths)
         if longest:
             lengths = np.clip(longest - offsets, 0, lengths)
-            some = lengths > 0
-            lines, blocks, starts, lengths, offsets = (column[some] for column in (lines, blocks, starts, lengths, offsets))
-            in_loss = in_loss[some]
+            fits = lengths > 0
+            lines, blocks, starts, lengths, offsets = (column[fits] for column in (lines, blocks, starts, lengths, offsets))
+            in_loss = in_loss[fits]
         return Runs(lines, blocks, starts, lengths, in_loss, offsets)
 
     def _cut(self, feature: Features) -> TokenRuns:
@@ -248,10 +248,10 @@ class Samples:
         order = np.argsort(blocks, kind="stable")
         ends = np.stack([starts, stops - 1])[:, order]  # the first and the last token of each
         rows_of_ends, begins = np.empty_like(ends), np.empty_like(starts)
-        for number, own in equal_runs(blocks[order]):  # thousands of runs: the cost of each step matters
+        for number, run in equal_runs(blocks[order]):  # thousands of runs: the cost of each step matters
             stream = self.loaded[number].block.stream
-            rows_of_ends[:, own] = found = find(stream, ends[:, own])
-            begins[own] = stream[found[0]]
+            rows_of_ends[:, run] = rows = find(stream, ends[:, run])
+            begins[run] = stream[rows[0]]
         back = np.argsort(order)
         (first, last), begins = rows_of_ends[:, back], begins[back]
         spans, further = numbered(last + 1 - first)
@@ -267,20 +267,20 @@ class Samples:
         return reduce(np.maximum, (feature.tokens.lengths(blocks, rows) for feature in features))
 
     def _source(self, number: int, row: int, first: int, last: int, row_tokens: int) -> Origin:
-        own = self.loaded[number]
-        snapshot, stored = own.member.snapshot, int(own.block.stored_rows[row])
-        at = snapshot.block(own.index)
+        loaded = self.loaded[number]
+        snapshot, stored = loaded.member.snapshot, int(loaded.block.stored_rows[row])
+        at = snapshot.block(loaded.index)
         return Origin(
-            dataset=own.member.name,
+            dataset=loaded.member.name,
             shard=at.shard.path.name,
             row_group=at.row_group,
             row=at.first_row + stored,
             start=first,
             stop=last,
             row_tokens=row_tokens,
-            side_tokens=own.block.side_lengths(row),
-            prompt_tokens=int(own.block.prompt_lengths(np.array([row]))[0]),
-            dataset_row=snapshot.first_row_of(own.index) + stored,
+            side_tokens=loaded.block.side_lengths(row),
+            prompt_tokens=int(loaded.block.prompt_lengths(np.array([row]))[0]),
+            dataset_row=snapshot.first_row_of(loaded.index) + stored,
         )
 
 

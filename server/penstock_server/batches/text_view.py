@@ -13,11 +13,11 @@ import numpy as np
 from penstock import wire
 from penstock.batch import IGNORED
 from penstock.text import counted
-from penstock_server.batches.batch import frames
-from penstock_server.batches.gather import Chunk, chunks, gather, load
+from penstock_server.batches.assemble import Chunk, chunks, gather, load
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.samples import Samples
 from penstock_server.batches.tensors import Tensor
+from penstock_server.batches.writer import frames
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.features import Turn
 from penstock_server.blocks.on_demand import PickedRows
@@ -39,16 +39,15 @@ def as_json(chunk: Chunk, blocks: Sequence[Block | PickedRows], before_each: Cal
     num_samples = len(chunk.steps) * chunk.plan.spec.batch_size
     if num_samples > _MAX_SAMPLES:
         raise BadParameter(
-            f"{num_samples:,} samples in {counted(len(chunk.steps), 'batch', 'batches')} are too many to be shown: "
-            f"format=json is for people, and each sample takes as long to write as thousands of tokens. At most "
-            f"{_MAX_SAMPLES:,} are shown at a time: lower batch_size, ask for fewer steps, or leave format=json out."
+            f"{num_samples:,} samples in {counted(len(chunk.steps), 'batch', 'batches')} are too many for "
+            f"format=json: the limit is {_MAX_SAMPLES:,}. Lower batch_size, request fewer steps, or leave format=json out."
         )
     samples, size = gather(chunk, blocks), chunk.plan.spec.batch_size
     num_tokens = sum(int(samples.runs(tensor).lengths.sum()) for tensor in chunk.plan.tensors if tensor.kind == "tokens")
     if num_tokens > _MAX_TOKENS * len(chunk.steps):
         raise BadParameter(
-            f"a batch of {num_tokens // len(chunk.steps):,} tokens is too large to be shown: format=json is for people, and as "
-            f"text it takes 10 times as much. At most {_MAX_TOKENS:,} are shown: lower batch_size, or leave format=json out."
+            f"a batch of {num_tokens // len(chunk.steps):,} tokens is too large for format=json: the limit is {_MAX_TOKENS:,}. "
+            f"Lower batch_size, or leave format=json out."
         )
     return [
         _batch(chunk.plan, frame, samples, range(number * size, (number + 1) * size), before_each)
@@ -69,8 +68,8 @@ def provenance(plan: Plan, epoch: int, step: int, rank: int) -> dict[str, Any]:
     samples = gather(chunk, load(chunk))
     if (num_parts := len(samples.documents.rows)) > _MAX_PARTS:
         raise BadParameter(
-            f"a batch of {num_parts:,} rows, or parts of them, is too large for its provenance to be shown: that is for "
-            f"people. At most {_MAX_PARTS:,} are shown: lower batch_size."
+            f"the provenance of a batch of {num_parts:,} rows, or parts of rows, is too large: the limit is {_MAX_PARTS:,}. "
+            f"Lower batch_size."
         )
     lines = [{"index": i, "sources": [asdict(s) for s in samples.sources(i)]} for i in range(samples.count)]
     return {"step": step, "rank": rank, "samples": lines}

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.spec import Spec
-from penstock_server.batches.member import Member, OrderKey
-from penstock_server.batches.planned import PlannedEpochs
+from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.blocks.blocks import Blocks
 from penstock_server.catalog.history import Record
 from penstock_server.index.index import Index

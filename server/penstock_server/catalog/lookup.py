@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from penstock.text import counted
+from penstock_server.batches.assemble import rows_replaced_by
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.replacement import stands_for
 from penstock_server.batches.text_view import shown_columns
 from penstock_server.blocks.block import Block
 from penstock_server.catalog.held import Served
@@ -123,8 +123,8 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceA
 def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -> IntArray:
     """Return the positions of a row of a block in an epoch of its dataset."""
     packing, order = member.epoch(epoch)
-    if member.order_key.has_stand_ins:
-        places = [(at, number) for at, rows in stands_for(member, index, block, row) for number in rows.tolist()]
+    if member.order_key.replaces_bad_rows:
+        places = [(at, number) for at, rows in rows_replaced_by(member, index, block, row) for number in rows.tolist()]
         found = [packing.holding(at, number, 0, 0) for at, number in places]
     else:
         start, stop = block.stream[row : row + 2].tolist()

@@ -10,8 +10,7 @@ from pathlib import Path
 from penstock.spec import Spec
 from penstock.text import listed
 from penstock_server.batches.member import Member
-from penstock_server.batches.plan import Plan
-from penstock_server.batches.room import advice_on_room
+from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.held import Served
 from penstock_server.problems import Problem
 from penstock_server.recipes.declaration import FILE_NAME

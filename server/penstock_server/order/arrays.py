@@ -52,8 +52,8 @@ def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
 def equal_runs(values: IntArray) -> Iterator[tuple[int, slice]]:
     """Yields each run of equal values: the value, and the slice of the run."""
     starts = np.flatnonzero(begins_run(values))
-    borders = pairwise([*starts.tolist(), len(values)])
-    for value, (start, stop) in zip(values[starts].tolist(), borders, strict=True):
+    offsets = pairwise([*starts.tolist(), len(values)])
+    for value, (start, stop) in zip(values[starts].tolist(), offsets, strict=True):
         yield value, slice(start, stop)
 
 

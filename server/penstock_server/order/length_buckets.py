@@ -85,8 +85,8 @@ class LengthOrder:
         start, stop = self._order.bounds_of_window(window)
         lengths = self._lengths(*self._order.samples(np.arange(start, stop)))
         by_length = np.argsort(lengths, kind="stable")
-        borders = distinct(np.clip(np.arange(start - start % self._run, stop + self._run, self._run), start, stop))
-        sizes = np.diff(borders)
+        offsets = distinct(np.clip(np.arange(start - start % self._run, stop + self._run, self._run), start, stop))
+        sizes = np.diff(offsets)
         # Cut into runs after the permutation: if the short run always had the longest rows, drop_last=true would drop them.
         parts = permute(np.arange(len(sizes)), len(sizes), np.uint64(self._run_key ^ window))
         sizes_of_parts = np.empty_like(sizes)  # sizes of the sorted parts; run i is part parts[i]

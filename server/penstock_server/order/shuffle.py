@@ -125,10 +125,10 @@ def _cut(pool_starts: IntArray, window: int) -> IntArray:
     """Returns window offsets: a window ends with the pool that fills it. A short rest joins the last window."""
     ends = pool_starts.tolist()
     total = ends[-1]
-    borders = [0]
-    while borders[-1] + window <= total:
-        borders.append(ends[bisect_left(ends, borders[-1] + window)])
-    if len(borders) == 1:
-        borders.append(total)
-    borders[-1] = total
-    return np.array(borders)
+    offsets = [0]
+    while offsets[-1] + window <= total:
+        offsets.append(ends[bisect_left(ends, offsets[-1] + window)])
+    if len(offsets) == 1:
+        offsets.append(total)
+    offsets[-1] = total
+    return np.array(offsets)

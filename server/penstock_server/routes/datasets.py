@@ -11,8 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from penstock import wire
 from penstock.spec import MAX_COUNT
 from penstock.urls import DATASETS
-from penstock_server.batches.plan import Plan
-from penstock_server.batches.room import check_room
+from penstock_server.batches.plan import Plan, check_room
 from penstock_server.catalog.dataset import Change
 from penstock_server.catalog.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.catalog.lookup import find_row, show_quarantine, show_row

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from corpora import write_tokenizer
-from penstock_server.batches.batch import frames
-from penstock_server.batches.gather import chunks, load
+from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import provenance
+from penstock_server.batches.writer import frames
 from penstock_server.blocks import on_demand as on_demand_module
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.on_demand import RowsOnDemand

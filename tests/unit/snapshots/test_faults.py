@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from penstock_server import app as app_module
 from penstock_server.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.batches.gather import Chunk
+from penstock_server.batches.assemble import Chunk
 from penstock_server.blocks.block import Block
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.watch import watching

@@ -1,4 +1,9 @@
-"""Gathering: loads the blocks of some batches, and cuts the samples from them."""
+"""Assembling: loads the blocks of some batches, replaces bad rows, and cuts the samples from the blocks.
+
+The next good row of the block replaces a bad row; the search wraps at the block's end. If a block has no good row, the rows of
+the next block with one replace its rows; the search wraps at the dataset's end and skips blocks without a row of the split. So
+the geometry of an epoch does not change, and the row at each position depends only on the data.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,21 @@ from typing import Any
 
 import numpy as np
 
+from penstock.urls import dataset_path
+from penstock_server.batches.member import Member
 from penstock_server.batches.plan import MemberSpans, Plan
-from penstock_server.batches.replacement import usable_rows
 from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.on_demand import PickedRows, RowsFuture
 from penstock_server.blocks.store import Asked
 from penstock_server.order.arrays import IntArray, by_value, distinct, in_order, places_in
 from penstock_server.order.packing import STREAM, Spans
+from penstock_server.problems import BadRow
 
 _CHUNK_BYTES = 8 << 20  # assembled at a time; more than a few MiB only takes memory
 _CHUNK_STORED = 64 << 20  # bytes of its uncut rows: without the cache, all are in memory
 _CHUNK_SPANS = 1 << 17  # likewise: each takes some 300 bytes, however short
+_MAX_BLOCKS = 64  # blocks searched for a good row; a longer stretch without one makes the data useless
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +44,17 @@ class Chunk:
 
     def mapped(self) -> list[Block] | None:
         """Returns the blocks of all needs if all are mapped into memory; None otherwise."""
-        found: list[Block] = []
+        mapped: list[Block] = []
         for need in self.needs:
             blocks = need.member.blocks.mapped(need.blocks)
             if blocks is None:
                 return None
-            found += blocks
-        return found
+            mapped += blocks
+        return mapped
 
     def request(self) -> list[Asked | RowsFuture]:
         """Returns, for all needs, blocks, futures of blocks, or futures of the needed rows of uncached blocks."""
-        return [found for need in self.needs for found in _request(need)]
+        return [requested for need in self.needs for requested in _request(need)]
 
     def read_ahead(self) -> None:
         """Loads the blocks that the job will need next in the background."""
@@ -71,13 +79,13 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
     num_chunks = -(-len(steps) // steps_per_chunk(plan))
     size = -(-len(steps) // num_chunks)  # equal sizes: a short last chunk would cost as much as the others
     for start in range(0, len(steps), size):
-        some = steps[start : start + size]
-        yield Chunk(plan, epoch, rank, some, plan.spans(epoch, rank, some))
+        part = steps[start : start + size]
+        yield Chunk(plan, epoch, rank, part, plan.spans(epoch, rank, part))
 
 
 def load(chunk: Chunk) -> Sequence[Block | PickedRows]:
     """Loads the blocks of a chunk, or the rows that it needs, now. Raises what Blocks.get raises."""
-    return chunk.mapped() or [found if isinstance(found, Block) else found.result() for found in chunk.request()]
+    return chunk.mapped() or [block if isinstance(block, Block) else block.result() for block in chunk.request()]
 
 
 def _request(need: MemberSpans) -> Sequence[Asked | RowsFuture]:
@@ -102,19 +110,18 @@ def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Samples:
     parts: list[Spans] = []
     rest = iter(blocks)
     for need in chunk.needs:
-        member, indices, spans, own = need.member, need.blocks, need.spans, list(islice(rest, len(need.blocks)))
-        if member.order_key.split != "all":
+        member, indices, spans, needed = need.member, need.blocks, need.spans, list(islice(rest, len(need.blocks)))
+        if (split := member.order_key.split) != "all":
             selected = member.blocks.of_split
-            split = member.order_key.split
-            own = [selected(at, b, split) if isinstance(b, Block) else b for at, b in zip(indices, own, strict=True)]
-        if member.order_key.has_stand_ins and any(isinstance(block, Block) and block.bad for block in own):
-            found = dict(zip(indices, own, strict=True))
-            spans = _with_stand_ins(need, found)
+            needed = [selected(at, b, split) if isinstance(b, Block) else b for at, b in zip(indices, needed, strict=True)]
+        if member.order_key.replaces_bad_rows and any(isinstance(block, Block) and block.bad for block in needed):
+            by_index = dict(zip(indices, needed, strict=True))
+            spans = _with_replacements(need, by_index)
             replaced[spans.samples[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
-            indices, own = map(list, zip(*sorted(found.items()), strict=True))
+            indices, needed = map(list, zip(*sorted(by_index.items()), strict=True))
         numbers = len(loaded) + places_in(np.array(indices), spans.blocks)
-        spans = spans._replace(rows=_rows_here(spans, dict(zip(indices, own, strict=True))), blocks=numbers)
-        whole = [found if isinstance(found, Block) else found.block for found in own]
+        spans = spans._replace(rows=_rows_here(spans, dict(zip(indices, needed, strict=True))), blocks=numbers)
+        whole = [block if isinstance(block, Block) else block.block for block in needed]
         loaded += map(LoadedBlock, repeat(member), repeat(chunk.plan.members.index(member)), indices, whole)
         parts.append(spans)
     return Samples(count, loaded, parts[0] if len(parts) == 1 else Spans(*in_order(parts)), replaced)
@@ -131,13 +138,66 @@ def _rows_here(spans: Spans, blocks: Mapping[int, Block | PickedRows]) -> IntArr
     return rows
 
 
-def _with_stand_ins(need: MemberSpans, blocks: dict[int, Block | PickedRows]) -> Spans:
+def _with_replacements(need: MemberSpans, blocks: dict[int, Block | PickedRows]) -> Spans:
     """Replaces bad rows in the spans with good ones; adds the blocks of these to `blocks`."""
     # Again: loading these blocks may have found more bad rows than max_bad_share allows.
     need.member.blocks.quarantine.check()
     rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()
     for index, mine in by_value(need.spans.blocks):
-        if isinstance(own := blocks[index], Block) and own.bad:
-            other, block, good = usable_rows(need.member, index, own, need.spans.rows[mine])
-            blocks[other], indices[mine], rows[mine] = block, other, good
+        if isinstance(block := blocks[index], Block) and block.bad:
+            other, good_block, good_rows = usable_rows(need.member, index, block, need.spans.rows[mine])
+            blocks[other], indices[mine], rows[mine] = good_block, other, good_rows
     return need.spans._replace(blocks=indices, rows=rows)
+
+
+def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tuple[int, Block, IntArray]:
+    """Returns the rows to serve for rows of block `index`, shape of `rows`, and their block.
+
+    Raises BadRow: one of them is bad, and the recipe does not replace bad rows, or no good row is near.
+    """
+    bad = [row for row in rows.tolist() if row in block.bad]
+    if not bad:
+        return index, block, rows
+    if member.snapshot.recipe.on_bad_row == "fail":
+        raise member.blocks.quarantine.bad_row(block, index, bad[0])
+    if block.has_good:
+        return index, block, block.replacements[rows]
+    for other in _neighbours(member, index, 1):
+        neighbour = _of_split(member, other)
+        if neighbour.has_good:
+            return other, neighbour, neighbour.replacements[rows % neighbour.num_rows]
+    address = member.snapshot.block(index)
+    raise BadRow(
+        f"{member.snapshot.name}: no row of row group {address.row_group} in {address.shard.path.name} can be used, nor "
+        f"any in the row groups after it: there is nothing to serve in its place. GET {dataset_path(member.name)}/quarantine "
+        f"lists the rows with the reasons. Repair the shards, or move them out of the folder."
+    )
+
+
+def rows_replaced_by(member: Member, index: int, block: Block, row: int) -> Iterator[tuple[int, IntArray]]:
+    """Yields, by block, the rows that a row of block `index` is served for, including itself."""
+    if row in block.bad:
+        return
+    if member.snapshot.recipe.on_bad_row == "fail":
+        yield index, np.array([row])
+        return
+    yield index, np.flatnonzero(block.replacements == row)
+    for other in _neighbours(member, index, -1):
+        neighbour = _of_split(member, other)
+        if neighbour.has_good:
+            return
+        yield other, np.flatnonzero(block.replacements[np.arange(neighbour.num_rows) % block.num_rows] == row)
+
+
+def _neighbours(member: Member, index: int, step: int) -> list[int]:
+    """Returns the blocks with rows of the split after a block (step 1) or before it (step -1), on the ring of blocks."""
+    with_rows = np.flatnonzero(member.index.rows_per_block(member.order_key.split))
+    at = int(np.searchsorted(with_rows, index))
+    turns = np.arange(1, min(_MAX_BLOCKS, len(with_rows) - 1) + 1)
+    neighbours: list[int] = with_rows[(at + step * turns) % len(with_rows)].tolist()
+    return neighbours
+
+
+def _of_split(member: Member, index: int) -> Block:
+    [block] = member.blocks.get([index], member.order_key.split)
+    return block

@@ -7,9 +7,9 @@ import pytest
 
 from corpora import write_shards
 from penstock.spec import Spec, Split
-from penstock_server.batches import replacement as stand_ins
+from penstock_server.batches import assemble as stand_ins
+from penstock_server.batches.assemble import rows_replaced_by, usable_rows
 from penstock_server.batches.member import Member
-from penstock_server.batches.replacement import stands_for, usable_rows
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
@@ -45,7 +45,7 @@ def served(member: Member, index: int) -> tuple[int, list[int]]:
 
 def inverse(member: Member, index: int, row: int) -> dict[int, list[int]]:
     [block] = member.blocks.get([index])
-    return {other: rows.tolist() for other, rows in stands_for(member, index, block, row)}
+    return {other: rows.tolist() for other, rows in rows_replaced_by(member, index, block, row)}
 
 
 def test_a_bad_row_gives_way_to_the_next_good_one_of_its_block(open_holes: Opener) -> None:
@@ -88,7 +88,7 @@ def test_rows_of_a_split_stand_in_for_rows_of_it_alone_and_tell_each_other(open_
             expected.setdefault((other, good), []).append((index, row))
     for index, block in enumerate(blocks):
         for row in range(block.num_rows):
-            told = [(other, number) for other, rows in stands_for(member, index, block, row) for number in rows.tolist()]
+            told = [(other, number) for other, rows in rows_replaced_by(member, index, block, row) for number in rows.tolist()]
             assert sorted(told) == expected.get((index, row), [])
 
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from penstock_server.batches import planned
-from penstock_server.batches.planned import PlannedEpoch, PlannedEpochs
+from penstock_server.batches import member as planned
+from penstock_server.batches.member import PlannedEpoch, PlannedEpochs
 from penstock_server.order.arrays import IntArray
 from penstock_server.order.length_buckets import LengthOrder
 from penstock_server.order.packing import Rows

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.batches import pieces as pieces_module
-from penstock_server.batches.pieces import Pieces
+from penstock_server.batches import writer as pieces_module
+from penstock_server.batches.writer import Pieces
 from penstock_server.blocks import joined as joined_module
 from penstock_server.blocks.lists import ListColumn, ListColumns
 

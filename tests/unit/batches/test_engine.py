@@ -22,15 +22,14 @@ from hypothesis import strategies as st
 
 from penstock import wire
 from penstock.display.terminal import Terminal
-from penstock_server.batches import batch as batch_module
-from penstock_server.batches import gather as gather_module
+from penstock_server.batches import assemble as gather_module
 from penstock_server.batches import member as member_module
-from penstock_server.batches.batch import frames
-from penstock_server.batches.gather import chunks, gather, load
-from penstock_server.batches.member import Member
+from penstock_server.batches import writer as batch_module
+from penstock_server.batches.assemble import chunks, gather, load
+from penstock_server.batches.member import Member, PlannedEpochs
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.batches.text_view import as_json
+from penstock_server.batches.writer import frames
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
@@ -288,7 +287,7 @@ def test_long_texts_that_travel_make_short_chunks_and_too_long_ones_are_refused(
     made = list(chunks(plan, 0, 0, range(30)))
     assert max(len(chunk.steps) for chunk in made) <= 9
     monkeypatch.setattr(batch_module, "MAX_BATCH_BYTES", 900_000)
-    with pytest.raises(BadParameter, match="Lower batch_size, or let fewer columns travel"):
+    with pytest.raises(BadParameter, match="Lower batch_size"):
         frames(made[0], load(made[0]))
 
 

@@ -15,11 +15,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.wire import Address, Heads, Layout
-from penstock_server.batches.batch import _add_ones, _add_tokens, _write
-from penstock_server.batches.body import Place, Places, of_one_width
-from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.batches.tensors import Tensor
+from penstock_server.batches.writer import Pieces, Place, Places, _add_ones, _add_tokens, _write, by_step_width
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.features import Feature, Features, RowSpans
 from penstock_server.blocks.lists import ListColumn
@@ -218,7 +216,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
 @pytest.mark.parametrize("stride", [1, 3])
 def test_steps_that_stand_together_have_heads_of_one_length(longer: int, stride: int) -> None:
     steps = range(longer - 8, longer + 8, stride)
-    parts = list(of_one_width(steps))
+    parts = list(by_step_width(steps))
     assert [step for part in parts for step in part] == list(steps)
     for length in range(64):  # heads are rounded up, so the bytes of a step show with some names only
         address = Address(dataset="d" * length, snapshot="s", spec_digest="p", epoch=0, rank=0, step=0)
