@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock import Spec
+from penstock.distributed import Worker
 from penstock.ledger.begin import Begin, check_of
 from penstock.ledger.names import ledger_path
-from penstock.rank import Worker
 from penstock.state.progress import Pass
 from penstock.state.start import StepRange
 from penstock.state.state import Position

@@ -13,9 +13,16 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from penstock.agreement import Agreement
 from penstock.brief import hide_internal_traceback
-from penstock.company import Company
+from penstock.distributed import (
+    PeerCheck,
+    SnapshotConsensus,
+    Worker,
+    check_not_sharded_again,
+    check_rank,
+    find_rank,
+    find_worker,
+)
 from penstock.errors import PenstockError, SpecError
 from penstock.feeding.batch_iterator import BatchIterator
 from penstock.feeding.device import Destination, check_device, find_destination
@@ -38,7 +45,6 @@ from penstock.lint import (
 from penstock.logs import name_rank
 from penstock.mix import spell_mix
 from penstock.numbers import check_amount, check_whole, plain
-from penstock.rank import Worker, check_not_sharded_again, check_rank, find_rank, find_worker
 from penstock.source import Source
 from penstock.spec import (
     MAX_COUNT,
@@ -183,8 +189,8 @@ class RemoteDataset(IterableDataset[Batch]):
         # Before the server is asked, which may be away, or have rows to count: either may take minutes.
         self._book = None if ledger is None else Recorder(ledger, dataset, self.rank)
         resolved = self._source.resolve(asked)
-        self._agreement = None if snapshot else Agreement(f"{dataset}/{asked.digest}")
-        if self._agreement and (first := self._agreement.first(str(resolved.spec.snapshot))) != resolved.spec.snapshot:
+        self._consensus = None if snapshot else SnapshotConsensus(f"{dataset}/{asked.digest}")
+        if self._consensus and (first := self._consensus.propose(str(resolved.spec.snapshot))) != resolved.spec.snapshot:
             resolved = self._source.resolve(replace(asked, snapshot=first))
         if self.rank == 0:
             warn_as_advised(resolved.advice)
@@ -299,8 +305,8 @@ class RemoteDataset(IterableDataset[Batch]):
         try:
             self._progress.enter(round_)
             self._check_rank()
-            if self._agreement and not worker:
-                self._agreement.settle(self.snapshot)
+            if self._consensus and not worker:
+                self._consensus.settle(self.snapshot)
             destination = find_destination(self._device, worker)
             at = round_.stretch.position
             spec = replace(self.spec, offset=at.offset)
@@ -313,8 +319,8 @@ class RemoteDataset(IterableDataset[Batch]):
                 self._has_asked = True
                 trains = self._replay is None and is_trained_on(spec) and not worker
                 is_shared = self._rank_was_found and self.world_size > 1  # who names a rank may have others in this job
-                company = Company(self.dataset, spec, at, self.rank) if trains and is_shared else None
-                advice = Advice(self._source if asks else None, spec, at.epoch, company, len(round_.steps))
+                peers = PeerCheck(self.dataset, spec, at.epoch, at.step, self.rank) if trains and is_shared else None
+                advice = Advice(self._source if asks else None, spec, at.epoch, peers, len(round_.steps))
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
                         self._progress.take(round_)
@@ -343,8 +349,8 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._rank_was_found:
             check_rank(self.rank, self.world_size)
         check_not_sharded_again(self, self.world_size)
-        if self._agreement and not find_worker():
-            self._agreement.check(self.snapshot)
+        if self._consensus and not find_worker():
+            self._consensus.check(self.snapshot)
 
     def _recording(self, spec: Spec, round_: Pass) -> AbstractContextManager[Ledger | None]:
         """The ledger of an iteration, if there is to be one."""

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from penstock.batch import IGNORED, SIDES
-from penstock.company import Company
+from penstock.distributed import PeerCheck
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, way_out_of_prompts
 from penstock.source import Source
 from penstock.spec import Spec
@@ -29,14 +29,14 @@ _UNLEARNED_SHARE, _FEW_UNLEARNED = 0.25, 2  # share of a batch's samples, sample
 class Advice:
     """Warnings for the loop of one iteration, each at most once.
 
-    `source` supplies the lengths of some rows; None skips those checks. `company` are the ranks that should be in the same
+    `source` supplies the lengths of some rows; None skips those checks. `peers` compares the ranks that should share the
     epoch. `num_batches` is the number of batches of the iteration.
     """
 
     def __init__(
-        self, source: Source | None, spec: Spec, epoch: int, company: Company | None = None, num_batches: int = 2
+        self, source: Source | None, spec: Spec, epoch: int, peers: PeerCheck | None = None, num_batches: int = 2
     ) -> None:
-        self._source, self._spec, self._epoch, self._company = source, spec, epoch, company
+        self._source, self._spec, self._epoch, self._peers = source, spec, epoch, peers
         # Check the second batch if there is one: a check of the first would delay the start of training.
         self._checked = min(2, num_batches)
         self._had_labels = self._had_place = True
@@ -49,8 +49,8 @@ class Advice:
             self._check_rows(self._source, batch)
             self._check_runs(batch)
             self._check_lines(batch)
-        if self._company and (elsewhere := self._company.elsewhere(number)):
-            self._check_company(elsewhere)
+        if self._peers and (differences := self._peers.differences(number)):
+            self._check_peers(differences)
         if self._had_place:
             self._had_place = self._check_place(number, has_place=has_place)
 
@@ -63,13 +63,13 @@ class Advice:
             )
         return has_place
 
-    def _check_company(self, elsewhere: str) -> None:
+    def _check_peers(self, differences: str) -> None:
         _warn(
-            f"other ranks have not begun epoch {self._epoch} where this one has: {elsewhere}. Ranks share an epoch only with "
+            f"other ranks have not begun epoch {self._epoch} where this one has: {differences}. Ranks share an epoch only with "
             f"the same parameters, seed and batch_size among them, the same epoch and the same state: else some samples are "
             f"trained on several times, and others never."
         )
-        self._company = None
+        self._peers = None
 
     def _check_labels(self, batch: Batch, number: int) -> bool:
         """Whether any token of a batch has loss. Labels on a GPU pass: to read them would block."""

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import PenstockError, SpecError, wire
+from penstock.distributed import Worker
 from penstock.feeding import device
 from penstock.feeding.device import Destination, OnDevice, check_device, find_destination, pack, unpack
 from penstock.feeding.item import Item
 from penstock.feeding.pinned import allocate_pinned
 from penstock.feeding.prefetch import Prefetch
-from penstock.rank import Worker
 from penstock.tensors import CPU, Batch, expand, names_of
 from penstock.wire.layout import Layout
 

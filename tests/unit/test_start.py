@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from penstock import rank
+from penstock.distributed import Worker, find_worker
 from penstock.errors import PenstockError
-from penstock.rank import Worker, find_worker
 from penstock.state.launch import Launch
 from penstock.state.progress import Progress
 from penstock.state.start import SharedStart, StepRange

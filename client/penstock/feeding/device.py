@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 
 from penstock.batch import IGNORED
+from penstock.distributed import Worker
 from penstock.errors import PenstockError, SpecError
 from penstock.feeding.item import Item
 from penstock.feeding.pinned import tensor_over
 from penstock.feeding.prefetch import Prefetch
 from penstock.numbers import plain
-from penstock.rank import Worker
 from penstock.tensors import ALL, CPU, Batch, Lines, as_tensor, kind_of, travelled
 from penstock.text import counted
 from penstock.wire import Frame

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.rank import MAX_WORKERS, Worker
+from penstock.distributed import MAX_WORKERS, Worker
 from penstock.state.shared import SharedCells
 
 # FIRST          the name of the pass that yielded the launch's first batch; 0: none yet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from penstock.rank import Worker
+from penstock.distributed import Worker
 from penstock.state.launch import Launch, round_name
 from penstock.state.start import SharedStart, StepRange
 from penstock.state.state import Position

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from penstock.distributed import Worker
 from penstock.errors import StateMismatch
-from penstock.rank import Worker
 from penstock.source import Resolved, Source
 from penstock.spec import MAX_COUNT, Spec
 from penstock.state.start import StepRange

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from penstock.rank import find_worker
+from penstock.distributed import find_worker
 
 _known: WeakSet[SharedCells] = WeakSet()  # all cells of this process
 

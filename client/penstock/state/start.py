@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.distributed import MAX_WORKERS, Worker
 from penstock.errors import PenstockError
-from penstock.rank import MAX_WORKERS, Worker
 from penstock.state.launch import round_name
 from penstock.state.shared import SharedCells
 from penstock.state.state import Position

@@ -17,9 +17,9 @@ from ledger_files import SPEC, book, digest, entries, fails_with, open_at, open_
 from ledgers import behind, round_at
 from penstock import LedgerError
 from penstock.audit.reading import read_ledger
+from penstock.distributed import Worker
 from penstock.ledger import file as file_module
 from penstock.ledger import recorder as book_module
-from penstock.rank import Worker
 
 FREES_THE_DISK = """
 import os, sys

@@ -12,9 +12,9 @@ from ledger_files import SPEC, book, open_files
 from ledgers import behind, round_at
 from penstock import LedgerError, RemoteDataset, SpecError
 from penstock.audit.reading import read_ledger
+from penstock.distributed import Worker
 from penstock.ledger.names import find_ledgers, ledger_path
 from penstock.ledger.recorder import Recorder
-from penstock.rank import Worker
 
 
 @pytest.mark.parametrize(

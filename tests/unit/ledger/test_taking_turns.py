@@ -19,10 +19,10 @@ from ledger_files import SPEC, book, digest, entries, fails_with, open_at, open_
 from ledgers import append, begin_of, behind, round_at
 from penstock import LedgerError
 from penstock.audit.reading import read_ledger
+from penstock.distributed import Worker
 from penstock.ledger import file as file_module
 from penstock.ledger import held
 from penstock.ledger import recorder as book_module
-from penstock.rank import Worker
 
 HOLDS_IT = """
 import sys
