@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 _INT96_UNIT = "us"  # for Spark's INT96 times; pyarrow's default, ns, overflows in 2262 and wraps to 1677
@@ -14,8 +12,3 @@ _INT96_UNIT = "us"  # for Spark's INT96 times; pyarrow's default, ns, overflows 
 def open_parquet(source: Any, **options: Any) -> pq.ParquetFile:
     """Opens a Parquet file with these options of pyarrow."""
     return pq.ParquetFile(source, coerce_int96_timestamp_unit=_INT96_UNIT, **options)
-
-
-def parquet_fragment(file: pa.NativeFile) -> ds.ParquetFileFragment:
-    """Returns an open Parquet file as a fragment that can select row groups by statistics."""
-    return ds.ParquetFileFormat(coerce_int96_timestamp_unit=_INT96_UNIT).make_fragment(file)

@@ -16,7 +16,7 @@ from penstock_server.blocks.parsed_footers import ParsedFooters
 from penstock_server.parquet import open_parquet
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes.encode import select
-from penstock_server.recipes.filter_sql import FilterError
+from penstock_server.recipes.filter.sql import FilterError
 from penstock_server.recipes.split_hashes import split_hashes
 from penstock_server.recipes.transform import TransformError
 from penstock_server.snapshots.folders import list_folder
@@ -107,8 +107,7 @@ def completed(rows: pa.RecordBatch, more: Iterator[pa.RecordBatch], num_rows: in
 def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddress, npt.NDArray[np.uint32]]]:
     """Yields the split hashes of the rows that the recipe keeps, for each block of a shard.
 
-    Reads only the columns that the filter and the split need. Skips row groups that the filter excludes by their statistics,
-    with their blocks. Raises what `reading` raises.
+    Reads only the columns that the filter and the split need. Raises what `reading` raises.
     """
     recipe = snapshot.recipe
     addresses = [snapshot.block(index) for index in snapshot.blocks_of_shard(shard)]
@@ -118,14 +117,7 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
         for at in addresses:
             yield at, split_hashes(nothing, recipe, at.place, np.arange(at.num_rows))
         return
-    if not addresses:  # a shard without row groups
-        return
-    groups = None
-    if recipe.filter:
-        with reading(snapshot, addresses[0]), _opened(snapshot, addresses[0].shard) as (source, opened):
-            groups = set(recipe.filter.groups_that_may_match(addresses[0].shard.path, source))
-            _check_unwritten(source, opened)
-    for first in (at for at in addresses if at.number == 0 and (groups is None or at.row_group in groups)):
+    for first in (at for at in addresses if at.number == 0):
         with reading(snapshot, first):
             for at, _, rows in rows_of_group(snapshot, first, columns):
                 _, _, hashes = select(rows, recipe, at.place)

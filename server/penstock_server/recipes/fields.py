@@ -63,7 +63,7 @@ class Field:
 
     def type(self, schema: pa.Schema) -> pa.DataType:
         """Return the type of its values. Raises FieldError: the schema has no such column."""
-        types = [_type(path, schema) for _, path in self.parts if path]
+        types = [type_at(path, schema) for _, path in self.parts if path]
         if not self.is_template:
             return types[0]
         if nested := [type_ for type_ in types if pa.types.is_nested(type_)]:
@@ -94,11 +94,12 @@ class Field:
 
 def _resolve(name: str, schema: pa.Schema) -> _Path:
     path = (name,) if name in schema.names else tuple(name.split("."))
-    _type(path, schema)
+    type_at(path, schema)
     return path
 
 
-def _type(path: _Path, schema: pa.Schema) -> pa.DataType:
+def type_at(path: _Path, schema: pa.Schema) -> pa.DataType:
+    """Return the type of a column, or of a field inside it. Raises FieldError: the schema has no such column or field."""
     column, columns = path[0], schema.names
     if columns.count(column) > 1:
         raise FieldError(f"{columns.count(column)} columns are called {column!r}. Rename all but one")
@@ -117,7 +118,7 @@ def _type(path: _Path, schema: pa.Schema) -> pa.DataType:
 
 
 def _values(path: _Path, rows: pa.RecordBatch) -> pa.Array:
-    _type(path, rows.schema)
+    type_at(path, rows.schema)
     column = rows.column(path[0])
     return pc.struct_field(column, list(path[1:])) if path[1:] else column
 

@@ -13,8 +13,8 @@ from penstock_server.files import spelled
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.column_types import are_told_alike, name_of_travelling
 from penstock_server.recipes.fields import Field, FieldError
-from penstock_server.recipes.filter_sql import SHOWN
-from penstock_server.recipes.filters import Filter, not_empty, not_null
+from penstock_server.recipes.filter import Filter, not_empty, not_null
+from penstock_server.recipes.filter.sql import SHOWN
 from penstock_server.recipes.fitting import Column, Fields, Kind, check_field, check_tools
 from penstock_server.recipes.mask_columns import OF_DOCUMENTS, OF_LOSS, Masks, check_mask
 from penstock_server.recipes.roles import FirstShard

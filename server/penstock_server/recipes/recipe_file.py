@@ -14,8 +14,8 @@ from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
 from penstock_server.recipes.declaration import FILE_NAME, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
-from penstock_server.recipes.filter_sql import FilterError
-from penstock_server.recipes.filters import Filter, parse_filter
+from penstock_server.recipes.filter import Filter, parse_filter
+from penstock_server.recipes.filter.sql import FilterError
 from penstock_server.recipes.fitting import Fields, Kind, check_tools, holds_tools, may_hold_tools, travelling_column
 from penstock_server.recipes.mask_columns import NAMES, Masks, find_masks
 from penstock_server.recipes.messages import TemplateError

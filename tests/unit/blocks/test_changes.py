@@ -18,12 +18,11 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
-from penstock_server.recipes.filters import Filter
 from penstock_server.snapshots import snapshot as snapshot_module
 from planned import open_snapshot
 
 
-def test_a_folder_that_leads_elsewhere_while_a_shard_is_opened_lends_it_no_row_and_no_statistics(
+def test_a_folder_that_leads_elsewhere_while_a_shard_is_opened_lends_it_no_row(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, score in (("old", 1), ("new", 0)):
@@ -49,7 +48,6 @@ def test_a_folder_that_leads_elsewhere_while_a_shard_is_opened_lends_it_no_row_a
 
         return called
 
-    monkeypatch.setattr(Filter, "groups_that_may_match", elsewhere(Filter.groups_that_may_match))
     monkeypatch.setattr(pq, "ParquetFile", elsewhere(pq.ParquetFile))
     assert [rows.sum() for rows in blocks.rows_of_shards()] == [9]
     assert rows_of(blocks.get([0])[0]) == [[1]] * 9

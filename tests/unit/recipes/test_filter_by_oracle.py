@@ -1,23 +1,18 @@
 import functools
-import itertools
 import math
 import operator
 import re
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from penstock_server.recipes.filter_sql import FilterError
-from penstock_server.recipes.filters import Filter, parse_filter
+from penstock_server.recipes.filter import Filter, parse_filter
+from penstock_server.recipes.filter.sql import FilterError
 
 Row = dict[str, Any]
 
@@ -229,27 +224,16 @@ leaves = st.one_of(
     st.just(ok),
     literals(st.sampled_from([True, False, None])),
 )
-by_statistics = st.one_of(
-    st.builds(compare, comparisons, st.sampled_from([n, score]), literals(small)),
-    st.builds(compare, comparisons, literals(words), st.sampled_from([text, lang])),
-    st.just(ok),
+conditions = st.recursive(
+    leaves,
+    lambda condition: st.one_of(
+        st.builds(lambda a, b: apply("({} and {})", "({} and {})", both, a, b), condition, condition),
+        st.builds(lambda a, b: apply("({} or {})", "({} or {})", either, a, b), condition, condition),
+        st.builds(lambda a: apply("(not {})", "(not {})", strict(operator.not_), a), condition),
+        st.builds(null_test, condition),
+    ),
+    max_leaves=5,
 )
-
-
-def combined(leaves: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
-    return st.recursive(
-        leaves,
-        lambda condition: st.one_of(
-            st.builds(lambda a, b: apply("({} and {})", "({} and {})", both, a, b), condition, condition),
-            st.builds(lambda a, b: apply("({} or {})", "({} or {})", either, a, b), condition, condition),
-            st.builds(lambda a: apply("(not {})", "(not {})", strict(operator.not_), a), condition),
-            st.builds(null_test, condition),
-        ),
-        max_leaves=5,
-    )
-
-
-conditions = combined(leaves)
 
 
 def batch(rows: Sequence[Row]) -> pa.RecordBatch:
@@ -314,37 +298,3 @@ tests_of = st.one_of(
 def test_without_parentheses_the_parts_bind_as_in_sqlite(rows: list[Row], chain: list[tuple[str, str, str]]) -> None:
     text = "ok or " + " ".join(f"{word} {no}{test}" for word, no, test in chain).split(" ", 1)[1]
     assert parsed(text).keep(batch(rows)).tolist() == kept_by_sqlite(rows, text)
-
-
-@given(rows_strategy, combined(by_statistics) | conditions, st.integers(1, 2), st.booleans())
-def test_no_row_group_with_a_row_that_is_kept_is_ruled_out(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[Row], condition: Part, group_rows: int, statistics: bool
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "rows.parquet"
-    pq.write_table(pa.Table.from_batches([batch(rows)]), path, row_group_size=group_rows, write_statistics=statistics)
-    kept = [at // group_rows for at, row in enumerate(rows) if condition.of(row) is True]
-    assert set(kept) <= set(parsed(condition.text).groups_that_may_match(path, pa.OSFile(str(path))))
-
-
-def test_no_test_of_a_column_rules_out_a_group_of_any_two_values(tmp_path: Path) -> None:
-    values: dict[str, list[Any]] = {
-        "n": [None, -1, 0, 2],
-        "score": [None, -1.0, -0.0, 0.0, 0.5, 2.0, math.nan],
-        "text": [None, "", "a", "aB"],
-        "ok": [None, True, False],
-    }
-    pairs = {name: list(itertools.product(some, some)) for name, some in values.items()}
-    num_groups = max(map(len, pairs.values()))
-    rows = [{name: some[at // 2 % len(some)][at % 2] for name, some in pairs.items()} for at in range(2 * num_groups)]
-    pq.write_table(pa.Table.from_batches([batch(rows)]), path := tmp_path / "rows.parquet", row_group_size=2)
-    tests = [f"{name} {by} {x}" for name in ("n", "score") for by in COMPARISONS for x in (-1, 0, 0.5, 2)]
-    tests += [f"{x} {by} {name}" for name in ("n", "score") for by in COMPARISONS for x in (-1, 0, 0.5, 2)]
-    tests += [f"text {by} {x}" for by in COMPARISONS for x in ("''", "'a'", "'aA'")]
-    tests += [f"{name} is null" for name in values]
-    tests += ["ok", "ok = true", "n between -1 and 0", "score in (0, 2)", "text in ('a')", "n in (0, 2)"]
-    for test in tests:
-        for condition in (test, f"not ({test})"):
-            kept = parsed(condition).keep(batch(rows))
-            assert {at // 2 for at in np.flatnonzero(kept).tolist()} <= set(
-                parsed(condition).groups_that_may_match(path, pa.OSFile(str(path)))
-            ), test
