@@ -1,4 +1,4 @@
-"""Answers about how well an epoch is shuffled."""
+"""JSON of the shuffle report."""
 
 from __future__ import annotations
 
@@ -10,94 +10,77 @@ from penstock_server.schemas import described
 
 
 @described
-class QuantileAnswer(TypedDict):
-    """A quantile of what is measured."""
-
-    share: float
-    """which: the share of the sample that is at most so much"""
-    measured: float
-    """of this order"""
-    expected: float
-    """of a uniform shuffle"""
-    usual: list[float]
-    """from where to where a uniform shuffle stays, but for one order in a million"""
-    is_usual: bool
-    """whether this order does"""
-
-
-@described
 class MeasureAnswer(TypedDict):
-    """A measure of an order, beside that of an exact uniform shuffle."""
+    """A measure of the order, and its range in an exact uniform shuffle."""
 
-    says: str
-    """what it means, in a sentence"""
+    value: float
+    """The value in this order."""
     unit: str
-    """the unit of its numbers"""
-    measured: float
-    """of this order"""
+    """The unit of `value`, `expected`, `low` and `high`."""
     expected: float
-    """of a uniform shuffle"""
-    usual: list[float]
-    """from where to where a uniform shuffle stays, but for one order in a million"""
-    is_usual: bool
-    """whether this order does"""
-    quantiles: NotRequired[list[QuantileAnswer]]
-    """more of the same"""
+    """The mean value in an exact uniform shuffle."""
+    low: float
+    """A uniform shuffle is below this in less than one order of a million."""
+    high: float
+    """A uniform shuffle is above this in less than one order of a million."""
+    is_uniform: bool
+    """Whether `value` is in the range from `low` to `high`."""
 
 
 @described
-class WindowsAnswer(TypedDict):
-    """The windows that a dataset is cut into, each shuffled as a whole."""
+class MeasuresAnswer(TypedDict):
+    """Measures of an order."""
 
-    dataset: str
-    """which dataset"""
-    windows: int
-    """how many there are"""
-    samples: int
-    """samples of the average one"""
-    blocks: int
-    """blocks of the average one"""
-    share: float
-    """share of the dataset in the average one"""
-    says: str
-    """the same in a sentence"""
+    neighbour_distance_p1: NotRequired[MeasureAnswer]
+    """Neighbours in the source: the distance at which the dataset's order serves them. 1 % of the pairs are at most this close.
+
+    Missing if no dataset has two samples, like the next three."""
+    neighbour_distance_p10: NotRequired[MeasureAnswer]
+    """10 % of the pairs are at most this close."""
+    neighbour_distance_median: NotRequired[MeasureAnswer]
+    """Half of the pairs are at most this close."""
+    neighbour_distance_p90: NotRequired[MeasureAnswer]
+    """90 % of the pairs are at most this close."""
+    neighbours_in_one_batch: MeasureAnswer
+    """Samples whose successor in the source is in the same global batch."""
+    blocks_per_batch: MeasureAnswer
+    """Blocks that a global batch draws on; with packing=best_fit, pools of blocks. Few blocks mean that a batch is alike."""
+    shards_per_batch: MeasureAnswer
+    """Shards that a global batch draws on."""
+    unevenness_over_time: MeasureAnswer
+    """Samples to move until each stretch of the epoch shows the same share of every part of the source."""
+    unevenness_over_ranks: NotRequired[MeasureAnswer]
+    """Samples to move until each rank sees the same share of every part of the source. Missing with one rank."""
 
 
 @described
-class SampleAnswer(TypedDict):
-    """How much was looked at."""
+class SampledAnswer(TypedDict):
+    """How much of the epoch was measured."""
 
     samples: int
-    """samples that were looked at one by one"""
-    neighbours: int
-    """those of them that have a neighbour in the source"""
+    """Samples looked up one by one, at most 16,384."""
     global_batches: int
-    """global batches"""
-    of_the_first: int
-    """of how many samples of the epoch, from its first on"""
-    of: int
-    """how many the epoch has"""
+    """Global batches looked up, with at most 16,384 samples together."""
+    of_first: int
+    """They are spread over this many samples from the epoch's start. It is less than `of_epoch` where more would need more
+    than 128 plans: in a mixture that repeats small datasets, or with many windows to sort by length."""
+    of_epoch: int
+    """Samples of the epoch."""
 
 
 @described
 class ReportAnswer(TypedDict):
-    """How well an order mixes the source."""
+    """How well the order of an epoch mixes the source."""
 
     dataset: str
-    """the name in the URL"""
+    """The name in the URL."""
     snapshot: str
-    """fingerprint of the data"""
+    """The fingerprint of the data."""
     epoch: int
-    """which epoch"""
-    grade: str
-    """none, weak, windowed or uniform; unclear where too little is there to measure"""
-    verdict: str
-    """what follows from the measures, and what to do"""
-    measures: dict[str, MeasureAnswer]
-    """each measure, by its name"""
-    windows: list[WindowsAnswer]
-    """of each dataset that is shuffled"""
-    sample: SampleAnswer
-    """how much was looked at"""
+    """The epoch."""
+    measures: MeasuresAnswer
+    """The measures by name."""
+    sampled: SampledAnswer
+    """The number of samples looked up."""
     spec: dict[str, bool | int | str | None]
-    """every parameter, with its value"""
+    """Every parameter of the spec with its value."""

@@ -1,181 +1,166 @@
-"""Shuffle report: how well an epoch's order mixes the source, measured on the served order.
-
-extent    the part of the epoch that is measured
-sample    the samples of that part that are looked up, and their places in the source
-measures  the numbers, each with that of an exact uniform shuffle
-verdict   their meaning
-picture   the report as a picture
-"""
+"""Shuffle report: how well the order of an epoch mixes the source, beside an exact uniform shuffle of the same samples."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock_server.batches.plan import Plan
-from penstock_server.order.arrays import IntArray
-from penstock_server.shuffle_report.extent import num_served
-from penstock_server.shuffle_report.measures import (
-    Measure,
-    Spread,
-    consecutive_distance,
-    consecutive_distances,
-    distinct_per_batch,
-    meeting_neighbours,
-    neighbour_distances,
-    spread_over_ranks,
-    spread_over_time,
-)
-from penstock_server.shuffle_report.sample import Sample, draw
-from penstock_server.shuffle_report.verdict import Window, grade, number, percent, samples, verdict, windows_of
+from penstock_server.order.arrays import IntArray, by_value, distinct, find
+from penstock_server.shuffle_report.confidence import Range, num_distinct, range_of_count, range_of_mean
+from penstock_server.shuffle_report.sample import Drawn, Source, draw
+
+_QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9}
+_MAX_CELLS = 24  # stretches of the epoch, and parts of a source
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Measure with a name, a unit and a sentence about it; `quantiles` has further measures, by share."""
+class Measure(NamedTuple):
+    """A number measured of an order, with the range of an exact uniform shuffle."""
 
     name: str
     unit: str
-    says: str
-    measure: Measure
-    quantiles: dict[float, Measure] | None = None
-
-    @property
-    def measures(self) -> list[Measure]:
-        """Return all its measures, beginning with that of the sentence."""
-        return [self.measure, *(self.quantiles or {}).values()]
+    value: float
+    expected: float
+    usual: Range
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the finding as JSON."""
-        facts = {"says": self.says, "unit": self.unit, **_as_json(self.measure)}
-        if self.quantiles:
-            facts["quantiles"] = [{"share": share, **_as_json(measure)} for share, measure in self.quantiles.items()]
-        return facts
-
-
-def _as_json(measure: Measure) -> dict[str, Any]:
-    return asdict(measure) | {"is_usual": measure.is_usual}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Report:
-    """Report on one epoch of a plan."""
-
-    sample: Sample
-    findings: tuple[Finding, ...]
-    windows: tuple[Window, ...]
-    over_time: Spread
-    grade: str
-    verdict: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON."""
-        sample = self.sample
+        """Returns the measure as JSON, without its name."""
+        low, high = self.usual
         return {
-            "dataset": sample.plan.dataset,
-            "snapshot": sample.plan.snapshot,
-            "epoch": sample.epoch,
-            "grade": self.grade,
-            "verdict": self.verdict,
-            "measures": {finding.name: finding.to_dict() for finding in self.findings},
-            "windows": [asdict(window) | {"says": window.says} for window in self.windows],
-            "sample": {
-                "samples": len(sample.scattered.samples),
-                "neighbours": len(sample.pairs.meet),
-                "global_batches": len(sample.batches.samples),
-                "of_the_first": sample.num_samples,
-                "of": num_served(sample.plan),
-            },
-            "spec": sample.plan.spec.to_dict(),
+            "value": self.value,
+            "unit": self.unit,
+            "expected": self.expected,
+            "low": low,
+            "high": high,
+            "is_uniform": low <= self.value <= high,
         }
 
 
-def report(plan: Plan, epoch: int) -> Report:
-    """Measure an epoch. No block is read.
+def report(plan: Plan, epoch: int) -> dict[str, Any]:
+    """Measures the order of an epoch.
 
-    Raises BadParameter: the epoch has no step. Raises the errors of Index if the packing needs counts.
+    Raises:
+        BadParameter: the epoch has no step.
+        IndexNotReady, IndexFailed: the packing needs token counts.
     """
-    sample = draw(plan, epoch)
-    apart, sizes = consecutive_distances(sample)
-    over_time = spread_over_time(sample)
-    findings = (
-        *_of_neighbours(sample),
-        *_of_consecutive(apart, sizes),
-        _of_batches(sample, "blocks"),
-        _of_batches(sample, "shards"),
-        _of_spread("unevenness_over_time", f"each of {over_time.counted.shape[1]} equal stretches of the epoch", over_time),
-        *([_of_spread("unevenness_over_ranks", "each rank", spread_over_ranks(sample))] if plan.spec.world_size > 1 else []),
-    )
-    measures = {finding.name: finding.measures for finding in findings}
-    graded = grade(sample, measures, np.count_nonzero(apart == 1) / max(len(apart), 1))
-    return Report(
-        sample=sample,
-        findings=findings,
-        windows=windows_of(sample),
-        over_time=over_time,
-        grade=graded,
-        verdict=verdict(sample, graded, measures),
-    )
+    drawn = draw(plan, epoch)
+    measures = [
+        *_neighbour_distances(drawn),
+        _neighbours_per_batch(drawn),
+        _distinct_per_batch("blocks_per_batch", drawn, [source.starts for source in drawn.sources]),
+        _distinct_per_batch("shards_per_batch", drawn, [_shard_starts(plan, source) for source in drawn.sources]),
+        *_unevenness(plan, drawn),
+    ]
+    return {
+        "dataset": plan.dataset,
+        "snapshot": plan.snapshot,
+        "epoch": epoch,
+        "measures": {measure.name: measure.to_dict() for measure in measures},
+        "sampled": {
+            "samples": len(drawn.scattered.numbers),
+            "global_batches": len(drawn.batches.numbers),
+            "of_first": drawn.num_measured,
+            "of_epoch": drawn.num_served,
+        },
+        "spec": plan.spec.to_dict(),
+    }
 
 
-def _of_neighbours(sample: Sample) -> Iterator[Finding]:
-    if not len(sample.pairs.meet):
-        return  # no sample has a neighbour
-    distances, meet = neighbour_distances(sample), meeting_neighbours(sample)
-    median = distances[0.5]
-    yield Finding(
-        name="neighbour_distance",
-        unit="samples",
-        says=f"Half of the rows that are neighbours in the source are served within {samples(median.measured, sample)} of each "
-        f"other; in a uniform shuffle within {samples(median.expected, sample)}.",
-        measure=median,
-        quantiles=distances,
-    )
-    yield Finding(
-        name="neighbours_in_one_batch",
-        unit="share of the samples",
-        says=f"{percent(meet.measured)} of the samples have their neighbour in the source in the same global batch; in a "
-        f"uniform shuffle {percent(meet.expected)}.",
-        measure=meet,
-    )
+def _neighbour_distances(drawn: Drawn) -> Iterator[Measure]:
+    """Yields quantiles of the distance at which neighbours in the source are served."""
+    if not len(drawn.distances):
+        return  # no sample has a successor
+    for name, share in _QUANTILES.items():
+        low, high = range_of_mean(share, len(drawn.distances))
+        usual = _quantile(drawn.by_chance, low) if low else 0.0, _quantile(drawn.by_chance, high)
+        value, expected = _quantile(drawn.distances, share), _quantile(drawn.by_chance, share)
+        yield Measure(f"neighbour_distance_{name}", "samples", value, expected, usual)
 
 
-def _of_consecutive(distances: IntArray, sizes: IntArray) -> Iterator[Finding]:
-    if not len(distances):
-        return  # no two consecutive samples are of one dataset
-    measure = consecutive_distance(distances, sizes)
-    yield Finding(
-        name="consecutive_distance",
-        unit="share of the source",
-        says=f"Two samples served one after the other lie {percent(measure.measured)} of the source apart, on average; "
-        f"in a uniform shuffle {percent(measure.expected)}.",
-        measure=measure,
-    )
+def _neighbours_per_batch(drawn: Drawn) -> Measure:
+    """Returns the fraction of samples whose successor in the source is in the same global batch."""
+    batches, total = drawn.batches, drawn.batches.numbers.size
+    groups = _groups(drawn)
+    places = batches.places.reshape(-1)
+    order = np.lexsort((places, groups))
+    adjacent = (np.diff(places[order]) == 1) & (np.diff(groups[order]) == 0)
+    present, counts = np.unique(groups, return_counts=True)
+    sizes = np.array([source.num_samples for source in drawn.sources])[present % len(drawn.sources)]
+    expected = min(float((counts * (counts - 1) / sizes).sum()) / total, 1.0)
+    _, high = range_of_mean(expected, total)
+    # Fewer than by chance is fine.
+    return Measure("neighbours_in_one_batch", "fraction of samples", float(adjacent.sum()) / total, expected, (0.0, high))
 
 
-def _of_batches(sample: Sample, unit: str) -> Finding:
-    measure, num_units = distinct_per_batch(sample, unit)
-    size = sample.batches.samples.shape[1]
-    part = "A global batch of" if size == sample.samples_per_step else "Of a global batch, a stretch of"
-    what = "pools of blocks" if unit == "blocks" and sample.plan.spec.packing == "best_fit" else unit
-    return Finding(
-        name=f"{unit}_per_batch",
-        unit=what,
-        says=f"{part} {number(size)} samples draws on {number(measure.measured)} of {number(num_units)} {what}; in a uniform "
-        f"shuffle on {number(measure.expected)}.",
-        measure=measure,
-    )
+def _distinct_per_batch(name: str, drawn: Drawn, starts: list[IntArray]) -> Measure:
+    """Returns the mean number of distinct units in a global batch; a unit of a source begins at each of its `starts`."""
+    batches = drawn.batches
+    num_batches, size = batches.numbers.shape
+    value = expected = 0.0
+    groups, places = _groups(drawn), batches.places.reshape(-1)
+    for number, mine in by_value(batches.sources.reshape(-1)):
+        units = find(starts[number], places[mine])
+        value += len(distinct(groups[mine] * len(starts[number]) + units))
+        sizes = np.diff(starts[number])
+        _, per_batch = np.unique(groups[mine], return_counts=True)
+        for count, num_alike in zip(*np.unique(per_batch, return_counts=True), strict=True):
+            expected += num_alike * num_distinct(sizes, int(count))
+    value, expected = value / num_batches, float(expected) / num_batches
+    return Measure(name, name.partition("_")[0], value, expected, range_of_count(expected, num_batches * size, 1 / num_batches))
 
 
-def _of_spread(name: str, stretches: str, spread: Spread) -> Finding:
-    measure = spread.unevenness
-    return Finding(
-        name=name,
-        unit="share of the samples",
-        says=f"{percent(measure.measured)} of the samples would have to move for {stretches} to show the same share of all "
-        f"{spread.kind}; in a uniform shuffle of as many samples {percent(measure.expected)}.",
-        measure=measure,
-    )
+def _groups(drawn: Drawn) -> IntArray:
+    """Returns a number for the batch and the source of each sample of the batches, shape [batches * samples]."""
+    batches, num_sources = drawn.batches, len(drawn.sources)
+    return (np.arange(len(batches.sources))[:, None] * num_sources + batches.sources).reshape(-1)
+
+
+def _shard_starts(plan: Plan, source: Source) -> IntArray:
+    """Returns the place of the first sample of each shard, then the number of samples."""
+    member = plan.members[source.member]
+    first_pool = member.snapshot.first_block_of_shard
+    if member.order_key.packing == "best_fit":
+        first_pool = np.searchsorted(member.snapshot.pools.starts, first_pool)
+    return source.starts[first_pool]
+
+
+def _unevenness(plan: Plan, drawn: Drawn) -> Iterator[Measure]:
+    """Yields the fractions of samples to move until each stretch of the epoch, and each rank, has its share of all parts."""
+    num_cells, numbers, world_size = _num_cells(len(drawn.scattered.numbers)), drawn.scattered.numbers, plan.spec.world_size
+    yield _unevenness_over("time", drawn, numbers * num_cells // drawn.num_measured)
+    if world_size > 1:
+        ranks = numbers // plan.spec.batch_size % world_size
+        yield _unevenness_over("ranks", drawn, ranks * min(world_size, num_cells) // world_size)
+
+
+def _unevenness_over(name: str, drawn: Drawn, cells: IntArray) -> Measure:
+    """Compares the parts of each dataset that the cells show with their shares of all scattered samples."""
+    samples, total = drawn.scattered, len(cells)
+    members = np.array([source.member for source in drawn.sources])[samples.sources]
+    sizes = np.array([source.num_samples for source in drawn.sources])[samples.sources]
+    moved = by_chance = 0.0
+    for _, mine in by_value(members):
+        num_parts = _num_cells(len(mine))
+        table = np.zeros((num_parts, cells.max() + 1))
+        np.add.at(table, (samples.places[mine] * num_parts // sizes[mine], cells[mine]), 1)
+        of_part, of_cell, count = table.sum(axis=1, keepdims=True), table.sum(axis=0), table.sum()
+        expected = of_part * of_cell / count
+        variance = expected * (count - of_part) * (count - of_cell) / max(count * (count - 1), 1)  # without replacement
+        moved += float(np.abs(table - expected).sum()) / 2
+        # Mean deviation of a normal distribution; with few samples at most that of all or nothing.
+        by_chance += float(np.minimum(np.sqrt(2 / np.pi * variance), 2 * expected).sum()) / 2
+    _, high = range_of_count(by_chance / total, total, 1 / total)
+    # More even than by chance is fine.
+    return Measure(f"unevenness_over_{name}", "fraction of samples", moved / total, by_chance / total, (0.0, high))
+
+
+def _num_cells(num_samples: int) -> int:
+    """Returns the number of parts, or stretches, to count samples in; fewer for few samples."""
+    return int(np.clip(math.sqrt(num_samples / 16), 2, _MAX_CELLS))
+
+
+def _quantile(values: IntArray, share: float) -> float:
+    return float(np.quantile(values, share, method="inverted_cdf"))

@@ -1,9 +1,6 @@
-"""Sample of an epoch's served order, for the shuffle report, from the plan and the index; no block is read.
+"""Samples of an epoch's served order, for the shuffle report. Only the plan and the index are read, no block.
 
-    samples --Schedule--> positions --Mixture, EpochOrder--> samples, and with them their places in the source
-    a sample's neighbour in the source --EpochOrder, Mixture, Schedule, backwards--> when it is served
-
-A separate key draws the samples: one address always has one report.
+A key of the spec draws the samples: one address always has one report.
 """
 
 from __future__ import annotations
@@ -11,24 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.order.arrays import IntArray, by_value, find, starts_of
 from penstock_server.order.length_buckets import LengthOrder
 from penstock_server.order.permutation import key, permute
 from penstock_server.order.shuffle import EpochOrder
 from penstock_server.problems import BadParameter
-from penstock_server.shuffle_report.extent import MAX_SCATTERED, num_measured, num_scattered
 
-_MAX_IN_RUNS, _MAX_RUNS, _MIN_RUN = 16_384, 64, 16
-_NEVER = -(1 << 62)
-_GOLDEN = 0.6180339887498949  # its multiples modulo 1 fill [0, 1) evenly
+MAX_SAMPLES = 16_384  # looked up one by one, and again as many in global batches
+_MAX_PLANS = 128  # epochs of datasets to plan, and windows to sort by length; each takes milliseconds
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class MemberEpoch:
-    """Epoch of one member. Its samples have places, from 0 on, in storage order.
+class Source:
+    """One epoch of one dataset of a plan. The place of a sample is its number in storage order.
 
     `starts[pool]` is the place of a pool's first sample; the last item is the number of samples.
     """
@@ -40,185 +35,129 @@ class MemberEpoch:
 
     @property
     def num_samples(self) -> int:
-        """Return the number of samples of the epoch."""
+        """Number of samples of the epoch."""
         return int(self.starts[-1])
 
-    @property
-    def num_pools(self) -> int:
-        """Return the number of pools that hold a sample."""
-        return int(np.count_nonzero(np.diff(self.starts)))
-
 
 @dataclass(frozen=True, eq=False, slots=True)
-class LookedAt:
-    """Samples and their origin; arrays of shape [runs, samples of a run], with consecutive samples in each run.
+class Samples:
+    """Samples of an epoch and where they come from; arrays of one shape.
 
-    Sample `samples` of the epoch is position `positions` of it and position `own` of source number `sources`, and shows the
-    sample at place `places` of that source.
+    Sample `numbers` of the epoch is at position `positions` in the order of source `sources`, and at place `places` there.
     """
 
-    samples: IntArray
-    positions: IntArray
+    numbers: IntArray
     sources: IntArray
-    own: IntArray
+    positions: IntArray
     places: IntArray
 
-    def reshaped(self, *shape: int) -> LookedAt:
-        """Return the same samples in another shape."""
-        every = (self.samples, self.positions, self.sources, self.own, self.places)
-        return LookedAt(*(values.reshape(shape) for values in every))
-
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Pairs:
-    """Pairs of samples that are neighbours in the source.
+class Drawn:
+    """Samples drawn from an epoch's first `num_measured` samples, of `num_served`.
 
-    distances  distance, in samples, of the two in an endless run; shape [pairs]
-    meet       whether one global batch shows both; shape [pairs]
-    uniform    distances if the second is drawn from all positions but the first one's; at least as many
+    scattered    samples spread over them; shape [samples]
+    batches      global batches spread over them; shape [batches, samples], only the beginning of very large batches
+    distances    from a scattered sample to its successor in the source, in positions of the source's order; shape [pairs]
+    by_chance    distances to successors drawn at random; shape [draws]
     """
 
+    num_measured: int
+    num_served: int
+    sources: list[Source]
+    scattered: Samples
+    batches: Samples
     distances: IntArray
-    meet: npt.NDArray[np.bool_]
-    uniform: IntArray
+    by_chance: IntArray
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Sample:
-    """Sample of an epoch's first `num_samples` samples, or of all.
+def draw(plan: Plan, epoch: int) -> Drawn:
+    """Draws samples and global batches of an epoch.
 
-    scattered  some samples, or all; shape [samples]
-    runs       some runs of one or several global batches; only the beginning of very large ones
-    pairs      the scattered samples and their neighbours in the source
-    """
-
-    plan: Plan
-    epoch: int
-    num_samples: int
-    sources: tuple[MemberEpoch, ...]
-    scattered: LookedAt
-    runs: LookedAt
-    pairs: Pairs
-
-    @property
-    def samples_per_step(self) -> int:
-        """Return the number of samples of a global batch."""
-        return self.plan.spec.samples_per_step
-
-    @property
-    def batches(self) -> LookedAt:
-        """Return the runs, split into global batches."""
-        return self.runs.reshaped(-1, _batch(self.plan, self.num_samples))
-
-
-def draw(plan: Plan, epoch: int) -> Sample:
-    """Draw the sample of an epoch.
-
-    Raises BadParameter: the epoch has no step. Raises the errors of Index if the packing needs counts.
+    Raises:
+        BadParameter: the epoch has no step.
+        IndexNotReady, IndexFailed: the packing needs token counts.
     """
     if plan.schedule.num_steps == 0:
-        raise BadParameter(f"there is no order to measure: offset={plan.spec.offset:,} leaves no step of the epoch.")
+        raise BadParameter(f"offset={plan.spec.offset:,} leaves no step of the epoch: there is no order to measure.")
     plan.check_epoch(epoch)
-    num_samples = num_measured(plan, epoch)
-    look_up = _LookUp(plan, epoch)
-    scattered = look_up.runs(1, num_scattered(plan), num_samples).reshaped(-1)
-    batch = _batch(plan, num_samples)
-    length = batch * min(-(-_MIN_RUN // batch), num_samples // batch)
-    runs = look_up.runs(length, min(_MAX_RUNS, _MAX_IN_RUNS // length), num_samples)
-    return Sample(plan, epoch, num_samples, tuple(look_up.sources), scattered, runs, look_up.pairs(scattered))
+    # Without the samples that the last step repeats from the epoch's start.
+    each_once = replace(plan.schedule, batch_size=1, world_size=1)
+    num_served = min(plan.schedule.num_steps * plan.spec.samples_per_step, each_once.num_steps)
+    num_measured = num_served
+    while num_measured > 1 and _num_plans(plan, epoch, num_measured) > _MAX_PLANS:
+        num_measured //= 2
+
+    draw_key = key(plan.spec.seed, epoch, "shuffle-report")
+    batch = min(plan.spec.samples_per_step, MAX_SAMPLES, num_measured)
+    singles = _spread(num_measured, MAX_SAMPLES, draw_key)
+    firsts = _spread(num_measured // batch, MAX_SAMPLES // batch, draw_key) * batch
+    sources, both = _locate(plan, epoch, np.concatenate([singles, (firsts[:, None] + np.arange(batch)).reshape(-1)]))
+    scattered = Samples(*(values[: len(singles)] for values in both))
+    batches = Samples(*(values[len(singles) :].reshape(-1, batch) for values in both))
+    return Drawn(num_measured, num_served, sources, scattered, batches, *_distances(sources, scattered))
 
 
-class _LookUp:
-    """Look-up of samples in one epoch of a plan; it collects the sources that occur."""
+def _num_plans(plan: Plan, epoch: int, num_samples: int) -> int:
+    """Returns the number of plans and sorted windows that an epoch's first samples need."""
 
-    def __init__(self, plan: Plan, epoch: int) -> None:
-        self._plan, self._epoch = plan, epoch
-        self._key = key(plan.spec.seed, epoch, "shuffle-report")
-        self._numbers: dict[tuple[int, int], int] = {}
-        self.sources: list[MemberEpoch] = []
+    def num_plans(member: Member, num_shown: int) -> int:
+        order = member.epoch(0)[1]
+        per_epoch = order.window(order.num_samples - 1) + 1 if isinstance(order, LengthOrder) else 1
+        return 1 + num_shown * per_epoch // order.num_samples
 
-    def runs(self, length: int, most: int, num_samples: int) -> LookedAt:
-        """Return up to `most` runs of `length` samples, spread over the first num_samples; starts are multiples of `length`."""
-        room = num_samples // length
-        count = min(most, room)
-        drawn = permute(np.arange(count), 1 << 32, self._key) / 2**32
-        numbers = np.arange(count) if count == room else ((np.arange(count) + drawn) * room / count).astype(np.int64)
-        # The order does not depend on batch size and ranks: treat a run as a batch of a single rank.
-        positions = replace(self._plan.schedule, batch_size=length, world_size=1).positions(numbers.tolist(), 0)
-        samples = numbers[:, None] * length + np.arange(length)
-        flat = positions.reshape(-1)
-        return LookedAt(samples.reshape(-1), flat, *self._places(flat)).reshaped(*positions.shape)
-
-    def pairs(self, served: LookedAt) -> Pairs:
-        """Pair samples with the next ones in the source. The last sample of a source has no next one."""
-        other = np.full_like(served.own, _NEVER)
-        anywhere = np.full((-(-MAX_SCATTERED // len(other)), len(other)), _NEVER)
-        even = (np.arange(anywhere.size) + 0.5).reshape(anywhere.shape) * _GOLDEN % 1
-        for number, mine in by_value(served.sources):
-            source = self.sources[number]
-            size = source.num_samples
-            mine = mine[served.places[mine] + 1 < size]
-            pools = find(source.starts, served.places[mine] + 1)
-            if isinstance(source.order, LengthOrder):  # another pool may be in another window, which would need sorting
-                near = pools == find(source.starts, served.places[mine])
-                mine, pools = mine[near], pools[near]
-            beside = source.order.positions(pools, served.places[mine] + 1 - source.starts[pools])
-            other[mine] = self._positions(source, beside)
-            drawn = (even[:, mine] * (size - 1)).astype(np.int64)
-            anywhere[:, mine] = self._positions(source, drawn + (drawn >= served.own[mine]))
-        seen, known = other != _NEVER, anywhere != _NEVER
-        meet = self._are_in(other[seen], served.samples[seen] // self._plan.spec.samples_per_step)
-        return Pairs(np.abs(other - served.positions)[seen], meet, np.abs(anywhere - served.positions)[known])
-
-    def _places(self, positions: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the source, the position in its order and the place in it, of each position of the epoch."""
-        sources, own = self._own(positions)
-        places = np.empty_like(own)
-        for number, mine in by_value(sources):
-            source = self.sources[number]
-            pools, indices = source.order.samples(own[mine])
-            places[mine] = source.starts[pools] + indices
-        return sources, own, places
-
-    def _own(self, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the source of each position of the epoch, and the position in that source."""
-        plan = self._plan
-        if plan.mixture is None:
-            return np.full_like(positions, self._source(0, self._epoch)), positions
-        members, numbers = plan.mixture.locate(self._epoch * plan.schedule.num_positions + positions)
-        epochs, own = np.divmod(numbers, np.array(plan.sizes)[members])
-        kinds, of_kind = np.unique(np.stack([members, epochs]), axis=1, return_inverse=True)
-        return np.array([self._source(*kind) for kind in kinds.T.tolist()])[of_kind.reshape(-1)], own
-
-    def _source(self, member: int, epoch: int) -> int:
-        if (member, epoch) not in self._numbers:
-            packing, order = self._plan.members[member].epoch(epoch)
-            self._numbers[member, epoch] = len(self.sources)
-            self.sources.append(MemberEpoch(member, epoch, order, starts_of(packing.samples_per_pool)))
-        return self._numbers[member, epoch]
-
-    def _positions(self, source: MemberEpoch, own: IntArray) -> IntArray:
-        """Invert _own. Positions of other epochs are outside this epoch; _NEVER if the mixture never shows the sample."""
-        mixture = self._plan.mixture
-        if mixture is None:
-            return own
-        first, begin = source.epoch * source.num_samples, self._epoch * self._plan.schedule.num_positions
-        samples = (mixture.sample(source.member, first + number) for number in own.reshape(-1).tolist())
-        return np.array([_NEVER if sample is None else sample - begin for sample in samples], np.int64).reshape(own.shape)
-
-    def _are_in(self, positions: IntArray, steps: IntArray) -> npt.NDArray[np.bool_]:
-        """Return whether the epoch shows each position in the given step."""
-        schedule = self._plan.schedule
-        inside = (positions >= 0) & (positions < schedule.num_positions)
-        return np.array(
-            [
-                is_in and schedule.shows(position, step)
-                for is_in, position, step in zip(inside.tolist(), positions.tolist(), steps.tolist(), strict=True)
-            ],
-            np.bool_,
-        )
+    if plan.mixture is None:
+        return num_plans(plan.members[0], num_samples)
+    start = epoch * plan.schedule.num_positions
+    stop = start + min(plan.schedule.num_left_out + num_samples, plan.schedule.num_positions)
+    shown = (plan.mixture.num_before(i, stop) - plan.mixture.num_before(i, start) for i in range(len(plan.members)))
+    return sum(num_plans(*pair) for pair in zip(plan.members, shown, strict=True))
 
 
-def _batch(plan: Plan, num_samples: int) -> int:
-    """Return the number of samples to look up in a global batch."""
-    return min(plan.spec.samples_per_step, _MAX_IN_RUNS, num_samples)
+def _spread(size: int, most: int, draw_key: int) -> IntArray:
+    """Returns up to `most` different numbers below `size`, ascending: one at random from each equal stretch."""
+    if size <= most:
+        return np.arange(size)
+    within = permute(np.arange(most), 1 << 32, draw_key) / 2**32
+    return ((np.arange(most) + within) * size / most).astype(np.int64)
+
+
+def _locate(plan: Plan, epoch: int, numbers: IntArray) -> tuple[list[Source], tuple[IntArray, ...]]:
+    """Returns the sources of samples of an epoch, and the fields of Samples; all of shape [samples]."""
+    # The order does not depend on the batch size, so each sample is a batch.
+    positions = replace(plan.schedule, batch_size=1, world_size=1).positions(numbers.tolist(), 0)[:, 0]
+    members, epochs = np.zeros_like(positions), np.full_like(positions, epoch)
+    if plan.mixture is not None:
+        members, in_stream = plan.mixture.locate(epoch * plan.schedule.num_positions + positions)
+        epochs, positions = np.divmod(in_stream, np.array(plan.sizes)[members])
+    kinds, sources = np.unique(np.stack([members, epochs]), axis=1, return_inverse=True)
+    sources, places, planned = sources.reshape(-1), np.empty_like(positions), []
+    for (member, number), (_, mine) in zip(kinds.T.tolist(), by_value(sources), strict=True):
+        packing, order = plan.members[member].epoch(number)
+        source = Source(member, number, order, starts_of(packing.samples_per_pool))
+        pools, indices = order.samples(positions[mine])
+        places[mine] = source.starts[pools] + indices
+        planned.append(source)
+    return planned, (numbers, sources, positions, places)
+
+
+def _distances(sources: list[Source], samples: Samples) -> tuple[IntArray, IntArray]:
+    """Returns `distances` and `by_chance` of Drawn."""
+    measured, by_chance = [], []
+    num_draws = -(-MAX_SAMPLES // len(samples.numbers))
+    golden = 0.6180339887498949  # its multiples modulo 1 fill [0, 1) evenly
+    evenly = ((np.arange(num_draws * len(samples.numbers)) + 0.5) * golden % 1).reshape(num_draws, -1)
+    for number, mine in by_value(samples.sources):
+        source = sources[number]
+        mine = mine[samples.places[mine] + 1 < source.num_samples]
+        successors = samples.places[mine] + 1
+        pools = find(source.starts, successors)
+        if isinstance(source.order, LengthOrder):  # another pool may be in another window, which would need sorting
+            is_near = pools == find(source.starts, successors - 1)
+            mine, successors, pools = mine[is_near], successors[is_near], pools[is_near]
+        positions = samples.positions[mine]
+        measured.append(np.abs(source.order.positions(pools, successors - source.starts[pools]) - positions))
+        others = (evenly[:, mine] * (source.num_samples - 1)).astype(np.int64)
+        others += others >= positions
+        by_chance.append(np.abs(others - positions).reshape(-1))
+    return np.concatenate(measured), np.concatenate(by_chance)
