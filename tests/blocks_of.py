@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.loader import Blocks
 from penstock_server.recipes import encode
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.index.index import Index
 from planned import open_snapshot

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.loader import Blocks
 from penstock_server.catalog.catalog import Catalog
 
 Opener = Callable[..., Catalog]

@@ -10,8 +10,8 @@ from typing import Any
 from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.batches.plan import Plan, make_plan
-from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.index.index import Index
 from penstock_server.recipes.fields import Field

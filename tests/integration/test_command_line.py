@@ -24,8 +24,8 @@ from commands import SERVER_PACKAGES, penstock, penstock_without
 from corpora import EOS, write_numbered, write_text, write_tokenizer
 from ledger_files import open_at, record
 from penstock import RemoteDataset
-from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from planned import open_snapshot
 from serving import Server

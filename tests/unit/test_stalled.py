@@ -16,7 +16,7 @@ import pytest
 import in_thread
 from corpora import write_numbered
 from penstock_server.admission import InFlight
-from penstock_server.blocks.reader import RowGroupReader
+from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.serving import stalled as stalled_module
 from slow import slow_readers
 

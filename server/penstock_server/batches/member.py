@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.spec import MAX_COUNT, Spec
-from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.loader import Blocks
 from penstock_server.index.index import Index
 from penstock_server.order.arrays import IntArray, by_value
 from penstock_server.order.best_fit import BestFit

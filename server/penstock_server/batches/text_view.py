@@ -19,7 +19,7 @@ from penstock_server.batches.samples import Samples
 from penstock_server.batches.tensors import Tensor
 from penstock_server.batches.writer import frames
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.features import Turn
+from penstock_server.blocks.columns import Turn
 from penstock_server.blocks.on_demand import PickedRows
 from penstock_server.problems import BadParameter
 from penstock_server.recipes.tokenizer import TokenizerFile

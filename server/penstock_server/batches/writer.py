@@ -17,9 +17,8 @@ from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan
 from penstock_server.batches.samples import Samples
 from penstock_server.batches.tensors import Tensor
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.joined import joined
-from penstock_server.blocks.lists import ListColumns
-from penstock_server.blocks.mmap_hints import Waits
+from penstock_server.blocks.columns import ListColumns, joined
+from penstock_server.blocks.mmap import Waits
 from penstock_server.blocks.on_demand import PickedRows
 from penstock_server.order.arrays import IntArray, find, in_order, starts_of
 from penstock_server.problems import BadParameter

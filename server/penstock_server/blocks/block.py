@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock_server.blocks.features import Feature
-from penstock_server.blocks.lists import ListColumn
+from penstock_server.blocks.columns import Feature, ListColumn
 from penstock_server.checksummed import SEAL_BYTES
 from penstock_server.order.arrays import IntArray, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type

@@ -2,26 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from errno import ESTALE
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.text import one_line
-from penstock_server.blocks.parsed_footers import ParsedFooters
+from penstock.printable import printable
+from penstock.text import counted, one_line
 from penstock_server.parquet import open_parquet
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
-from penstock_server.recipes.encode import select
+from penstock_server.recipes import encode
+from penstock_server.recipes.encode import REASON, Selected, select
 from penstock_server.recipes.filter.sql import FilterError
-from penstock_server.recipes.split_hashes import split_hashes
+from penstock_server.recipes.split_hashes import Place, split_hashes
 from penstock_server.recipes.transform import TransformError
-from penstock_server.snapshots.folders import list_folder
+from penstock_server.snapshots.folders import is_settled, list_folder
 from penstock_server.snapshots.shard import FileStat, Shard, is_of, open_shard, stat_of
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
+
+_FORMAT = 6  # of the stored blocks: after a change, they are rebuilt
+
+
+class BlockNames:
+    """Cache names of one snapshot's blocks, and of the files derived from all of them."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._shared = json.dumps(
+            [_FORMAT, snapshot.recipe.identity, snapshot.token_dtype, snapshot.token_bound], sort_keys=True
+        )
+
+    def of(self, index: int) -> str:
+        """Returns the name of a block; `index` is in [0, num_blocks)."""
+        address = self._snapshot.block(index)
+        return name_in(self._of_group(address), address.number)
+
+    def of_group(self, address: BlockAddress) -> list[str]:
+        """Returns the names of all blocks in the row group of a block."""
+        group = self._of_group(address)
+        return [name_in(group, number) for number in range(len(self._snapshot.blocks_of_group(address.group)))]
+
+    @cached_property
+    def of_all(self) -> str:
+        """Returns a name for the tokens and splits of all blocks, which depend on nothing else."""
+        return _digest([*map(self.of_shard, range(len(self._snapshot.shards)))])
+
+    def of_shard(self, shard: int) -> str:
+        """Returns a name for the tokens and splits of one shard's blocks."""
+        blocks = self._snapshot.blocks_of_shard(shard)
+        sizes = self._snapshot.rows_per_block[blocks.start : blocks.stop].tolist()
+        identity = _identity_of(self._snapshot.shards[shard])
+        own_split = self._snapshot.split_of_shard(shard)
+        of_others = [own_split] if own_split != "train" else []
+        return _digest([identity, sizes, self._shared, self._snapshot.validation, *of_others])
+
+    def _of_group(self, address: BlockAddress) -> str:
+        return _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._shared])
+
+
+def name_in(group: str, number: int) -> str:
+    """Returns the name of a block from the name of its row group."""
+    return f"{group}-{number}"
+
+
+def group_of(name: str) -> str:
+    """Returns the name of a block's row group."""
+    return name.rpartition("-")[0]
+
+
+def _digest(parts: list[Any]) -> str:
+    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _identity_of(shard: Shard) -> list[str | int]:
+    # Includes path and mtime, since the shard's digest covers only samples of its bytes.
+    return [str(shard.path.absolute()), shard.date.size_bytes, shard.date.mtime_ns, shard.digest]
+
+
+_FOOTER_BYTES = 4 << 20  # of stored footers; parsed, they take some ten times as much memory
+_MAX_FOOTERS = 64  # parsing a footer of a few row groups takes less time than decoding one of them
+
+
+class ParsedFooters:
+    """Footers of the most recently read shards: the last one, and others within a budget. For any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[Path, FileStat], pq.FileMetaData] = OrderedDict()
+
+    def of(self, path: Path, file: pa.OSFile, date: FileStat) -> pq.FileMetaData:
+        """Returns the footer of an opened shard file with this stat. Raises OSError, ArrowException: it is unreadable."""
+        key = path, date
+        with self._lock:
+            if found := self._known.get(key):
+                self._known.move_to_end(key)
+                return found
+        found = pq.read_metadata(file)
+        if is_settled(date, time.time()) and stat_of(file) == date:
+            with self._lock:
+                self._known[key] = found
+                while len(self._known) > 1 and self._are_too_many():
+                    self._known.popitem(last=False)
+        return found
+
+    def _are_too_many(self) -> bool:
+        nbytes = sum(footer.serialized_size for footer in self._known.values())
+        return nbytes > _FOOTER_BYTES or len(self._known) > _MAX_FOOTERS
+
 
 _BUFFER_BYTES = 1 << 20
 _PORTION_VALUES = 1 << 23  # of a column; encoding takes some twenty bytes per value
@@ -201,3 +302,63 @@ def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> 
 
 def _place(address: BlockAddress) -> str:
     return f"row group {address.row_group} of {address.shard.path.name}"
+
+
+log = logging.getLogger("penstock.blocks")
+
+
+class RowGroupReader:
+    """Reads the row groups of one snapshot, block by block. Its methods raise what `decode.reading` raises."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    def rows(
+        self, address: BlockAddress, is_needed: Callable[[int], bool] = lambda _: True
+    ) -> Generator[tuple[BlockAddress, Selected, bool], None, None]:
+        """Reads the rows that the recipe keeps, block by block, from the start of a row group.
+
+        Yields (block, rows, whether these are its last). A block whose rows have very many values comes in several parts.
+        Calls `is_needed(number)` before each block, and skips the block if the result is false.
+        """
+        snapshot, recipe = self.snapshot, self.snapshot.recipe
+        needs_block = False
+        with reading(snapshot, address):
+            # A transform may need all rows of a block.
+            for at, first, rows in rows_of_group(snapshot, address, recipe.read_columns, in_portions=not recipe.transform):
+                needs_block = needs_block if first else is_needed(at.number)
+                if needs_block:
+                    place = Place(at.place.shard, at.place.first_row + first)
+                    yield at, Selected.of(rows, recipe, place, first), first + rows.num_rows == at.num_rows
+
+    def encode(self, rows: Selected, address: BlockAddress) -> pa.RecordBatch:
+        """Encodes rows of blocks with the same `token_bound`; errors name the row group of `address`."""
+        with reading(self.snapshot, address):
+            return encode.encode(rows, self.snapshot.recipe, self.snapshot.token_dtype, self.token_bound(address))
+
+    def token_bound(self, address: BlockAddress) -> int:
+        """Returns the exclusive upper bound of token ids in a block; larger ids make a row bad."""
+        return self.snapshot.bound_in(address.shard)
+
+    def blocks(
+        self, address: BlockAddress, is_needed: Callable[[int], bool]
+    ) -> Generator[tuple[int, pa.RecordBatch], None, None]:
+        """Yields (number, tokens) of each block of a row group, from the group's start; `is_needed` as in `rows`."""
+        parts = list[pa.RecordBatch]()
+        for at, rows, is_last in self.rows(address, is_needed):
+            parts.append(self.encode(rows, at))
+            if is_last:
+                batch = pa.concat_batches(parts) if len(parts) > 1 else parts[0]
+                parts.clear()
+                self.warn_of_bad_rows(at, batch)
+                yield at.number, batch
+
+    def warn_of_bad_rows(self, address: BlockAddress, batch: pa.RecordBatch) -> None:
+        """Logs the number of unusable rows of an encoded block."""
+        reasons = pc.drop_null(batch.column(REASON))
+        if len(reasons):
+            first = f"the first: {printable(reasons[0].as_py())}"
+            policy = self.snapshot.recipe.on_bad_row
+            then = "neighbours are served in their place" if policy == "replace" else "batches that hold one fail"
+            rows_of = f"{address.shard.path}, row group {address.row_group}"
+            log.warning("%s: %s cannot be used (%s); %s", rows_of, counted(len(reasons), "row"), first, then)

@@ -24,9 +24,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.maps import Maps
-from penstock_server.blocks.names import group_of, name_in
-from penstock_server.blocks.reader import RowGroupReader
+from penstock_server.blocks.decode import RowGroupReader, group_of, name_in
+from penstock_server.blocks.mmap import Maps
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import OutOfMemory, Problem
 from penstock_server.recipes.encode import Selected

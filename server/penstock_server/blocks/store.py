@@ -22,9 +22,9 @@ import pyarrow as pa
 
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.maps import Maps
+from penstock_server.blocks.mmap import Maps
 from penstock_server.blocks.on_demand import RowsOnDemand
-from penstock_server.blocks.read_ahead import ReadAhead
+from penstock_server.blocks.prefetch import ReadAhead
 from penstock_server.blocks.splits import Splits
 from penstock_server.machine import num_cores
 from penstock_server.map_ordered import map_ordered

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.text import counted
-from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.held import Held, Served
 from penstock_server.catalog.history import History, newest_first

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
-from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks.loader import Blocks
 from penstock_server.catalog.history import Record
 from penstock_server.index.index import Index
 from penstock_server.problems import DatasetInvalid, SnapshotGone

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.loader import Blocks
 from penstock_server.checksummed import read_sealed, write_sealed
 from penstock_server.index.build_lock import turn
 from penstock_server.machine import num_cores

@@ -19,8 +19,7 @@ from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.batches.tensors import Tensor
 from penstock_server.batches.writer import Pieces, Place, Places, _add_ones, _add_tokens, _write, by_step_width
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.features import Feature, Features, RowSpans
-from penstock_server.blocks.lists import ListColumn
+from penstock_server.blocks.columns import Feature, Features, ListColumn, RowSpans
 from penstock_server.order.packing import STREAM, Spans
 
 Row = list[list[int]]  # turns: prompt, response, prompt, ...

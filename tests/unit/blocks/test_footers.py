@@ -10,10 +10,10 @@ import pytest
 
 from blocks_of import rows_of
 from corpora import write_shards
-from penstock_server.blocks import parsed_footers as parsed_footers_module
-from penstock_server.blocks.blocks import Blocks
+from penstock_server.blocks import decode as parsed_footers_module
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.parsed_footers import ParsedFooters
+from penstock_server.blocks.decode import ParsedFooters
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.snapshots.shard import open_shard, stat_of
 from planned import open_snapshot

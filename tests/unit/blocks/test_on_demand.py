@@ -18,8 +18,8 @@ from penstock_server.batches.text_view import provenance
 from penstock_server.batches.writer import frames
 from penstock_server.blocks import on_demand as on_demand_module
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.blocks.on_demand import RowsOnDemand
-from penstock_server.blocks.reader import RowGroupReader
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, ShardUnreadable

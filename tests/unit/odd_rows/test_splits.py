@@ -14,8 +14,8 @@ import pytest
 from blocks_of import rows_of
 from corpora import EOS
 from odd_rows import IDS, broken_text, open_blocks, write
-from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.problems import DatasetInvalid, ShardUnreadable
 from penstock_server.recipes.tokenizer import load_tokenizer

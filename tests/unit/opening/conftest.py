@@ -7,8 +7,8 @@ import pytest
 from corpora import write_tokenizer
 from opened import Loader, Opener
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from planned import open_snapshot

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.index.bins import keep_bins
+from penstock_server.index.index import keep_bins
 from penstock_server.order.arrays import starts_of
 from penstock_server.order.best_fit import POOL_ROWS, BestFit, PackedPools, pack, pools_of
 from penstock_server.order.packing import STREAM, Concat, Packing, Rows, SplitRows

@@ -16,10 +16,10 @@ import pytest
 
 from blocks_of import loading, rows_of
 from penstock_server import checksummed as sealed
-from penstock_server.blocks import maps as maps_module
+from penstock_server.blocks import mmap as maps_module
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.splits import Splits
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
-import penstock_server.blocks.read_ahead
+import penstock_server.blocks.prefetch
 from corpora import write_numbered, write_shards
 from penstock_server.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.plan import Plan
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.read_ahead import ReadAhead
+from penstock_server.blocks.prefetch import ReadAhead
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.problems import BadRow
@@ -72,7 +72,7 @@ def test_read_ahead_makes_the_block_first_that_is_needed_soonest_at_the_pace_of_
 ) -> None:
     clock, gate, loaded = Mock(), threading.Semaphore(0), list[int]()
     clock.monotonic.return_value = 0.0
-    monkeypatch.setattr(penstock_server.blocks.read_ahead, "time", clock)
+    monkeypatch.setattr(penstock_server.blocks.prefetch, "time", clock)
 
     def load(block: int) -> None:
         assert gate.acquire(timeout=20)
@@ -126,7 +126,7 @@ def test_read_ahead_makes_several_blocks_at_a_time_and_none_again_that_was_begun
 def test_read_ahead_looks_anew_only_where_a_job_is_much_further_or_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, looked = Mock(), list[int]()
     clock.monotonic.return_value = 0.0
-    monkeypatch.setattr(penstock_server.blocks.read_ahead, "time", clock)
+    monkeypatch.setattr(penstock_server.blocks.prefetch, "time", clock)
     ahead = ReadAhead()
 
     def want(position: int) -> None:
@@ -148,7 +148,7 @@ def test_read_ahead_looks_anew_only_where_a_job_is_much_further_or_far_behind(mo
 
 
 def test_read_ahead_drops_a_job_that_no_longer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock_server.blocks.read_ahead, "_FORGET_SECONDS", 0.05)
+    monkeypatch.setattr(penstock_server.blocks.prefetch, "_FORGET_SECONDS", 0.05)
     loaded: list[int] = []
 
     def load(block: int) -> None:
@@ -165,7 +165,7 @@ def test_read_ahead_drops_a_job_that_no_longer_asks(monkeypatch: pytest.MonkeyPa
 def test_read_ahead_keeps_a_job_that_goes_on_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, gate, loaded = Mock(), threading.Semaphore(0), list[int]()
     clock.monotonic.return_value = 0.0
-    monkeypatch.setattr(penstock_server.blocks.read_ahead, "time", clock)
+    monkeypatch.setattr(penstock_server.blocks.prefetch, "time", clock)
 
     def load(block: int) -> None:
         assert gate.acquire(timeout=20)

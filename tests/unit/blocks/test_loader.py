@@ -14,14 +14,14 @@ import pytest
 
 from blocks_of import loading, rows_of
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
-from penstock_server.blocks import blocks as blocks_module
 from penstock_server.blocks import decode as decode_module
+from penstock_server.blocks import decode as reader_module
+from penstock_server.blocks import loader as blocks_module
 from penstock_server.blocks import quarantine as quarantine_module
-from penstock_server.blocks import reader as reader_module
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.blocks import Blocks
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.names import BlockNames
+from penstock_server.blocks.decode import BlockNames
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.held import Served
 from penstock_server.catalog.lookup import show_quarantine, show_row

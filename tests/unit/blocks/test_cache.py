@@ -18,7 +18,6 @@ from unittest.mock import Mock
 import pytest
 
 from penstock_server.blocks import cache as cache_module
-from penstock_server.blocks import shared_count
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.checksummed import write_sealed, write_with_seal
 
@@ -385,7 +384,7 @@ def test_a_disk_that_stays_full_is_not_told_of_for_each_block(
 def test_a_process_that_was_stopped_while_it_held_the_folder_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_count, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(cache_module, "_PATIENCE_SECONDS", 0.5)
     cache = CacheFolder(tmp_path, 100 * KIB)
     assert cache.write("a", content(1))
     naps = Mock(wraps=time.sleep)

@@ -15,9 +15,9 @@ from penstock import wire
 from penstock.spec import Packing, Spec
 from penstock_server.batches import writer as batch
 from penstock_server.batches.assemble import chunks, load
-from penstock_server.blocks import mmap_hints as pages
+from penstock_server.blocks import mmap as pages
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.mmap_hints import Waits
+from penstock_server.blocks.mmap import Waits
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 
@@ -25,15 +25,15 @@ PAGE = mmap.PAGESIZE
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux shows what it was told of a map")
-def test_no_more_of_a_cached_file_is_read_than_is_asked_for(tmp_path: Path) -> None:
-    cache = CacheFolder(tmp_path)
-    cache.write("some", memoryview(bytes(3 * PAGE)))
-    held = cache.read("some")
-    told = Path("/proc/self/smaps").read_text().split(f"{tmp_path}/some.block", 1)[1]
+def test_mapped_block_reads_no_more_pages_than_needed(tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 200)
+    store = BlockStore(CacheFolder(tmp_path / "cache"))
+    open_catalog(tmp_path / "data", None, store)["numbers"].latest.blocks.get([0])
+    [path] = store.cache.folder.glob("*.block")
+    told = Path("/proc/self/smaps").read_text().split(str(path), 1)[1]
     [flags] = [line for line in told.splitlines() if line.startswith("VmFlags:")][:1]
     assert "rr" in flags.split()
-    assert held is not None
-    assert held.size == 3 * PAGE
+    store.close()
 
 
 class Told:

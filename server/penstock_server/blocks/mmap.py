@@ -1,15 +1,19 @@
-"""Maps: the stored blocks that are mapped into memory, and the way of a block into the cache folder and out of it.
+"""Mapped blocks: reading and writing blocks in the cache folder, and madvise hints for their maps.
 
 A block is stored as an uncompressed Arrow IPC stream of what `encode` makes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
+import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import RawIOBase
 
@@ -19,6 +23,54 @@ from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.checksummed import Piece
 from penstock_server.logs import Seldom
+
+_LIBC = ctypes.CDLL(None)  # Python's madvise works only on mmap objects, and each keeps a descriptor open
+_THIS_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS counts the whole process
+PAGE_BYTES = mmap.PAGESIZE
+_MANY_WAITS = 16
+_ADVISED_COPIES = 64
+
+
+def expect_few(content: pa.Buffer) -> None:
+    """Advises random access, so that the kernel reads only the requested pages of a map.
+
+    Otherwise it reads up to megabytes around each row, and evicts pages that others need.
+    """
+    if content.size:
+        _advise(content.address, content.size, mmap.MADV_RANDOM)
+
+
+class Waits:
+    """Announces copies from maps to the kernel, after a copy had to wait for the disk.
+
+    The kernel then reads all pages at a time, not one by one. The hints take longer than a copy that does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._num_to_advise = 0  # number of copies still to announce
+
+    @contextmanager
+    def copying(self, spans: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Wraps a copy that reads these spans, (address, nbytes) each."""
+        if self._num_to_advise:
+            self._num_to_advise -= 1
+            for address, nbytes in spans:
+                within = address % PAGE_BYTES
+                _advise(address - within, within + nbytes, mmap.MADV_WILLNEED)
+        before = _num_waits()
+        yield
+        if _num_waits() - before >= _MANY_WAITS:
+            self._num_to_advise = _ADVISED_COPIES
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)  # errors are ignored: it is only advice
+
+
+def _num_waits() -> int:
+    """Returns the number of page reads that this thread has waited for."""
+    return resource.getrusage(_THIS_THREAD).ru_majflt
+
 
 log = logging.getLogger("penstock.maps")
 
@@ -92,6 +144,7 @@ class Maps:
     def _opened(self, key: str, content: pa.Buffer | None) -> Block | None:
         if content is None:
             return None
+        expect_few(content)
         try:
             block = Block.of(pa.ipc.open_stream(content).read_next_batch())
         except MemoryError:

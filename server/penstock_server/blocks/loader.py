@@ -16,11 +16,9 @@ import numpy as np
 
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.decode import first_rows, hashes_of_shard
-from penstock_server.blocks.names import BlockNames
+from penstock_server.blocks.decode import BlockNames, RowGroupReader, first_rows, hashes_of_shard
 from penstock_server.blocks.on_demand import PickedRows, RowsFuture
 from penstock_server.blocks.quarantine import Quarantine
-from penstock_server.blocks.reader import RowGroupReader
 from penstock_server.blocks.store import Asked, BlockStore
 from penstock_server.machine import num_cores
 from penstock_server.order.arrays import IntArray

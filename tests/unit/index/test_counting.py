@@ -30,13 +30,13 @@ from penstock_server.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.writer import frames
-from penstock_server.blocks import maps as maps_module
+from penstock_server.blocks import mmap as maps_module
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
-from penstock_server.index import bins as bins_module
 from penstock_server.index import build_lock as turn_module
 from penstock_server.index import counting as counting_module
+from penstock_server.index import index as bins_module
 from penstock_server.index import index as index_module
 from penstock_server.index import row_lengths as lengths_module
 from penstock_server.index.counting import Counting
