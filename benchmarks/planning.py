@@ -22,11 +22,12 @@ from penstock_server.batches.plan import make_plan
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.scan import FileStat
+from penstock_server.catalog.shard import Shard, numbers
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.index.index import Index
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.shard import FileStat, Shard, numbers
-from penstock_server.snapshots.snapshot import Snapshot
 from ratios import seconds
 
 GROUPS, ROWS = 100, 1000

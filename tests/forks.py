@@ -28,7 +28,7 @@ _CONTEXT.set_forkserver_preload(
         "penstock.dataset",
         "penstock_server.app",
         "penstock_server.cli",
-        "penstock_server.catalog.prepare",
+        "penstock_server.prepare",
         "penstock_server.catalog.watch",
         "penstock_server.importing.run",
         "penstock_server.opening",

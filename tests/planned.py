@@ -9,11 +9,11 @@ from typing import Any
 from penstock.spec import Spec
 from penstock_server.batches.plan import Plan
 from penstock_server.catalog.catalog import Catalog
+from penstock_server.catalog.footers import Footers
+from penstock_server.catalog.reading import read_folder
+from penstock_server.catalog.scan import list_folder
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import IndexNotReady
-from penstock_server.snapshots.folders import list_folder
-from penstock_server.snapshots.footers import Footers
-from penstock_server.snapshots.reading import read_folder
-from penstock_server.snapshots.snapshot import Snapshot
 
 
 def open_snapshot(folder: Path, default_tokenizer: Path | None = None) -> Snapshot:

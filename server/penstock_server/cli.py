@@ -125,7 +125,7 @@ def _set_libraries_up() -> None:
 def _inspect(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
     from penstock.display.terminal import Terminal
-    from penstock_server.catalog.inspection import inspect
+    from penstock_server.inspect import inspect
     from penstock_server.opening import open_data, warn
 
     try:
@@ -154,8 +154,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
-    from penstock_server.catalog.prepare import NotKept, prepare
     from penstock_server.opening import open_data, warn
+    from penstock_server.prepare import NotKept, prepare
 
     try:
         settings = Settings.read(vars(arguments), os.environ)

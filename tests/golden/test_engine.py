@@ -10,6 +10,7 @@ import pytest
 
 from corpora import write_numbered
 from penstock.mix import parse_mix
+from penstock_server.catalog.shard import _file_digest
 from penstock_server.order.arrays import IntArray
 from penstock_server.order.best_fit import PackedPools, pack
 from penstock_server.order.length_buckets import LengthOrder
@@ -19,7 +20,6 @@ from penstock_server.order.shuffle import EpochOrder
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.split_hashes import Place, split_hashes
-from penstock_server.snapshots.shard import _file_digest
 from planned import open_snapshot
 from synthetic import synthetic_plan
 

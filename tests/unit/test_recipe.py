@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models
 
+from penstock_server.catalog.snapshot import recipe_key
 from penstock_server.recipes import recipe as recipe_module
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.fitting import Column
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.roles import FirstShard
 from penstock_server.recipes.tokenizer import TokenizerFile
-from penstock_server.snapshots.snapshot import recipe_key
 
 NUMBER = Field("n", (("", ("n",)),))
 IDS = Field("ids", (("", ("ids",)),))

@@ -24,9 +24,9 @@ from penstock_server.batches.writer import frames
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
-from penstock_server.catalog.inspection import inspect
-from penstock_server.catalog.prepare import prepare
 from penstock_server.catalog.warnings import advice_on_data, advice_on_run
+from penstock_server.inspect import inspect
+from penstock_server.prepare import prepare
 from penstock_server.problems import BadParameter
 from penstock_server.recipes.split_hashes import splits_of_shards
 from planned import plan_of

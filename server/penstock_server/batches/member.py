@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.spec import MAX_COUNT, Spec
 from penstock_server.blocks.loader import Blocks
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.index.index import Index
 from penstock_server.order.arrays import IntArray, by_value
 from penstock_server.order.best_fit import BestFit
@@ -20,7 +21,6 @@ from penstock_server.order.length_buckets import LengthOrder
 from penstock_server.order.packing import Concat, Packing, Rows, SplitRows
 from penstock_server.order.permutation import key
 from penstock_server.order.shuffle import EpochOrder
-from penstock_server.snapshots.snapshot import Snapshot
 
 # How far read-ahead looks for the next blocks; a look takes a few milliseconds.
 _POSITIONS_AHEAD, _STEPS_AHEAD, _MAX_POSITIONS_AHEAD = 1 << 13, 4, 1 << 16

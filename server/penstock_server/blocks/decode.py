@@ -23,6 +23,9 @@ import pyarrow.parquet as pq
 
 from penstock.printable import printable
 from penstock.text import counted, one_line
+from penstock_server.catalog.scan import FileStat, is_settled, list_folder
+from penstock_server.catalog.shard import Shard, is_of, open_shard, stat_of
+from penstock_server.catalog.snapshot import BlockAddress, Snapshot
 from penstock_server.parquet import open_parquet
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
@@ -30,9 +33,6 @@ from penstock_server.recipes.encode import REASON, Selected, select
 from penstock_server.recipes.filter.sql import FilterError
 from penstock_server.recipes.split_hashes import Place, split_hashes
 from penstock_server.recipes.transform import TransformError
-from penstock_server.snapshots.folders import is_settled, list_folder
-from penstock_server.snapshots.shard import FileStat, Shard, is_of, open_shard, stat_of
-from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 
 _FORMAT = 6  # of the stored blocks: after a change, they are rebuilt
 

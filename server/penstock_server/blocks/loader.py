@@ -20,13 +20,13 @@ from penstock_server.blocks.decode import BlockNames, RowGroupReader, first_rows
 from penstock_server.blocks.on_demand import PickedRows, RowsFuture
 from penstock_server.blocks.quarantine import Quarantine
 from penstock_server.blocks.store import Asked, BlockStore
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.machine import num_cores
 from penstock_server.order.arrays import IntArray
 from penstock_server.recipes import encode
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.split_hashes import is_validation
 from penstock_server.recipes.texts import have_bare_borders
-from penstock_server.snapshots.snapshot import Snapshot
 
 _Found = TypeVar("_Found", Asked, "Asked | RowsFuture")
 

@@ -26,11 +26,11 @@ import pyarrow as pa
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.decode import RowGroupReader, group_of, name_in
 from penstock_server.blocks.mmap import Maps
+from penstock_server.catalog.snapshot import BlockAddress
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import OutOfMemory, Problem
 from penstock_server.recipes.encode import Selected
 from penstock_server.recipes.split_hashes import is_selected, is_validation
-from penstock_server.snapshots.snapshot import BlockAddress
 
 log = logging.getLogger("penstock.on_demand")
 

@@ -14,16 +14,15 @@ from penstock_server.batches.plan import Plan, make_plan
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.dataset import Change, Dataset
-from penstock_server.catalog.declared import DeclaredMixture
 from penstock_server.catalog.held import Served
 from penstock_server.catalog.known import Known
-from penstock_server.catalog.resolving import members_of, resolved
+from penstock_server.catalog.mixtures import DeclaredMixture, members_of, resolved
+from penstock_server.catalog.notes import drop_old_notes
+from penstock_server.catalog.scan import Survey, survey
 from penstock_server.files import may_be_there, spelled
 from penstock_server.index.index import drop_old_counts
 from penstock_server.problems import BadParameter, Busy, DatasetInvalid, DatasetUnavailable, ShardUnavailable, UnknownDataset
 from penstock_server.recipes.tokenizer import load_tokenizer
-from penstock_server.snapshots.folders import Survey, survey
-from penstock_server.snapshots.notes import drop_old_notes
 
 _CATCH_UP_SECONDS = 2.0  # a request waits this long, in a thread, for a poll of the folders to end
 
@@ -196,8 +195,6 @@ class Catalog:
             if self._looking.acquire(timeout=_CATCH_UP_SECONDS):
                 try:
                     dataset.catch_up()
-                    if fingerprint:
-                        dataset.recall(fingerprint)
                 finally:
                     self._looking.release()
             elif fingerprint and dataset.is_behind(fingerprint):

@@ -6,7 +6,6 @@ event      when                                               Held from then on
 poll       two polls, some seconds apart, see the same        the folder as it is, or the previous state and an error
 refresh    a caller says that the folder is complete          the same; the caller gets the error
 catch_up   a request for the latest, or an unknown snapshot   the last snapshot of another server, if its shards are here
-recall     an unknown snapshot is still so after catch_up     also that snapshot, if the age of the shards leads to it
 fail       the folder cannot be listed                        the previous state and an error
 remove     the folder is gone, and others are still there     nothing but an error
 """
@@ -22,17 +21,17 @@ from pathlib import Path
 from penstock.text import counted
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.footers import Footers
 from penstock_server.catalog.held import Held, Served
-from penstock_server.catalog.history import History, newest_first
+from penstock_server.catalog.history import History
+from penstock_server.catalog.notes import open_notes
+from penstock_server.catalog.reading import Reading, read_folder
+from penstock_server.catalog.scan import QUIET_SECONDS, FileStat, FolderState, list_folder, look
+from penstock_server.catalog.shard import being_written
+from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.index.index import Index
 from penstock_server.problems import MORE_THREADS, DatasetInvalid, lacks_threads
 from penstock_server.schemas import described
-from penstock_server.snapshots.folders import QUIET_SECONDS, FolderState, list_folder, look
-from penstock_server.snapshots.footers import Footers
-from penstock_server.snapshots.notes import open_notes
-from penstock_server.snapshots.reading import Reading, read_folder
-from penstock_server.snapshots.shard import FileStat, being_written
-from penstock_server.snapshots.snapshot import Snapshot, recipe_key
 
 log = logging.getLogger("penstock.dataset")
 
@@ -186,16 +185,6 @@ class Dataset:
             self._follow(latest, replace(reading, shards={**kept, **reading.shards}), sight.recipe, None)
             self._read = None  # if the folder reverts to the state read before, that is another snapshot
             log.info("%s: %s", self.name, Change.between(before, latest.snapshot))
-
-    def recall(self, fingerprint: str) -> None:
-        """Record an older snapshot without a note, if the age of the shards leads to it.
-
-        Without the record, each request would search again, and the next change in the folder would forget the snapshot.
-        """
-        held = self._held
-        if fingerprint not in held.records and (snapshot := held.earlier(fingerprint)):
-            known = newest_first([*held.records.values(), self._history.recall(snapshot)])
-            self._held = replace(held, records={record.fingerprint: record for record in known})
 
     def fail(self, reason: str) -> None:
         """Record that the folder cannot be listed. The previous snapshots are still served."""

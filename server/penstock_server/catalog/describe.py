@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from penstock.text import counted, rows_kept
 from penstock_server.batches.plan import Plan
-from penstock_server.catalog.declared import DeclaredMixture
 from penstock_server.catalog.held import Held, Served
+from penstock_server.catalog.mixtures import DeclaredMixture
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.catalog.warnings import advice_on_run
 from penstock_server.index.row_lengths import RowLengths
 from penstock_server.schemas.datasets import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
-from penstock_server.snapshots.snapshot import Snapshot
 
 
 def summary(served: Served) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Snapshots that a dataset serves at one time: the latest, and older ones whose shards are all present.
 
 A folder grows from one snapshot to the next, so an older snapshot is a subset of its shards and needs no files. A note names
-that subset. If the notes are lost, the age of the shards gives the subset again, and it is noted.
+that subset.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.blocks.loader import Blocks
 from penstock_server.catalog.history import Record
+from penstock_server.catalog.shard import Shard
+from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.index.index import Index
 from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.earlier import earlier_snapshots
-from penstock_server.snapshots.shard import Shard
-from penstock_server.snapshots.snapshot import Snapshot, recipe_key
 
 _OTHER_RECIPE = "the recipe, or the server's version, was changed"
 
@@ -63,7 +62,6 @@ class Held:
     gone: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, Served] = field(default_factory=dict)
     _again: dict[str, Served] = field(default_factory=dict)  # older snapshots requested since
-    _earlier: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # see `earlier`; empty until the first request for one
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -84,8 +82,8 @@ class Held:
         if reason := self.gone.get(fingerprint):
             raise self._gone(fingerprint, reason)
         with self._making:
-            if fingerprint not in self._again and (older := self._older(fingerprint, serve)):
-                self._again[fingerprint] = older
+            if fingerprint not in self._again and (record := self.records.get(fingerprint)):
+                self._again[fingerprint] = self._make(record, serve)
             if fingerprint in self._again:
                 return self._again[fingerprint]
         raise SnapshotGone(
@@ -99,26 +97,6 @@ class Held:
         if self.latest is None:
             raise DatasetInvalid(self.error or f"{self.name} is new, and will be opened once nothing changes in it.")
         return self.latest
-
-    def earlier(self, fingerprint: str) -> Snapshot | None:
-        """Find an older snapshot without a note by the age of the shards; None if no such subset has this fingerprint."""
-        with self._making:
-            return self._by_age(fingerprint)
-
-    def _by_age(self, fingerprint: str) -> Snapshot | None:
-        if not self.recipe:
-            return None
-        if not self._earlier:
-            self._earlier.update(earlier_snapshots(self.shards.values(), self.recipe))
-        shards = self._earlier.get(fingerprint)
-        return Snapshot(shards[0].path.parent, shards, self.recipe, name=self.name) if shards else None
-
-    def _older(self, fingerprint: str, serve: Callable[[Snapshot], Served]) -> Served | None:
-        """Find an older snapshot by its note or by the age of the shards; None if unknown. Raises SnapshotGone."""
-        if record := self.records.get(fingerprint):
-            return self._make(record, serve)
-        found = self._by_age(fingerprint)
-        return serve(found) if found else None
 
     def _make(self, record: Record, serve: Callable[[Snapshot], Served]) -> Served:
         """Make an older snapshot in the first of three ways that works.

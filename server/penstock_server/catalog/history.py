@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock_server.snapshots.notes import read_note, write_note
-from penstock_server.snapshots.snapshot import Snapshot, recipe_key
+from penstock_server.catalog.notes import read_note, write_note
+from penstock_server.catalog.snapshot import Snapshot, recipe_key
 
 _FORMAT = 1
 _SUFFIX = ".snapshot"
@@ -28,11 +28,7 @@ ShardName = tuple[str, int, str]  # its file's name, its size in bytes, its dige
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Record of a snapshot.
-
-    `made_at_ns` is when it last became the latest, in nanoseconds since the epoch. It is 0 if the snapshot was found by the age
-    of its shards: such a record is older than all others, and no server takes it for the latest.
-    """
+    """Record of a snapshot. `made_at_ns` is when it last became the latest, in nanoseconds since the epoch."""
 
     fingerprint: str
     made_at_ns: int
@@ -67,11 +63,11 @@ class History:
         for fingerprint, inode in there.items():
             if self._inodes.get(fingerprint) != inode and (record := self._load(self._path(fingerprint))):
                 self._records[fingerprint], self._inodes[fingerprint] = record, inode
-        return newest_first(self._records.values())
+        return sorted(self._records.values(), key=lambda record: record.made_at_ns, reverse=True)
 
     def latest(self) -> Record | None:
         """Return the newest latest snapshot of any server with the same cache folder; None if unknown."""
-        return next((record for record in self.records() if record.made_at_ns), None)
+        return next(iter(self.records()), None)
 
     def add(self, snapshot: Snapshot) -> None:
         """Record the snapshot that has become the latest."""
@@ -84,16 +80,6 @@ class History:
         with suppress(OSError):
             os.utime(self._path(snapshot.fingerprint), ns=(made_at_ns, made_at_ns + was_asked_for))
         self._drop_oldest(snapshot.fingerprint)
-
-    def recall(self, snapshot: Snapshot) -> Record:
-        """Record an older snapshot that a job requests and that was found by the age of its shards."""
-        latest = self.latest()
-        if known := self._records.get(snapshot.fingerprint):  # another server had a request first
-            return known
-        record = _record(snapshot, 0)
-        self._keep(record)  # the note's mtime is now, so it counts as the most recently requested
-        self._drop_oldest(latest.fingerprint if latest else record.fingerprint)
-        return record
 
     def touch(self, fingerprint: str) -> None:
         """Note that a job has requested this snapshot now."""
@@ -147,11 +133,6 @@ class History:
 
     def _path(self, fingerprint: str) -> Path:
         return self._folder / f"{fingerprint}{_SUFFIX}"
-
-
-def newest_first(records: Iterable[Record]) -> list[Record]:
-    """Sort records by the time they were made. Among those without a known time, more shards count as newer."""
-    return sorted(records, key=lambda record: (record.made_at_ns, len(record.shards)), reverse=True)
 
 
 def _record(snapshot: Snapshot, made_at_ns: int) -> Record:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from penstock.text import did_you_mean, listed
 from penstock_server.catalog.dataset import Dataset
-from penstock_server.catalog.declared import DeclaredMixture, read_mixture
 from penstock_server.catalog.held import Served
+from penstock_server.catalog.mixtures import DeclaredMixture, read_mixture
+from penstock_server.catalog.scan import Survey
 from penstock_server.problems import BadParameter, DatasetInvalid, UnknownDataset
-from penstock_server.snapshots.folders import Survey
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from penstock.text import listed
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.held import Served
+from penstock_server.catalog.scan import list_folder
 from penstock_server.problems import Problem
 from penstock_server.recipes.declaration import FILE_NAME
 from penstock_server.recipes.mask_columns import NAMES, OF_LOSS
-from penstock_server.snapshots.folders import list_folder
 
 _DROPPED_SHARE = 0.1  # of an epoch's samples
 

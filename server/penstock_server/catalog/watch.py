@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock_server.catalog.catalog import Catalog
-from penstock_server.snapshots.folders import QUIET_SECONDS
+from penstock_server.catalog.scan import QUIET_SECONDS
 
 log = logging.getLogger("penstock.watch")
 

@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.syncing import sync_folder
+from penstock_server.catalog.scan import list_folder
 from penstock_server.files import check_is_here, may_be_there
 from penstock_server.importing.source import ImportRefused
-from penstock_server.snapshots.folders import list_folder
 
 log = logging.getLogger("penstock.import")
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock_server.blocks.loader import Blocks
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.checksummed import read_sealed, write_sealed
 from penstock_server.index.build_lock import turn
 from penstock_server.index.counting import Counting
@@ -28,7 +29,6 @@ from penstock_server.index.row_lengths import SUFFIX, RowLengths, count_lengths,
 from penstock_server.order.arrays import IntArray
 from penstock_server.order.best_fit import Bins, PackedPools, pack
 from penstock_server.recipes.split_hashes import Selection
-from penstock_server.snapshots.snapshot import Snapshot
 
 
 def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) -> PackedPools:

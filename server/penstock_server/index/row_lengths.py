@@ -23,13 +23,13 @@ import numpy.typing as npt
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.checksummed import read_sealed, write_sealed
 from penstock_server.index.build_lock import turn
 from penstock_server.machine import num_cores
 from penstock_server.order.arrays import IntArray, find_one, starts_of
 from penstock_server.order.packing import SplitRows
 from penstock_server.recipes.split_hashes import Selection, is_selected, is_validation
-from penstock_server.snapshots.snapshot import Snapshot
 
 SUFFIX = ".lengths"
 _FORMAT = 3  # of the files: after a change, every shard is counted again

@@ -14,7 +14,7 @@ from penstock.urls import DATASETS
 from penstock_server.batches.plan import Plan, check_room
 from penstock_server.catalog.dataset import Change
 from penstock_server.catalog.describe import describe_dataset, describe_held, describe_mixture, describe_spec
-from penstock_server.catalog.lookup import find_row, show_quarantine, show_row
+from penstock_server.lookup import find_row, show_quarantine, show_row
 from penstock_server.problems import BadParameter
 from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Name, Row, check_once, spec_of
 from penstock_server.routes.service import service_of

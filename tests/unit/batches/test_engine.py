@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from penstock import wire
 from penstock.display.terminal import Terminal
+from penstock_server import lookup as lookup_module
 from penstock_server.batches import assemble as gather_module
 from penstock_server.batches import member as member_module
 from penstock_server.batches import writer as batch_module
@@ -33,10 +34,9 @@ from penstock_server.batches.writer import frames
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
-from penstock_server.catalog import lookup as lookup_module
 from penstock_server.catalog.catalog import Catalog, open_catalog
-from penstock_server.catalog.inspection import inspect
-from penstock_server.catalog.lookup import find_row, show_row
+from penstock_server.inspect import inspect
+from penstock_server.lookup import find_row, show_row
 from penstock_server.problems import BadParameter, BadRow, DatasetInvalid
 from planned import plan_of
 

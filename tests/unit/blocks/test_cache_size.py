@@ -18,7 +18,7 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.describe import describe_dataset
-from penstock_server.catalog.prepare import prepare
+from penstock_server.prepare import prepare
 from penstock_server.problems import BadParameter
 
 NUM_ROWS = 800

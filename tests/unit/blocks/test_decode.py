@@ -16,9 +16,9 @@ from corpora import write_shards
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
-from penstock_server.snapshots import snapshot as snapshot_module
 from planned import open_snapshot
 
 

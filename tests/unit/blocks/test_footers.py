@@ -15,7 +15,7 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.decode import ParsedFooters
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
-from penstock_server.snapshots.shard import open_shard, stat_of
+from penstock_server.catalog.shard import open_shard, stat_of
 from planned import open_snapshot
 
 

@@ -23,16 +23,16 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.decode import BlockNames
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.catalog.held import Served
-from penstock_server.catalog.lookup import show_quarantine, show_row
+from penstock_server.catalog.shard import numbers
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.index.index import Index
 from penstock_server.index.row_lengths import count_lengths
+from penstock_server.lookup import show_quarantine, show_row
 from penstock_server.problems import ShardUnreadable
 from penstock_server.recipes import encode
 from penstock_server.recipes.split_hashes import split_hashes
-from penstock_server.snapshots import snapshot as snapshot_module
-from penstock_server.snapshots.shard import numbers
-from penstock_server.snapshots.snapshot import Snapshot
 from planned import open_snapshot
 
 

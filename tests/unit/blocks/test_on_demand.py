@@ -21,10 +21,10 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.blocks.on_demand import RowsOnDemand
 from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, ShardUnreadable
 from penstock_server.recipes import encode
-from penstock_server.snapshots import snapshot as snapshot_module
 from planned import plan_of
 
 TEXT = "the quick brown fox jumps over the lazy dog and says hello"

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models
 from blocks_of import rows_of
 from odd_rows import CHATML, IDS, index_of, open_blocks, write
 from penstock_server.blocks import quarantine as quarantine_module
+from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.problems import ShardUnreadable
 from penstock_server.recipes import encode as encode_module
-from penstock_server.snapshots import snapshot as snapshot_module
 
 
 def test_of_a_pair_one_side_of_which_is_null_that_is_told(data: Path) -> None:

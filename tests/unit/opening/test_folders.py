@@ -24,10 +24,10 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog.catalog import open_catalog
+from penstock_server.catalog.reading import read_folder
 from penstock_server.problems import DatasetInvalid, DatasetUnavailable, UnknownDataset
 from penstock_server.serving.serve import _greeting
 from penstock_server.settings import Settings
-from penstock_server.snapshots.reading import read_folder
 from planned import open_snapshot
 
 TOML = "team/own/penstock.toml"

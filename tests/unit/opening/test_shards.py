@@ -18,8 +18,8 @@ from pyarrow.parquet import encryption
 
 from corpora import REAL_DATA, needs_real_data, write_numbered, write_shards, write_text
 from opened import Opener
+from penstock_server.catalog import shard as shard_module
 from penstock_server.problems import DatasetInvalid
-from penstock_server.snapshots import shard as shard_module
 from planned import open_snapshot
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,10 +27,10 @@ from penstock_server.catalog import history as history_module
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.describe import describe_dataset
 from penstock_server.catalog.history import History
+from penstock_server.catalog.notes import drop_old_notes, write_note
+from penstock_server.catalog.reading import Reading, read_folder
+from penstock_server.catalog.scan import look
 from penstock_server.problems import DatasetInvalid, SnapshotGone
-from penstock_server.snapshots.folders import look
-from penstock_server.snapshots.notes import drop_old_notes, write_note
-from penstock_server.snapshots.reading import Reading, read_folder
 from planned import open_snapshot
 
 ACTIONS = st.one_of(
@@ -204,6 +205,14 @@ def test_what_a_server_runs_on_for_months_is_not_forgotten_when_another_starts(
     catalog["d"].served(None)
     drop_old_notes(tmp_path / "cache", time.time())
     assert notes.exists()
+
+
+def test_snapshot_without_a_record_is_gone(folder: Path, open_all: Callable[[], Catalog], tmp_path: Path) -> None:
+    first = open_all()["d"].latest.snapshot.fingerprint
+    write_shard(folder, 1, 0)
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(SnapshotGone, match=f"{first} of d is not on this server"):
+        open_all()["d"].served(first)
 
 
 def test_a_name_that_is_no_fingerprint_opens_no_file(open_all: Callable[[], Catalog]) -> None:

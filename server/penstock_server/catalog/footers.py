@@ -18,11 +18,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock_server.catalog.notes import read_note, write_note
+from penstock_server.catalog.scan import FileStat, is_settled
+from penstock_server.catalog.shard import Shard, being_written, numbers, read_schema, read_shard
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.folders import is_settled
-from penstock_server.snapshots.notes import read_note, write_note
-from penstock_server.snapshots.shard import FileStat, Shard, being_written, numbers, read_schema, read_shard
 
 _FORMAT = 2  # of the note: raise it when a field of Shard changes its meaning
 _THREADS = 16  # waiting for disks, not for cores

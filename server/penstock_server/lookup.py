@@ -14,10 +14,10 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import shown_columns
 from penstock_server.blocks.block import Block
 from penstock_server.catalog.held import Served
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import BadParameter, RowOutOfRange
 from penstock_server.schemas.rows import OccurrenceAnswer, QuarantineAnswer
-from penstock_server.snapshots.snapshot import Snapshot
 
 _MAX_OCCURRENCES = 1000  # in one answer
 _MAX_TURNS = 10_000  # likewise; each is an object

@@ -9,14 +9,34 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from errno import ELOOP
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock_server.files import spelled
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat_files import FILES_BESIDE_TOKENIZER
 from penstock_server.recipes.declaration import FILE_NAME, read_toml
-from penstock_server.snapshots.shard import FileStat
 
 QUIET_SECONDS = 2.0  # a file this old is complete: a later write would change its FileStat
+
+
+class FileStat(NamedTuple):
+    """Stat fields that change when a file is written to or replaced.
+
+    `ctime_ns` is the time of the last change to the file or its inode. Archives preserve sizes and mtimes, and the file system
+    reuses the inode of a removed file, but no program can set the ctime.
+    """
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> FileStat:
+        """Make a FileStat from a stat result."""
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
+
+
 _ABSENT = FileStat(-1, 0, 0, 0)  # for a broken symlink; no file equals it
 
 

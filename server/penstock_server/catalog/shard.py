@@ -10,39 +10,22 @@ from dataclasses import dataclass
 from errno import EINVAL, ELOOP, ENAMETOOLONG, ENOENT
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock_server.catalog.footer import Footer, read_footer
+from penstock_server.catalog.scan import FileStat
 from penstock_server.files import check_is_file, spelled
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.column_types import num_leaves
 from penstock_server.recipes.fields import FieldError
 from penstock_server.recipes.filter.sql import FilterError
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.parquet_footer import Footer, read_footer
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
-
-
-class FileStat(NamedTuple):
-    """Stat fields that change when a file is written to or replaced.
-
-    `ctime_ns` is the time of the last change to the file or its inode. Archives preserve sizes and mtimes, and the file system
-    reuses the inode of a removed file, but no program can set the ctime.
-    """
-
-    size_bytes: int
-    mtime_ns: int
-    inode: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, stat: os.stat_result) -> FileStat:
-        """Make a FileStat from a stat result."""
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
 
 
 def numbers(values: Iterable[int]) -> array[int]:

@@ -24,8 +24,8 @@ from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog import history as history_module
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.history import History
+from penstock_server.catalog.scan import Survey, survey
 from penstock_server.problems import DatasetInvalid, SnapshotGone
-from penstock_server.snapshots.folders import Survey, survey
 from planned import open_snapshot
 
 

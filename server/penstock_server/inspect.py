@@ -13,9 +13,9 @@ from penstock.printable import printable
 from penstock.text import counted, size
 from penstock_server.catalog.describe import describe_dataset, lengths_told, rows_held_out, summary
 from penstock_server.catalog.held import Served
-from penstock_server.catalog.lookup import show_row
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.catalog.warnings import told_splits
-from penstock_server.snapshots.snapshot import Snapshot
+from penstock_server.lookup import show_row
 
 _MARGIN = "      "
 

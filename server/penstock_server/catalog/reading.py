@@ -9,12 +9,13 @@ from pathlib import Path
 
 from penstock.batch import IGNORED
 from penstock.text import counted
+from penstock_server.catalog.footers import Footers
+from penstock_server.catalog.scan import FileStat
+from penstock_server.catalog.shard import Shard
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.recipe_file import read_recipe
-from penstock_server.snapshots.footers import Footers
-from penstock_server.snapshots.shard import FileStat, Shard
-from penstock_server.snapshots.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,14 @@ from hypothesis import strategies as st
 
 from corpora import write_numbered
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.catalog import footers as footers_module
+from penstock_server.catalog import shard as shard_module
+from penstock_server.catalog.footers import Footers
+from penstock_server.catalog.notes import drop_old_notes, open_notes, read_note, write_note
+from penstock_server.catalog.reading import read_folder
+from penstock_server.catalog.scan import FileStat, list_folder
+from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import DatasetInvalid
-from penstock_server.snapshots import footers as footers_module
-from penstock_server.snapshots import shard as shard_module
-from penstock_server.snapshots.folders import list_folder
-from penstock_server.snapshots.footers import Footers
-from penstock_server.snapshots.notes import drop_old_notes, open_notes, read_note, write_note
-from penstock_server.snapshots.reading import read_folder
-from penstock_server.snapshots.shard import FileStat
-from penstock_server.snapshots.snapshot import Snapshot
 
 HOUR_AGO_NS = time.time_ns() - 3600 * 10**9
 

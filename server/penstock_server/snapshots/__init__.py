@@ -1,1 +1,0 @@
-"""Contents of data folders: shards, their footers, and snapshots."""
