@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format property-test docker-test memory-test trl-test bench clean
+.PHONY: help install demo test lint check format docs property-test docker-test memory-test trl-test bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -53,6 +53,11 @@ format: install  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: install  ## the documentation as a site, in site/; a broken link is an error
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 docker-test: install  ## build the images and run docker compose for real; needs a Docker engine
 	$(BIN)/python -m pytest tests/docker -rs
 
@@ -81,4 +86,4 @@ bench: install $(if $(QUICK),,$(BENCH_VENVS:=/.installed))  ## compare with othe
 	$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick) $(FLAGS)
 
 clean:  ## remove what make made
-	rm -rf $(VENV) $(BENCH_VENVS) benchmarks/work demo-out sample-data .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENVS) site benchmarks/work demo-out sample-data .pytest_cache .mypy_cache .ruff_cache .hypothesis

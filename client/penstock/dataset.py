@@ -78,7 +78,7 @@ class RemoteDataset(IterableDataset[Batch]):
     ledger             file that records every batch that the loop is given, for `penstock audit`; see penstock.ledger
     mix                datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
 
-    and the spec, which says what is in a batch, with the defaults of the signature; see docs/batches.md:
+    and the spec, which says what is in a batch, with the defaults of the signature; see docs/reference/parameters.md:
 
     batch_size         samples in a batch of one rank
     seq_len            tokens in a sample; packing and overflow decide what happens to longer rows

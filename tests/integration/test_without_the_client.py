@@ -27,7 +27,7 @@ from penstock.wire import content_digest
 from penstock_server.problems import NotReady, Problem
 from serving import Server
 
-PAGE = (Path(__file__).parents[2] / "docs/http.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
 NUM_ROWS = 61
 QUICK: tuple[Kind, ...] = ("cut", "truncate", "flip", "error", "garbage")
 CHATML = (
@@ -119,7 +119,7 @@ def test_its_client_gives_what_remote_dataset_gives(server: Server, dataset: str
     rank = spec.get("world_size", 1) - 1
     batches = expected(server, dataset, 1, rank, **spec)
     assert len(batches) > 2
-    seen = list(client(server.url).batches(dataset, epoch=1, rank=rank, run=4, **spec))
+    seen = list(client(server.url).batches(dataset, epoch=1, rank=rank, count=4, **spec))
     assert [step for step, _ in seen] == list(range(len(batches)))
     assert [plain(batch) for _, batch in seen] == batches
     assert all(value.dtype == np.int64 for name, value in seen[0][1].items() if name.endswith(("ids", "labels", "mask")))
@@ -132,7 +132,7 @@ def test_its_client_loses_nothing_on_the_way(server: Server) -> None:
     spec = {"batch_size": 2, "seq_len": 64}
     batches = expected(server, "pairs", **spec)
     with ChaosProxy(server.url, 3, QUICK, longest=5000) as proxy:
-        assert [plain(batch) for _, batch in client(proxy.url).batches("pairs", run=4, **spec)] == batches
+        assert [plain(batch) for _, batch in client(proxy.url).batches("pairs", count=4, **spec)] == batches
         assert set(proxy.num_faults) == set(QUICK)
 
 
@@ -143,7 +143,7 @@ def test_its_client_waits_for_a_server_that_is_at_work() -> None:
     later = response(b"Later", "503 No", "Retry-After: Fri, 27 Nov 2026 16:00:00 GMT")
     with answering.server(*problems, problem("internal-error", 500), b"", *of_proxies, later, damaged, response(b"[1]")) as url:
         patient = client(url)
-        assert patient.ask("numbers/spec", json.loads, 60) == [1]
+        assert patient.request("numbers/spec", json.loads, 60) == [1]
         assert patient.waits == [2, 2, 2, 1, 1, 1, 1, 1, 1, 1]
 
 
@@ -152,17 +152,17 @@ def test_its_client_loses_patience_with_faults_alone(slug: str, is_at_work: bool
     """Each wait takes a tenth of a second here, so that time would be up after the second."""
     with answering.server(*[problem(slug, 503, "Retry-After: 5")] * 4, response(b"[1]")) as url:
         if is_at_work:
-            assert client(url).ask("numbers/spec", json.loads, 0.15) == [1]
+            assert client(url).request("numbers/spec", json.loads, 0.15) == [1]
         else:
             with pytest.raises(RuntimeError, match="this is shard-unavailable"):
-                client(url).ask("numbers/spec", json.loads, 0.15)
+                client(url).request("numbers/spec", json.loads, 0.15)
 
 
 @pytest.mark.parametrize("status", [404, 409, 422, 500])
 def test_its_client_takes_a_refusal_for_final(status: int) -> None:
     refusal = problem("of-some-kind", status)
     with answering.server(refusal, response(b"[1]")) as url, pytest.raises(RuntimeError, match="this is of-some-kind"):
-        client(url).ask("numbers/spec", json.loads, 60)
+        client(url).request("numbers/spec", json.loads, 60)
 
 
 def test_what_stops_a_run_is_told_and_everything_before_it_is_given(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_runs_are_as_it_says(server: Server) -> None:
 def test_every_field_of_a_header_is_told_in_its_order(server: Server) -> None:
     unpacker = msgpack.Unpacker()
     unpacker.feed(server.get("/v1/datasets/numbers/epochs/0/ranks/0/batches/0").content)
-    [table] = re.findall(r"^\| of the header \| \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-    told = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
-    assert told == list(unpacker.unpack())
+    [table] = re.findall(r"^\| field of the header \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    documented = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert documented == list(unpacker.unpack())
 
 
 def test_the_digest_of_a_header_is_that_of_its_own_bytes(server: Server) -> None:

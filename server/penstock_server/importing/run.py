@@ -198,7 +198,7 @@ def _foreign(path: Path) -> str:
         if re.search(rf"\{part}s?(?![a-z])", path.name.lower()):  # -00000-of-00008 or a compression ending may follow
             return (
                 f"{path} is {kind}, which is not read here. Write its rows as Parquet from Python, some thousand at a time: "
-                f'docs/data.md, "Other files than Parquet", has the lines for it.'
+                f"docs/guides/import.md shows how."
             )
     return ""
 

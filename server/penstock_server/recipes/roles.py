@@ -178,7 +178,7 @@ def _why_no_guess(schema: pa.Schema, text: set[str], chats: set[str]) -> str:
     if any(pa.types.is_null(field.type) for field in known):
         more += " Where all of the first shard is null it has no type: write it with that of the others."
     if others := [field.name for field in schema if is_list_of(field.type, {"from", "value"})]:
-        more += f" {others[0]} has from and value: a transform makes messages of it, as docs/data.md shows."
+        more += f" {others[0]} has from and value: a transform makes messages of it, as docs/guides/your-data.md shows."
     if ids := [field.name for field in schema if is_tokens(field.type)]:
         names = ", ".join(ids)
         more += f' Are {names} token ids? Name them: tokens = "{ids[0]}", or as prompt and response, or chosen and rejected.'

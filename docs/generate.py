@@ -1,0 +1,62 @@
+"""Writes the generated parts of the reference: the table of parameters and the help of the commands.
+
+python docs/generate.py            writes docs/reference/parameters.md and cli.md
+python docs/generate.py --check    exits with 1 if one of them is not up to date
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from penstock.spec import as_text, describe
+
+REFERENCE = Path(__file__).parent / "reference"
+COMMANDS = ("serve", "prepare", "inspect", "import", "sample", "peek", "bench", "doctor", "audit")
+
+
+def parameters(page: str) -> str:
+    """Returns the page with the rows of its table."""
+    rows = []
+    for parameter in describe():
+        default = "" if parameter["default"] is None else f"`{as_text(parameter['default'])}`"
+        rows.append(f"| `{parameter['name']}` | {default} | {parameter['doc']} |\n")
+    others = [line for line in page.splitlines(keepends=True) if not line.startswith("| `")]
+    at = others.index("|---|---|---|\n") + 1
+    return "".join(others[:at] + rows + others[at:])
+
+
+def commands(page: str) -> str:
+    """Returns the page with the help of each command."""
+    sections = [page.partition("\n## ")[0].rstrip("\n")]
+    for name in COMMANDS:
+        text = subprocess.run(
+            [sys.executable, "-m", "penstock", name, "--help"],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"COLUMNS": "100", "NO_COLOR": "1"},
+        ).stdout
+        usage, _, rest = text.partition("\nparameters of a batch:")[0].rstrip().partition("\n\n")
+        if name in ("peek", "bench"):  # their usage lists all parameters, too
+            usage = f"usage: penstock {name} [options] ADDRESS"
+        sections.append(f"## penstock {name}\n\n```text\n{usage}\n\n{rest}\n```")
+    return "\n\n".join(sections) + "\n"
+
+
+def main() -> None:
+    """Writes the pages, or checks them."""
+    is_current = True
+    for name, render in (("parameters.md", parameters), ("cli.md", commands)):
+        path = REFERENCE / name
+        page = path.read_text()
+        if (new := render(page)) != page:
+            is_current = False
+            if "--check" not in sys.argv:
+                path.write_text(new)
+    if "--check" in sys.argv and not is_current:
+        sys.exit("docs/reference is not up to date; run: make docs")
+
+
+if __name__ == "__main__":
+    main()
