@@ -31,17 +31,17 @@ def dotted(first: IntArray, second: IntArray) -> str:
 
 
 @pytest.mark.parametrize(("mix", "samples"), ENGINE["mixture"].items())
-def test_mixtures(mix: str, samples: str) -> None:
+def test_mixtures_are_frozen(mix: str, samples: str) -> None:
     assert dotted(*Mixture(parse_mix(mix)).locate(np.arange(30))) == samples
 
 
-def test_bins() -> None:
+def test_bins_are_frozen() -> None:
     bins = pack(np.array(ENGINE["best_fit"]["lengths"]), 16)
     documents = [f"{row}[{first}:{last}]" for row, first, last in zip(bins.rows, bins.firsts, bins.lasts, strict=True)]
     assert [documents[start:stop] for start, stop in pairwise(bins.starts.tolist())] == ENGINE["best_fit"]["bins"]
 
 
-def test_documents_of_an_epoch_in_bins() -> None:
+def test_documents_in_bins_are_frozen() -> None:
     lengths = np.array([3, 5, 3, 8, 5, 3, 20, 4, 5, 8])
     packed = PackedPools.of([pack(lengths, 8), pack(lengths[::-1], 8)])
     pools = np.repeat([0, 1], packed.bins_per_pool)
@@ -50,7 +50,7 @@ def test_documents_of_an_epoch_in_bins() -> None:
     assert dotted(rows, firsts) == ENGINE["best_fit"]["epoch"]
 
 
-def test_splits() -> None:
+def test_splits_are_frozen() -> None:
     rows = pa.record_batch({"v": pa.array(["a", "b", None, "ü"])})
     by_place = Recipe(kind="tokens", fields=())
     by_value = Recipe(kind="tokens", fields=(), split_by=Field.parse("v", rows.schema))
@@ -59,18 +59,18 @@ def test_splits() -> None:
     assert split_hashes(rows, by_value, Place("any.parquet", 0), numbers).tolist() == ENGINE["split"]["by value"]
 
 
-def test_what_a_recipe_says_that_nobody_wrote(tmp_path: Path) -> None:
+def test_inferred_recipes_are_frozen(tmp_path: Path) -> None:
     snapshot = open_snapshot(write_numbered(tmp_path / "d", 1))
     assert (snapshot.validation, snapshot.recipe.on_bad_row, snapshot.recipe.max_bad_share) == (0.005, "fail", 0.01)
 
 
-def test_names_of_snapshots(tmp_path: Path) -> None:
+def test_snapshot_names_are_frozen(tmp_path: Path) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[5, 3], [4]], "b": [[7]]}, mix="a:1,b:1", batch_size=1)
     assert plan.snapshot == ENGINE["snapshot"]
 
 
 @pytest.mark.parametrize(("sizes", "digest"), ENGINE["digest"].items())
-def test_digests_of_shards(tmp_path: Path, sizes: str, digest: str) -> None:
+def test_shard_digests_are_frozen(tmp_path: Path, sizes: str, digest: str) -> None:
     size, footer_bytes = map(int, sizes.split("/"))
     content = np.arange(size // 4, dtype="<u4").tobytes()[:-8] + footer_bytes.to_bytes(4, "little") + b"PAR1"
     (tmp_path / "shard").write_bytes(content)
@@ -79,7 +79,7 @@ def test_digests_of_shards(tmp_path: Path, sizes: str, digest: str) -> None:
 
 
 @pytest.mark.parametrize(("window", "samples"), ENGINE["length_order"].items())
-def test_orders_by_length(window: str, samples: str) -> None:
+def test_length_orders_are_frozen(window: str, samples: str) -> None:
     counts = np.array([5, 0, 7, 3, 9, 4, 8, 2, 6])
     order = EpochOrder(counts, np.ones_like(counts), shuffle="window", window=int(window), seed=7, epoch=1)
     by_length = LengthOrder(order, lambda pools, indices: (pools * 7 + indices * 5) % 11, 4, 123456789)

@@ -63,7 +63,7 @@ def test_every_row_once_for_any_world_size_and_number_of_workers(server: Server,
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_the_sample_order_is_the_same_for_every_world_size(server: Server, shuffle: Shuffle) -> None:
+def test_schedule_order_is_the_same_for_every_world_size(server: Server, shuffle: Shuffle) -> None:
     orders = [
         sample_order([rows_of(iter(dataset(server, rank, world_size, shuffle))) for rank in range(world_size)])
         for world_size in WORLD_SIZES

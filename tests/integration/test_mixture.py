@@ -133,7 +133,7 @@ def test_the_next_epoch_goes_on_where_datasets_were(server: Server) -> None:
             assert sorted(rows[start : start + size]) == list(range(size))
 
 
-def test_the_sample_order_is_the_same_for_every_world_size(server: Server) -> None:
+def test_schedule_order_is_the_same_for_every_world_size(server: Server) -> None:
     orders = [samples(server, world_size=world_size, batch_size=12 // world_size) for world_size in (1, 2, 3)]
     assert orders[0] == orders[1] == orders[2]
 

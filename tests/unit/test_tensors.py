@@ -18,7 +18,7 @@ def frame(**tensors: object) -> wire.Frame:
     return wire.Frame(alike, 0)
 
 
-def test_padding_is_masked_and_has_no_label_even_where_it_is_the_eos() -> None:
+def test_padding_is_masked_even_when_it_is_the_eos() -> None:
     batch = expand(frame(input_ids=[[5, 6, 0], [7, 0, 0]], lengths=[3, 2]), pin_memory=False)
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "input_ids": [[5, 6, 0], [7, 0, 0]],
@@ -28,38 +28,38 @@ def test_padding_is_masked_and_has_no_label_even_where_it_is_the_eos() -> None:
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
-def test_tensors_lie_in_host_memory_whatever_device_is_torchs_default() -> None:
+def test_tensors_are_in_host_memory_with_any_default_device() -> None:
     with torch.device("meta"):
         batch = expand(frame(input_ids=[[5, 6, 0]], lengths=[2]), pin_memory=False)
     assert batch["labels"].tolist() == [[5, 6, -100]]
 
 
-def test_a_prompt_is_attended_to_and_has_no_label() -> None:
+def test_prompt_is_attended_and_has_no_label() -> None:
     batch = expand(frame(input_ids=[[5, 6, 9, 0]], lengths=[3], prompt_lengths=[2]), pin_memory=False)
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, -100, 9, -100]]
 
 
-def test_tokens_that_are_marked_have_a_label_and_others_are_attended_to() -> None:
+def test_loss_mask_selects_labels() -> None:
     marks = np.array([[0, 1, 0, 1, 0]], np.uint8)
     batch = expand(frame(input_ids=[[5, 6, 7, 8, 0]], lengths=[4], loss_mask=marks), pin_memory=False)
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, 6, -100, 8, -100]]
 
 
-def test_seq2seq_has_the_prompt_as_input_and_the_response_as_labels() -> None:
+def test_seq2seq_has_prompt_inputs_and_response_labels() -> None:
     batch = expand(frame(input_ids=[[5, 6, 0]], lengths=[2], labels=[[8, 9, 0, 0]], label_lengths=[3]), pin_memory=False)
     assert batch["input_ids"].tolist() == [[5, 6, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0]]
     assert batch["labels"].tolist() == [[8, 9, 0, -100]]
 
 
-def test_large_ids_stay_what_they_are() -> None:
+def test_large_ids_are_kept() -> None:
     wide = frame(input_ids=np.array([[2**32 - 1]], np.uint32), lengths=[1])
     assert expand(wide, pin_memory=False)["input_ids"].tolist() == [[2**32 - 1]]
 
 
-def test_documents_have_positions_of_their_own_and_learn_nothing_from_each_other() -> None:
+def test_documents_have_separate_positions_and_masks() -> None:
     starts = np.array([[0b10101], [0b00001]], np.uint8)  # at 0, 2 and the padding; at 0
     made = frame(input_ids=[[5, 6, 7, 8, 0], [1, 2, 3, 4, 5]], lengths=[4, 5], document_starts=starts)
     batch = expand(made, pin_memory=False)
@@ -82,12 +82,12 @@ def test_documents_have_positions_of_their_own_and_learn_nothing_from_each_other
         assert torch.equal(alone[name], whole)
 
 
-def test_a_batch_that_does_not_tell_where_documents_begin_has_no_mask_of_them() -> None:
+def test_document_mask_needs_marked_documents() -> None:
     with pytest.raises(SpecError, match="does not tell where documents begin"):
         document_mask(expand(frame(input_ids=[[5, 6]], lengths=[2]), pin_memory=False))
 
 
-def test_both_sides_of_a_pair_are_expanded() -> None:
+def test_preference_pair_expands_both_sides() -> None:
     batch = expand(
         frame(
             chosen_input_ids=[[5, 6, 0]],
@@ -105,7 +105,7 @@ def test_both_sides_of_a_pair_are_expanded() -> None:
     }  # fmt: skip
 
 
-def test_columns_keep_their_names_and_types() -> None:
+def test_passthrough_columns_keep_names_and_types() -> None:
     columns = {
         "score": np.array([0.5], np.float32),
         "vector": np.array([[1, 2]], np.uint16),
@@ -120,7 +120,7 @@ def test_columns_keep_their_names_and_types() -> None:
     assert batch["url"] == ["über"]
 
 
-def test_tokens_are_counted_without_their_padding() -> None:
+def test_num_tokens_excludes_padding() -> None:
     assert count_tokens(frame(input_ids=[[5, 6, 0], [7, 0, 0]], lengths=[2, 1])) == 3
     assert count_tokens(frame(input_ids=[[5, 6, 0]], lengths=[2], labels=[[8, 9, 0, 0]], label_lengths=[3])) == 5
     assert (

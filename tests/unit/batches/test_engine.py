@@ -150,7 +150,7 @@ def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, num_rep
 
 @settings(max_examples=20)
 @given(datasets, datasets, st.booleans(), specs(), runs, st.integers(0, 2))
-def test_whatever_the_data_and_the_spec(
+def test_engine_serves_every_sample_for_random_data_and_specs(
     first: Shards, second: Shards, is_filtered: bool, spec: dict[str, Any], run: dict[str, Any], epoch: int
 ) -> None:
     with TemporaryDirectory() as name:
@@ -232,7 +232,7 @@ def test_whatever_the_data_and_the_spec(
                 assert occurrences == sorted(places[member.name, row])[: None if is_told else len(occurrences)]
 
 
-def test_rows_that_cannot_be_used_give_way_in_those_blocks_of_a_batch_that_have_some(tmp_path: Path) -> None:
+def test_bad_rows_are_replaced_only_in_blocks_that_have_some(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     groups = [[(3, True), (0, True)], [(0, True)], [(4, True), (5, True)]]
     write(tmp_path / "data" / "a", [groups], 0, is_filtered=False)
@@ -243,7 +243,7 @@ def test_rows_that_cannot_be_used_give_way_in_those_blocks_of_a_batch_that_have_
         assert [frame.replaced for frame in wire.decode(body)] == [2]
 
 
-def test_what_travels_is_said_as_json_beside_the_facts(tmp_path: Path) -> None:
+def test_json_batch_shows_passthrough_columns(tmp_path: Path) -> None:
     columns = {
         "tokens": pa.array([[1, 2], [3]], pa.list_(pa.int32())),
         "source": ["wiki", "code"],
@@ -275,9 +275,7 @@ def test_what_travels_is_said_as_json_beside_the_facts(tmp_path: Path) -> None:
     assert frame.tensors["half"].tolist()[0] == [1, float("inf")]
 
 
-def test_long_texts_that_travel_make_short_chunks_and_too_long_ones_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_short_when_passthrough_texts_are_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data" / "a").mkdir(parents=True)
     ids = pa.array([[1]] * 60, pa.list_(pa.int32()))
     pages = [bytes([n]) * 500_000 for n in range(60)]
@@ -296,7 +294,7 @@ def test_long_texts_that_travel_make_short_chunks_and_too_long_ones_are_refused(
     [({"seq_len": 2}, 500), ({"packing": "concat", "seq_len": 8}, 2500), ({"packing": "best_fit", "seq_len": 8}, 2500)],
     ids=str,
 )
-def test_rows_of_few_tokens_make_short_chunks(
+def test_chunks_are_short_when_rows_have_few_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], spans_a_step: int
 ) -> None:
     """A chunk takes far more memory for each of them than they have bytes."""
@@ -316,7 +314,7 @@ def test_rows_of_few_tokens_make_short_chunks(
 
 
 @pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])
-def test_nothing_that_a_body_was_made_of_waits_for_the_garbage_collector(tmp_path: Path, packing: str) -> None:
+def test_body_leaves_nothing_for_the_garbage_collector(tmp_path: Path, packing: str) -> None:
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "a", [[[(3, True), (4, False)] * 5] * 8], 0, is_filtered=False)
     plan = plan_of(open_server(tmp_path / "data", tmp_path / "cache", 1 << 30), "a", packing=packing, batch_size=2, seq_len=4)
@@ -357,9 +355,7 @@ def test_planned_epochs_are_dropped_with_their_snapshot(tmp_path: Path, spec: di
         gc.enable()
 
 
-def test_of_a_very_long_row_the_first_tokens_are_shown_and_how_many_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_lookup_truncates_very_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_module, "_MAX_TOKENS", 10)
     (tmp_path / "data" / "a").mkdir(parents=True)
     columns = {"tokens": [list(range(8)), list(range(30))], "loss_mask": [[0] * 4 + [1] * 4, [1] * 5 + [0] * 20 + [1] * 5]}
@@ -374,7 +370,7 @@ def test_of_a_very_long_row_the_first_tokens_are_shown_and_how_many_there_are(
     assert "..." in shown
 
 
-def test_a_mixture_without_an_end_tells_where_it_shows_a_row(tmp_path: Path) -> None:
+def test_endless_mixture_lists_occurrences_of_a_row(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number, name in enumerate("ab"):
         write(tmp_path / "data" / name, [[[(3, True)] * 5]], number, is_filtered=False)
@@ -391,7 +387,7 @@ def test_a_mixture_without_an_end_tells_where_it_shows_a_row(tmp_path: Path) -> 
         find_row(plan_of(catalog, "a", mix="a:1,b:2", batch_size=1), "a", 3, 2**53)
 
 
-def test_a_mixture_of_many_plans_each_of_its_datasets_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixture_plans_each_dataset_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     names = ["a", *(f"b{n}" for n in range(40))]
     for number, name in enumerate(names):
@@ -405,7 +401,7 @@ def test_a_mixture_of_many_plans_each_of_its_datasets_once(tmp_path: Path, monke
     assert planned == []
 
 
-def test_lengths_of_many_shards_hold_no_descriptors(tmp_path: Path) -> None:
+def test_row_lengths_hold_no_file_descriptors(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "a", [[[(3, True)] * 2]] * 50, 0, is_filtered=False)
     catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)

@@ -28,7 +28,7 @@ def epoch(number: int) -> PlannedEpoch:
     return Rows(rows, 8), EpochOrder(rows, np.ones(POOLS, np.int64), shuffle="window", window=500, seed=0, epoch=number)
 
 
-def test_a_crowd_plans_an_epoch_once() -> None:
+def test_planned_epochs_plan_once_for_many_threads() -> None:
     made, epochs = Counter[int](), PlannedEpochs()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -46,7 +46,7 @@ def test_a_crowd_plans_an_epoch_once() -> None:
     assert all(one is found[number % 30] for number, one in enumerate(found))
 
 
-def test_the_epochs_that_were_asked_for_longest_ago_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_epochs_evict_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made, epochs = list[int](), PlannedEpochs()
 
     def get(number: int) -> PlannedEpoch:
@@ -69,7 +69,7 @@ def test_the_epochs_that_were_asked_for_longest_ago_make_room(monkeypatch: pytes
     assert made[7:] == [6, 7, 8, 9, 10, 6]  # four stay in any case
 
 
-def test_another_snapshot_does_not_wait_for_one_that_takes_long() -> None:
+def test_planned_epochs_of_snapshots_do_not_wait_for_each_other() -> None:
     may_end = threading.Event()
 
     def slow() -> PlannedEpoch:
@@ -84,7 +84,7 @@ def test_another_snapshot_does_not_wait_for_one_that_takes_long() -> None:
         waiting.result(30)
 
 
-def test_a_crowd_sorts_a_window_once_and_the_one_that_was_asked_for_longest_ago_makes_room() -> None:
+def test_length_order_sorts_a_window_once_for_many_threads() -> None:
     rows, asked = np.full(POOLS, 10), list[int]()
 
     def lengths(pools: IntArray, indices: IntArray) -> IntArray:
@@ -105,7 +105,7 @@ def test_a_crowd_sorts_a_window_once_and_the_one_that_was_asked_for_longest_ago_
     assert np.array_equal(sorted_.ahead(500, 20), order.ahead(500, 20))
 
 
-def test_windows_of_an_epoch_that_made_room_do_not_wait_for_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_length_order_leaves_nothing_for_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "_BUDGET_BYTES", 0)
     rows, epochs, orders = np.full(POOLS, 10), PlannedEpochs(), list[weakref.ref[LengthOrder]]()
 

@@ -36,26 +36,26 @@ def catalog(tmp_path: Path) -> Catalog:
     return open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
 
 
-def test_an_epoch_that_is_consumed_has_no_steps_and_nothing_is_behind_it(catalog: Catalog) -> None:
+def test_plan_has_no_steps_when_offset_is_the_epoch(catalog: Catalog) -> None:
     for offset, num_steps in ((0, 10), (90, 1), (91, 0), (100, 0)):
         assert catalog.plan("a", Spec(batch_size=10, offset=offset)).schedule.num_steps == num_steps
     with pytest.raises(BadParameter, match="offset=101 is past the epoch's end"):
         catalog.plan("a", Spec(batch_size=10, offset=101))
 
 
-def test_who_skips_the_whole_epoch_is_told_so(catalog: Catalog) -> None:
+def test_plan_refuses_a_skip_of_the_whole_epoch(catalog: Catalog) -> None:
     assert catalog.plan("a", Spec(batch_size=10, skip="0-8")).schedule.num_steps == 1
     with pytest.raises(BadParameter, match=r"^skip leaves out the whole epoch: all of its 100 samples\. Skip fewer\.$"):
         catalog.plan("a", Spec(batch_size=10, skip="0-99"))
 
 
-def test_plans_of_two_datasets_that_hold_the_same_are_two(catalog: Catalog) -> None:
+def test_plan_identity_contains_the_dataset(catalog: Catalog) -> None:
     one, other = (catalog.plan(name, Spec(batch_size=10)) for name in "ab")
     assert one.snapshot == other.snapshot
     assert one.identity != other.identity
 
 
-def test_no_batch_is_larger_than_the_limit(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_refuses_a_batch_above_the_byte_limit(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = catalog.plan("a", Spec(batch_size=10)).largest_layout.nbytes
     monkeypatch.setattr(plan_module, "MAX_BATCH_BYTES", nbytes)
     catalog.plan("a", Spec(batch_size=10, seed=1))
@@ -64,7 +64,7 @@ def test_no_batch_is_larger_than_the_limit(catalog: Catalog, monkeypatch: pytest
         catalog.plan("a", Spec(batch_size=10, seed=2))
 
 
-def test_a_mixture_has_as_many_epochs_as_samples_can_be_counted(catalog: Catalog) -> None:
+def test_plan_refuses_mixture_epochs_above_the_count_limit(catalog: Catalog) -> None:
     plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:1"))
     last = MAX_COUNT // plan.schedule.num_positions - 1
     plan.check_epoch(last)
@@ -72,7 +72,7 @@ def test_a_mixture_has_as_many_epochs_as_samples_can_be_counted(catalog: Catalog
         plan.check_epoch(last + 1)
 
 
-def test_each_position_of_a_mixture_is_found_from_its_sample(catalog: Catalog) -> None:
+def test_plan_finds_each_position_of_a_mixture(catalog: Catalog) -> None:
     plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:3", stopping_strategy="all_exhausted", offset=250, drop_last=False))
     assert plan.mixture
     for epoch in range(2):
@@ -91,9 +91,7 @@ def test_each_position_of_a_mixture_is_found_from_its_sample(catalog: Catalog) -
     st.lists(st.integers(0, 39), min_size=1, unique=True),
     st.integers(1, 45),
 )
-def test_of_many_positions_those_are_told_that_are_shown_first(
-    skip: str, offset: int, mix: str | None, own: list[int], most: int
-) -> None:
+def test_plan_returns_the_earliest_positions(skip: str, offset: int, mix: str | None, own: list[int], most: int) -> None:
     spec: dict[str, Any] = {"skip": skip or None, "offset": offset % 30, "drop_last": False} | ({"mix": mix} if mix else {})
     with TemporaryDirectory() as name:
         plan = synthetic_plan(Path(name), {"a": [[40]]} | ({"b": [[120]]} if mix else {}), batch_size=4, **spec)
@@ -105,7 +103,7 @@ def test_of_many_positions_those_are_told_that_are_shown_first(
     assert [position for position in found if any(plan.schedule.locate(position))] == [p for _, p in sorted(shown)][:most]
 
 
-def test_what_a_wrapped_tail_shows_again_is_told_too(tmp_path: Path) -> None:
+def test_plan_finds_positions_that_a_wrapped_step_repeats(tmp_path: Path) -> None:
     mix: dict[str, Any] = {"mix": "a:0.9,b:0.1", "drop_last": False, "offset": 2500, "batch_size": 8}
     plan = synthetic_plan(tmp_path, {"a": [[3000]], "b": [[3000]]}, **mix)
     for epoch in range(12):
@@ -115,7 +113,7 @@ def test_what_a_wrapped_tail_shows_again_is_told_too(tmp_path: Path) -> None:
                 assert plan.positions_of(0, epoch, np.arange(3000), own_epoch, most).tolist() == every[:most]
 
 
-def test_an_epoch_of_a_mixture_that_cannot_be_counted_is_refused(tmp_path: Path) -> None:
+def test_plan_refuses_a_mixture_epoch_above_the_count_limit(tmp_path: Path) -> None:
     few = {"a": [[10**11]], "b": [[1000]]}
     with pytest.raises(BadParameter, match=r"would have 9,999,999,999,9.* samples; the limit"):
         synthetic_plan(tmp_path, few, mix="a:0.00001,b:0.99999", stopping_strategy="all_exhausted")
@@ -123,7 +121,7 @@ def test_an_epoch_of_a_mixture_that_cannot_be_counted_is_refused(tmp_path: Path)
         synthetic_plan(tmp_path, few, mix="a:0.00001,b:0.99999", stopping_strategy=stop).check_epoch(0)
 
 
-def test_a_batch_of_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_refuses_a_batch_of_too_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[40]]}, batch_size=4)
     assert plan.step_spans == 4
     monkeypatch.setattr(plan_module, "_MAX_BATCH_SPANS", 3)
@@ -132,7 +130,7 @@ def test_a_batch_of_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest
         synthetic_plan(tmp_path, {"a": [[40]]}, batch_size=4)
 
 
-def test_a_shuffle_of_all_needs_room_for_every_dataset_of_a_mixture_whatever_a_full_disk_leaves(catalog: Catalog) -> None:
+def test_global_shuffle_needs_room_for_all_datasets_of_a_mixture(catalog: Catalog) -> None:
     plan = catalog.plan("a", Spec(batch_size=10, shuffle="global", mix="a:1,b:1"))
     cache = plan.members[0].blocks.cache
     for member in plan.members:
@@ -157,7 +155,7 @@ def test_a_shuffle_of_all_needs_room_for_every_dataset_of_a_mixture_whatever_a_f
         ("samples:79-80", "from step 9 on (sample 79): an epoch ends in step 9, with sample 78."),
     ],
 )
-def test_a_skip_of_what_no_epoch_has_is_told_of(tmp_path: Path, skip: str, told: str | None) -> None:
+def test_advice_names_a_skip_beyond_the_epoch(tmp_path: Path, skip: str, told: str | None) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[79]]}, batch_size=4, world_size=2, skip=skip)
     advice = [text for text in advice_on_run(plan) if "skip" in text]
     assert [text.partition("leaves nothing out ")[2].partition(" Steps")[0] for text in advice] == ([told] if told else [])
@@ -175,7 +173,7 @@ def test_a_skip_of_what_no_epoch_has_is_told_of(tmp_path: Path, skip: str, told:
         (64, {"batch_size": 32}, None),
     ],
 )
-def test_many_samples_that_no_step_has_are_told_of(tmp_path: Path, rows: int, spec: dict[str, Any], told: str | None) -> None:
+def test_advice_names_a_large_dropped_step(tmp_path: Path, rows: int, spec: dict[str, Any], told: str | None) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[rows]]}, **spec)
     found = [text.partition("drop_last=true leaves out ")[2].partition(" of each")[0] for text in advice_on_run(plan)]
     assert [text for text in found if text] == ([told] if told else [])
@@ -191,7 +189,7 @@ def test_many_samples_that_no_step_has_are_told_of(tmp_path: Path, rows: int, sp
         (100, 20, ["Raise --cache-bytes."]),
     ],
 )
-def test_smaller_windows_are_advised_where_they_fit_and_still_mix(
+def test_advice_names_a_smaller_window_when_it_fits(
     tmp_path: Path, rows_per_group: int, budget_mib: int, told: list[str]
 ) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[rows_per_group] * 100]})
@@ -201,9 +199,7 @@ def test_smaller_windows_are_advised_where_they_fit_and_still_mix(
 
 
 @pytest.mark.parametrize("shuffle", ["none", "window", "global"])
-def test_a_run_is_told_of_a_cache_whose_disk_is_full_or_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: str
-) -> None:
+def test_advice_names_a_full_or_failing_cache_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: str) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[1000] * 10]}, shuffle=shuffle)
     cache = plan.members[0].blocks.cache
     cache.budget_bytes = cache.configured_bytes = 1 << 30

@@ -48,7 +48,7 @@ def inverse(member: Member, index: int, row: int) -> dict[int, list[int]]:
     return {other: rows.tolist() for other, rows in rows_replaced_by(member, index, block, row)}
 
 
-def test_a_bad_row_gives_way_to_the_next_good_one_of_its_block(open_holes: Opener) -> None:
+def test_bad_row_is_replaced_by_the_next_good_row(open_holes: Opener) -> None:
     member = open_holes([[1], [], [3], [4], [5], []])
     assert [served(member, 0), served(member, 1)] == [(0, [0, 2, 2]), (1, [0, 1, 0])]
     assert inverse(member, 0, 2) == {0: [1, 2]}
@@ -56,7 +56,7 @@ def test_a_bad_row_gives_way_to_the_next_good_one_of_its_block(open_holes: Opene
     assert inverse(member, 1, 2) == {}
 
 
-def test_a_block_without_a_good_row_gives_way_to_the_next_that_has_one_round_the_end(open_holes: Opener) -> None:
+def test_block_without_good_rows_is_replaced_by_the_next_block(open_holes: Opener) -> None:
     member = open_holes([[], [], [], [4], [], [6], [], [], [], [], [], []])
     assert [served(member, index) for index in range(4)] == [(1, [0, 2, 2]), (1, [0, 2, 2]), (1, [0, 2, 2]), (1, [0, 2, 2])]
     assert inverse(member, 1, 2) == {1: [1, 2], 0: [1, 2], 3: [1, 2], 2: [1, 2]}
@@ -64,20 +64,20 @@ def test_a_block_without_a_good_row_gives_way_to_the_next_that_has_one_round_the
     assert inverse(member, 0, 0) == {}
 
 
-def test_a_shorter_block_stands_in_for_a_longer_one_from_its_beginning_again(open_holes: Opener) -> None:
+def test_shorter_block_repeats_when_it_replaces_a_longer_one(open_holes: Opener) -> None:
     member = open_holes([[], [], [], [4], [5]])
     assert served(member, 0) == (1, [0, 1, 0])
     assert [inverse(member, 1, row) for row in (0, 1)] == [{1: [0], 0: [0, 2]}, {1: [1], 0: [1]}]
 
 
-def test_no_block_stands_in_for_one_beyond_another_that_has_a_good_row(open_holes: Opener) -> None:
+def test_replacement_uses_the_nearest_good_block(open_holes: Opener) -> None:
     member = open_holes([[], [], [], [4], [5], [6], [7], [8], [9]])
     assert [served(member, index)[0] for index in range(3)] == [1, 1, 2]
     assert [inverse(member, index, 0) for index in (1, 2)] == [{1: [0], 0: [0]}, {2: [0]}]
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_rows_of_a_split_stand_in_for_rows_of_it_alone_and_tell_each_other(open_holes: Opener, split: str) -> None:
+def test_replacement_stays_within_a_split_and_has_an_inverse(open_holes: Opener, split: str) -> None:
     member = open_holes([[n] if n % 9 > 4 else [] for n in range(90)], REPLACE + "validation = 0.4", split)
     blocks = member.blocks.get(range(30), split)
     expected: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -92,7 +92,7 @@ def test_rows_of_a_split_stand_in_for_rows_of_it_alone_and_tell_each_other(open_
             assert sorted(told) == expected.get((index, row), [])
 
 
-def test_where_rows_are_not_substituted_a_bad_one_is_told_with_its_place(open_holes: Opener) -> None:
+def test_bad_row_is_an_error_with_its_place_when_policy_is_fail(open_holes: Opener) -> None:
     member = open_holes([[1], [], [3], [], [], []], 'on_bad_row = "fail"')
     [block] = member.blocks.get([0])
     assert usable_rows(member, 0, block, np.array([0, 2]))[2].tolist() == [0, 2]
@@ -103,16 +103,14 @@ def test_where_rows_are_not_substituted_a_bad_one_is_told_with_its_place(open_ho
     assert inverse(member, 0, 0) == {0: [0]}
 
 
-def test_a_split_without_a_row_is_told_with_its_share_and_a_filter_only_where_there_is_one(open_holes: Opener) -> None:
+def test_empty_split_error_names_its_share_and_filter(open_holes: Opener) -> None:
     with pytest.raises(BadParameter, match=r"in split=validation that can be used\. Raise .* now 0\.01\), .* the data\."):
         open_holes([[1]], "validation = 0.01", "validation")
     with pytest.raises(BadParameter, match=r"that is kept by its filter and can be used\. Mend the filter or the data\."):
         open_holes([[1]], 'filter = "tokens is null"')
 
 
-def test_data_without_a_good_row_near_is_refused_not_searched_to_its_end(
-    open_holes: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replacement_search_is_bounded(open_holes: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_ins, "_MAX_BLOCKS", 2)
     member = open_holes([[]] * 18 + [[1]] * 3)
     with pytest.raises(BadRow, match=r"no row of row group 0 in part-001.parquet can be used, nor .*quarantine"):

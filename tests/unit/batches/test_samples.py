@@ -49,7 +49,7 @@ def marked(row: Row, *, has_turns: bool) -> list[tuple[int, bool]]:
 
 
 @given(rows_of_a_block, st.booleans(), st.data())
-def test_what_comes_before_the_first_learned_token_is_the_prompt(rows: list[Row], has_turns: bool, data: st.DataObject) -> None:
+def test_prompt_length_is_the_tokens_before_the_first_loss(rows: list[Row], has_turns: bool, data: st.DataObject) -> None:
     asked = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=5))
     tokens = [marked(rows[row], has_turns=has_turns) for row in asked]
     before = [[in_loss for _, in_loss in of_row].index(True) if any(m for _, m in of_row) else len(of_row) for of_row in tokens]
@@ -57,7 +57,7 @@ def test_what_comes_before_the_first_learned_token_is_the_prompt(rows: list[Row]
     assert found.tolist() == before
 
 
-def test_of_a_pair_whose_sides_begin_differently_the_shorter_prompt_is_told() -> None:
+def test_prompt_length_of_a_pair_is_the_shorter_side() -> None:
     chosen, rejected = (block_of([row], has_turns=True) for row in ([[1, 2, 3], [4]], [[1], [2, 3, 4]]))
     features = {"chosen": chosen.features["tokens"], "rejected": rejected.features["tokens"]}
     assert replace(chosen, features=features).prompt_lengths(np.array([0])).tolist() == [1]
@@ -65,7 +65,7 @@ def test_of_a_pair_whose_sides_begin_differently_the_shorter_prompt_is_told() ->
 
 
 @given(rows_of_a_block, st.booleans(), st.data())
-def test_rows_are_cut_at_their_ends_and_between_turns(rows: list[Row], has_turns: bool, data: st.DataObject) -> None:
+def test_samples_are_cut_at_row_ends_and_between_turns(rows: list[Row], has_turns: bool, data: st.DataObject) -> None:
     block = block_of(rows, has_turns=has_turns)
     spans = st.tuples(st.integers(0, len(rows) - 1), st.integers(0, 9), st.integers(0, 20))
     asked = data.draw(st.lists(spans, min_size=1, max_size=5))
@@ -84,7 +84,7 @@ def test_rows_are_cut_at_their_ends_and_between_turns(rows: list[Row], has_turns
         assert block.features["tokens"].row(number) == turns
 
 
-def test_what_cutting_a_long_row_into_parts_takes_grows_with_its_turns_and_not_with_their_product() -> None:
+def test_samples_cut_long_rows_in_linear_time() -> None:
     num_turns, num_parts = 10_000, 500
     feature = block_of([[[1, 2]] * num_turns], has_turns=True).features["tokens"]
     borders = np.linspace(0, 2 * num_turns, num_parts + 1, dtype=np.int64)
@@ -113,7 +113,7 @@ def _runs(tokens: list[tuple[int, bool]], row: Row, has_turns: bool) -> list[lis
     st.integers(1, 8),
     st.randoms(use_true_random=False),
 )
-def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
+def test_samples_fill_lines_in_order_then_pad(
     of_blocks: list[tuple[list[Row], bool, bool, bool]],
     of_stream: bool,
     num_batches: int,
@@ -213,7 +213,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
 
 @pytest.mark.parametrize("longer", [1 << 7, 1 << 8, 1 << 16, 1 << 32])
 @pytest.mark.parametrize("stride", [1, 3])
-def test_steps_that_stand_together_have_heads_of_one_length(longer: int, stride: int) -> None:
+def test_by_step_width_groups_heads_of_one_length(longer: int, stride: int) -> None:
     steps = range(longer - 8, longer + 8, stride)
     parts = list(by_step_width(steps))
     assert [step for part in parts for step in part] == list(steps)

@@ -70,7 +70,7 @@ def catalog(tmp_path: Path) -> Catalog:
         ("pairs", {"task": "seq2seq", "loss_on": "response"}),
     ],
 )
-def test_labels_and_positions_are_those_that_a_trainer_gets(
+def test_json_batch_has_the_labels_and_positions_of_a_trainer(
     catalog: Catalog, dataset: str, way: dict[str, Any], loss: str
 ) -> None:
     spec = {"batch_size": 4, "seq_len": 30, "loss_on": loss} | way
@@ -97,13 +97,13 @@ def test_labels_and_positions_are_those_that_a_trainer_gets(
             assert starts == np.flatnonzero(bits).tolist()
 
 
-def test_values_that_json_cannot_say_are_shown_in_words() -> None:
+def test_json_batch_describes_values_that_json_lacks() -> None:
     values = {"nan": math.nan, "inf": -math.inf, "vector": [0.5, math.nan], "bytes": b"abc", "half": np.float16(math.nan)}
     block: Any = SimpleNamespace(columns={name: pa.array([value]) for name, value in values.items()})
     assert shown_columns(block, 0) == {"nan": None, "inf": "-inf", "vector": [0.5, None], "bytes": "3 bytes", "half": None}
 
 
-def test_what_is_too_large_to_be_read_is_not_shown(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_batch_refuses_too_many_tokens(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(catalog, "text", packing="concat", batch_size=4, seq_len=10)
     [chunk] = chunks(plan, 0, 0, range(2))
     monkeypatch.setattr(penstock_server.batches.text_view, "_MAX_TOKENS", 40)
@@ -119,7 +119,7 @@ def test_what_is_too_large_to_be_read_is_not_shown(catalog: Catalog, monkeypatch
         provenance(plan, 0, 0, 0)
 
 
-def test_what_is_raised_before_a_sample_ends_a_page(catalog: Catalog) -> None:
+def test_json_batch_stops_when_before_each_raises(catalog: Catalog) -> None:
     plan = plan_of(catalog, "text", batch_size=4, seq_len=10)
     [chunk] = chunks(plan, 0, 0, range(2))
     left = iter([True] * 5)
@@ -134,7 +134,7 @@ def test_what_is_raised_before_a_sample_ends_a_page(catalog: Catalog) -> None:
     assert len(as_json(chunk, load(chunk), check)) == 2
 
 
-def test_samples_that_are_too_many_to_be_read_are_not_shown(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_batch_refuses_too_many_samples(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(catalog, "text", batch_size=4, seq_len=10)
     [chunk] = chunks(plan, 0, 0, range(2))
     monkeypatch.setattr(penstock_server.batches.text_view, "_MAX_SAMPLES", 8)

@@ -23,7 +23,7 @@ def columns(*rows: tuple[int, ...], width: int = 4) -> list[npt.NDArray[np.int64
     return list(np.array(rows, np.int64).reshape(-1, width).T)
 
 
-def test_what_no_piece_covers_is_zero_however_long_it_is() -> None:
+def test_pieces_fill_gaps_with_zeros() -> None:
     pieces, numbers = Pieces(), np.arange(1000, dtype=np.uint16)
     pieces.copy(lists(numbers[500:], numbers), UINT16, *columns((64, 0, 5, 3), (300_000, 1, 10, 4)))
     pieces.copy(lists(numbers), UINT32, *columns((1_000_000, 0, 998, 2)))
@@ -44,7 +44,7 @@ def some_pieces(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
 
 
 @given(some_pieces(), st.sampled_from([UINT8, UINT16, UINT32]), st.integers(0, 80), st.booleans(), st.booleans(), st.booleans())
-def test_pieces_of_any_length_stand_where_they_are_to(
+def test_pieces_are_joined_at_their_offsets(
     some: list[tuple[int, int, int, int]],
     dtype: np.dtype[np.integer],
     rest: int,
@@ -81,7 +81,7 @@ def test_pieces_of_any_length_stand_where_they_are_to(
     assert not body.readonly
 
 
-def test_what_will_be_copied_is_told_beforehand_and_what_is_filled_in_is_not() -> None:
+def test_pieces_list_their_copied_spans() -> None:
     pieces, numbers = Pieces(), lists(np.arange(10, dtype=np.uint16))
     pieces.fill(7, UINT32, *columns((0, 2), width=2))
     pieces.copy(numbers, UINT32, *columns((8, 0, 3, 2)))
@@ -100,7 +100,7 @@ def test_what_will_be_copied_is_told_beforehand_and_what_is_filled_in_is_not() -
     ],
 )
 @pytest.mark.parametrize("few", [0, 1000])
-def test_pieces_that_do_not_fit_are_no_body(rows: list[tuple[int, ...]], few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_overlap_are_refused(rows: list[tuple[int, ...]], few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined_module, "_FEW_PIECES", few)
     pieces = Pieces()
     pieces.copy(lists(np.arange(32, dtype=np.uint16), np.arange(8, dtype=np.uint8)), UINT16, *columns(*rows))
@@ -108,7 +108,7 @@ def test_pieces_that_do_not_fit_are_no_body(rows: list[tuple[int, ...]], few: in
         pieces.join(14)
 
 
-def test_a_body_of_which_bytes_cannot_be_told_in_32_bits_is_none() -> None:
+def test_pieces_refuse_a_body_above_31_bits() -> None:
     pieces = Pieces()
     pieces.copy(lists(np.arange(32, dtype=np.uint16)), UINT16, *columns((0, 0, 0, 3)))
     with pytest.raises(IndexError):

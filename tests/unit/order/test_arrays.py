@@ -13,9 +13,7 @@ some = st.lists(st.integers(0, 40), min_size=1, max_size=80)
 
 
 @given(some, st.sampled_from([0, 3, 1000]), st.sampled_from([1, 1000]))
-def test_values_are_found_and_numbered_whether_they_lie_close_together_or_far_apart(
-    numbers: list[int], least: int, stride: int
-) -> None:
+def test_places_in_finds_close_and_distant_values(numbers: list[int], least: int, stride: int) -> None:
     values = least + stride * np.array(numbers)
     ascending, places = np.unique(values, return_inverse=True)
     assert np.array_equal(distinct(values), ascending)
@@ -26,13 +24,13 @@ def test_values_are_found_and_numbered_whether_they_lie_close_together_or_far_ap
 
 
 @pytest.mark.parametrize("far", [0, 1, 10_000])
-def test_values_are_numbered_up_to_where_they_are_too_far_apart(far: int) -> None:
+def test_places_in_uses_a_table_for_close_values(far: int) -> None:
     values = np.array([100 + 7 + far, 100, 100])
     assert places_in(distinct(values), values).tolist() == [1, 0, 0]
 
 
 @given(some, some)
-def test_tables_become_one_in_which_what_is_equal_keeps_its_order(one: list[int], other: list[int]) -> None:
+def test_in_order_merges_tables_stably(one: list[int], other: list[int]) -> None:
     tables = [(np.array(column), np.arange(len(column)) + first) for column, first in ((one, 0), (other, 1000))]
     lines = [line for table in tables for line in zip(*(column.tolist() for column in table), strict=True)]
     first, second = in_order(tables)

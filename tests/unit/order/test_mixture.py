@@ -30,7 +30,7 @@ def mixes(draw: st.DrawFn) -> Mix:
 
 
 @given(mixes())
-def test_every_prefix_of_a_phase_holds_each_dataset_to_within_one_sample(mix: Mix) -> None:
+def test_mixture_prefixes_have_exact_shares(mix: Mix) -> None:
     datasets, _ = Mixture(mix).locate(np.arange(4000))
     ends = [*(phase.start for phase in mix.phases[1:]), 4000]
     for phase, end in zip(mix.phases, ends, strict=True):
@@ -41,7 +41,7 @@ def test_every_prefix_of_a_phase_holds_each_dataset_to_within_one_sample(mix: Mi
 
 
 @given(mixes(), st.integers(0, 10**12))
-def test_a_sample_and_its_number_in_its_dataset_tell_each_other(mix: Mix, far: int) -> None:
+def test_mixture_locate_and_sample_are_inverse(mix: Mix, far: int) -> None:
     mixture = Mixture(mix)
     samples = np.concatenate([np.arange(3000), far + np.arange(300)])
     datasets, numbers = mixture.locate(samples)
@@ -53,9 +53,7 @@ def test_a_sample_and_its_number_in_its_dataset_tell_each_other(mix: Mix, far: i
 
 
 @given(mixes(), st.lists(st.integers(1, 300), min_size=5, max_size=5).map(np.array))
-def test_an_epoch_ends_with_the_first_dataset_or_with_the_last(
-    mix: Mix, sizes: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-) -> None:
+def test_mixture_epoch_ends_by_stopping_strategy(mix: Mix, sizes: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
     sizes, mixture = sizes[: len(mix.datasets)], Mixture(mix)
     for stop in ("first_exhausted", "all_exhausted"):
         length = mixture.epoch_length(sizes.tolist(), stop)
@@ -74,11 +72,11 @@ def test_an_epoch_ends_with_the_first_dataset_or_with_the_last(
 
 
 @given(mixes())
-def test_a_mix_has_one_spelling(mix: Mix) -> None:
+def test_mix_has_one_canonical_text(mix: Mix) -> None:
     assert parse_mix(str(mix)) == mix
 
 
-def test_weights_are_what_they_are_to_each_other() -> None:
+def test_mix_reduces_weights() -> None:
     assert str(parse_mix("wiki:0.7,code:0.3")) == str(parse_mix("code:3,wiki:7")) == "code:3,wiki:7"
     assert str(parse_mix("a:1,b:1;b:0.50,a:1.5@100")) == "a:1,b:1;a:3,b:1@100"
 
@@ -94,34 +92,34 @@ def test_weights_are_what_they_are_to_each_other() -> None:
         ((7, 0), "a:1,b:0"),
     ],
 )
-def test_numbers_for_weights_are_exact(weights: tuple[float, float], spelled: str) -> None:
+def test_mix_weights_are_exact(weights: tuple[float, float], spelled: str) -> None:
     assert str(parse_mix(spell_mix(dict(zip("ab", weights, strict=True))))) == spelled
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -0.1, "0.5", None, 10**400])
-def test_what_is_no_weight_is_refused(weight: Any) -> None:
+def test_mix_refuses_invalid_weights(weight: Any) -> None:
     with pytest.raises(SpecError, match="the weight of b must be a number from 0, not"):
         spell_mix({"a": 1, "b": weight})
 
 
 @pytest.mark.parametrize("name", ["a:1,b", "a;b"])
-def test_a_name_that_would_part_the_text_of_a_mix_is_refused(name: str) -> None:
+def test_mix_refuses_names_with_separators(name: str) -> None:
     with pytest.raises(SpecError, match="cannot be mixed, since its name has a comma or semicolon in it"):
         spell_mix({name: 1, "c": 1})
 
 
-def test_weights_of_torch_are_numbers_too() -> None:
+def test_mix_accepts_torch_scalars() -> None:
     assert spell_mix({"a": torch.tensor(0.5), "b": torch.tensor(1)}) == "a:1,b:2"  # type: ignore[dict-item]
     with pytest.raises(SpecError, match="round"):
         parse_mix(spell_mix({"a": torch.tensor(0.3), "b": 0.7}))  # type: ignore[dict-item]
 
 
-def test_weights_of_too_many_digits_are_refused() -> None:
+def test_mix_refuses_weights_with_too_many_digits() -> None:
     with pytest.raises(SpecError, match="round it"):
         parse_mix(spell_mix({"a": 0.123456789012, "b": 1}))
 
 
-def test_the_names_of_datasets_may_hold_what_a_mix_is_spelled_with() -> None:
+def test_mix_accepts_names_with_special_characters() -> None:
     assert str(parse_mix("a@2:1,b:c:3;a@2:1,b:c:1@70")) == "a@2:1,b:c:3;a@2:1,b:c:1@70"
     assert parse_mix("a@2:1").datasets == ("a@2",)
 
@@ -147,13 +145,13 @@ def test_the_names_of_datasets_may_hold_what_a_mix_is_spelled_with() -> None:
         (";".join(["a:1,b:1", *(f"a:1,b:{99_000 + n}@{n}" for n in range(1, 20))]), "round the weights"),
     ],
 )
-def test_what_spells_no_mix_is_refused(text: str, message: str) -> None:
+def test_mix_refuses_invalid_text(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse_mix(text)
 
 
 @given(shares)
-def test_of_the_datasets_that_may_come_the_one_that_must_come_first_does(shares: list[int]) -> None:
+def test_mixture_takes_the_earliest_deadline(shares: list[int]) -> None:
     period, present = sum(shares), [i for i, share in enumerate(shares) if share]
     chosen: list[int] = []
     margin = max(1, 2 * len(present) - 2)
@@ -165,11 +163,11 @@ def test_of_the_datasets_that_may_come_the_one_that_must_come_first_does(shares:
     assert Mixture(mix).locate(np.arange(period))[0].tolist() == chosen
 
 
-def test_phases_that_take_turns_count_once_each() -> None:
+def test_mixture_counts_repeated_phases_once() -> None:
     assert len(parse_mix("a:1,b:99998" + "".join(f";a:{n % 2 + 1},b:99998@{n}" for n in range(1, 21))).phases) == 21
 
 
-def test_a_dataset_that_ends_with_a_phase_has_no_sample_behind_it() -> None:
+def test_mixture_has_no_sample_of_a_dataset_after_its_last_phase() -> None:
     for number, names in enumerate(("b", "a")):  # the other one goes on alone; one of the two would be next
         mixture = Mixture(parse_mix(f"a:1,b:1;{names}:1@4"))
         samples = [mixture.sample(number, n) for n in range(4)]
@@ -189,6 +187,6 @@ def test_a_dataset_that_ends_with_a_phase_has_no_sample_behind_it() -> None:
         ("a:1,b:1;b:1@8;a:1@20", "a:1,b:1;b:1@8", 20),
     ],
 )
-def test_mixes_are_the_same_up_to_the_first_phase_that_either_has_alone(one: str, other: str, first: float) -> None:
+def test_mixes_agree_until_their_first_different_phase(one: str, other: str, first: float) -> None:
     mixes = parse_mix(one), parse_mix(other)
     assert [first_other(*mixes), first_other(*mixes[::-1])] == [first, first]

@@ -31,7 +31,7 @@ def ring_positions(packing: Concat, tokens_per_block: npt.NDArray[np.int64]) -> 
 
 
 @given(block_tokens, st.integers(1, 40), st.data())
-def test_concat_cuts_the_ring_token_for_token(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
+def test_concat_cuts_the_ring_of_tokens(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
     shift = data.draw(st.integers(0, seq_len - 1))
     packing, total = Concat(tokens, seq_len, shift), int(tokens.sum())
     assert packing.samples_per_pool.sum() == packing.num_samples == total // seq_len
@@ -43,7 +43,7 @@ def test_concat_cuts_the_ring_token_for_token(tokens: npt.NDArray[np.int64], seq
 
 
 @given(block_tokens.filter(any), st.integers(1, 9), st.data())
-def test_any_choice_of_samples_gives_what_all_give(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
+def test_packing_spans_of_a_subset_equal_those_of_all(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
     packing = Concat(tokens, seq_len, seq_len // 2)
     blocks = np.repeat(np.arange(len(tokens)), packing.samples_per_pool)
     indices = np.concatenate([np.arange(n) for n in packing.samples_per_pool.tolist()])
@@ -61,7 +61,7 @@ def test_any_choice_of_samples_gives_what_all_give(tokens: npt.NDArray[np.int64]
 
 
 @given(block_tokens.filter(any), st.integers(1, 9), st.data())
-def test_holding_is_the_inverse_of_spans(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
+def test_packing_holding_is_the_inverse_of_spans(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
     packing = Concat(tokens, seq_len, data.draw(st.integers(0, seq_len - 1)))
     blocks = np.repeat(np.arange(len(tokens)), packing.samples_per_pool)
     indices = np.concatenate([np.arange(n) for n in packing.samples_per_pool.tolist()])
@@ -77,7 +77,7 @@ def test_holding_is_the_inverse_of_spans(tokens: npt.NDArray[np.int64], seq_len:
     assert set(zip(*(values.tolist() for values in held), strict=True)) == expected
 
 
-def test_a_row_is_a_sample() -> None:
+def test_rows_packing_has_one_sample_per_row() -> None:
     packing = Rows(np.array([2, 0, 3]), 9)
     assert packing.samples_per_pool.tolist() == [2, 0, 3]
     spans = packing.spans(np.array([2, 0]), np.array([1, 0]))
@@ -126,7 +126,7 @@ def check_every_token_once(packing: Packing, lengths: list[npt.NDArray[np.int64]
 
 
 @given(blocks_of_lengths, st.integers(1, 12))
-def test_split_rows_give_every_token_once_in_turn(lengths: list[npt.NDArray[np.int64]], seq_len: int) -> None:
+def test_split_rows_give_every_token_once(lengths: list[npt.NDArray[np.int64]], seq_len: int) -> None:
     counts = np.array([SplitRows.count(rows, seq_len).sum() for rows in lengths], np.int64)
     check_every_token_once(SplitRows(counts, lambda block: lengths[block], seq_len), lengths, seq_len)
 
@@ -153,7 +153,7 @@ def rows_together(lengths: npt.NDArray[np.int64], seq_len: int, draw_key: int | 
     return [frozenset(row for _, row, *_ in spans) for spans in all_spans(packing) if len(spans) > 1]
 
 
-def test_best_fit_puts_other_rows_together_in_each_epoch() -> None:
+def test_best_fit_combines_other_rows_in_each_epoch() -> None:
     lengths = np.random.default_rng(0).lognormal(5.3, 1.0, 20_000).astype(np.int64).clip(1)
     first, second = (rows_together(lengths, 2048, draw_key) for draw_key in (1, 2))
     assert len(first) > 2_000
@@ -161,13 +161,13 @@ def test_best_fit_puts_other_rows_together_in_each_epoch() -> None:
     assert rows_together(lengths, 2048, 1) == first
 
 
-def test_best_fit_keeps_rows_together_whose_lengths_no_other_has() -> None:
+def test_best_fit_keeps_rows_of_unique_lengths_together() -> None:
     lengths = np.array([9, 7, 6, 4])  # 16 tokens: 9 + 7, and 6 + 4
     for draw_key in (None, 1, 2, 3):
         assert rows_together(lengths, 16, draw_key) == [frozenset([0, 1]), frozenset([2, 3])]
 
 
-def test_best_fit_draws_each_of_the_rows_of_one_length_as_often() -> None:
+def test_best_fit_draws_rows_of_one_length_uniformly() -> None:
     lengths = np.array([9, 9, 9, 5, 5, 5])
     partners = Counter(tuple(sorted(rows)) for key in range(3_000) for rows in rows_together(lengths, 14, key))
     assert len(partners) == 9
@@ -175,9 +175,7 @@ def test_best_fit_draws_each_of_the_rows_of_one_length_as_often() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60).map(np.array), st.integers(1, 40))
-def test_best_fit_takes_the_fullest_bin_that_has_room_and_of_several_the_one_filled_last(
-    lengths: npt.NDArray[np.int64], seq_len: int
-) -> None:
+def test_best_fit_uses_the_fullest_bin_with_room(lengths: npt.NDArray[np.int64], seq_len: int) -> None:
     parts = [(min(seq_len, int(n) - first), row, first) for row, n in enumerate(lengths) for first in range(0, n, seq_len)]
     room_of: list[int] = []
     content: list[list[tuple[int, int]]] = []  # of bins: documents, and where in them parts begin
@@ -202,7 +200,7 @@ def test_best_fit_takes_the_fullest_bin_that_has_room_and_of_several_the_one_fil
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=60).map(np.array), st.integers(16, 40))
-def test_best_fit_opens_a_bin_only_where_no_other_has_room(lengths: npt.NDArray[np.int64], seq_len: int) -> None:
+def test_best_fit_opens_a_bin_only_when_none_has_room(lengths: npt.NDArray[np.int64], seq_len: int) -> None:
     bins = pack(lengths, seq_len)
     fill_of = [int((bins.lasts - bins.firsts)[a:b].sum()) for a, b in pairwise(bins.starts)]
     assert all(0 < tokens <= seq_len for tokens in fill_of)
@@ -211,7 +209,7 @@ def test_best_fit_opens_a_bin_only_where_no_other_has_room(lengths: npt.NDArray[
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=30).map(np.array), st.integers(0, 9))
-def test_pools_cover_the_blocks_and_small_row_groups_share_one(groups: npt.NDArray[np.int64], seed: int) -> None:
+def test_pools_join_small_row_groups(groups: npt.NDArray[np.int64], seed: int) -> None:
     rows = np.random.default_rng(seed).integers(1, POOL_ROWS // 2, groups.sum())
     starts, per_group = pools_of(rows, groups)
     assert starts[0] == 0
@@ -227,13 +225,13 @@ def test_pools_cover_the_blocks_and_small_row_groups_share_one(groups: npt.NDArr
             assert rows[begin:end].sum() >= POOL_ROWS or end == len(rows) or groups[int(own[-1]) + 1] > 1
 
 
-def test_a_pool_is_full_with_as_many_rows_as_it_may_have() -> None:
+def test_pools_close_at_their_row_limit() -> None:
     starts, per_group = pools_of(np.full(5, POOL_ROWS // 2), np.ones(5, np.int64))
     assert (starts.tolist(), per_group.tolist()) == ([0, 2, 4, 5], [1, 1, 1])
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=30).map(lambda pool: np.array(pool, np.int64)), min_size=1, max_size=5))
-def test_bins_that_were_stored_are_the_bins_that_were_packed(pools: list[npt.NDArray[np.int64]]) -> None:
+def test_stored_bins_equal_packed_bins(pools: list[npt.NDArray[np.int64]]) -> None:
     made = [pack(pool, 16) for pool in pools]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "some.index"
@@ -257,7 +255,7 @@ def test_bins_that_were_stored_are_the_bins_that_were_packed(pools: list[npt.NDA
         assert {file.name for file in Path(folder).iterdir()} == {".counting", "some.index"}
 
 
-def test_bins_that_cannot_be_stored_are_held_in_memory(tmp_path: Path) -> None:
+def test_bins_are_kept_in_memory_when_storing_fails(tmp_path: Path) -> None:
     made = [pack(np.array([3, 5, 16]), 16)]
     packed = keep_bins(tmp_path / "gone" / "some.index", 1, lambda: made)
     assert packed.bins_per_pool.tolist() == [2]

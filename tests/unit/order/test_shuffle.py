@@ -32,14 +32,14 @@ shuffles = st.sampled_from(["none", "window", "global"])
 
 
 @given(st.integers(1, 3_000), keys)
-def test_a_permutation_hits_every_element_once_and_its_inverse_undoes_it(size: int, key: int) -> None:
+def test_permutation_is_a_bijection_with_an_inverse(size: int, key: int) -> None:
     image = permute(np.arange(size), size, key)
     assert sorted(image) == list(range(size))
     assert (unpermute(image, size, key) == np.arange(size)).all()
 
 
 @given(st.integers(1, 2**53), keys, st.data())
-def test_the_inverse_holds_at_any_size(size: int, key: int, data: st.DataObject) -> None:
+def test_permutation_inverse_holds_at_any_size(size: int, key: int, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, size - 1))
     image = permute(index, size, key)
     assert 0 <= image < size
@@ -47,7 +47,7 @@ def test_the_inverse_holds_at_any_size(size: int, key: int, data: st.DataObject)
 
 
 @given(st.integers(1, 2**53), keys, st.data())
-def test_what_is_permuted_together_with_its_neighbours_is_the_same(size: int, key: int, data: st.DataObject) -> None:
+def test_permute_together_equals_permute(size: int, key: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, size - 1))
     near = st.integers(max(0, first - 600), min(size - 1, first + 600))
     index = np.array([first, *data.draw(st.lists(near, max_size=200))])
@@ -57,7 +57,7 @@ def test_what_is_permuted_together_with_its_neighbours_is_the_same(size: int, ke
     assert permute_together(index[:0], sizes, keys).tolist() == []
 
 
-def test_neighbours_are_permuted_together_up_to_where_the_next_stretch_begins() -> None:
+def test_permute_together_is_limited_to_a_stretch() -> None:
     sizes, keys = np.array([2000]), np.array([7], np.uint64)
     for last in (1023, 1024):
         index = np.array([512, last])
@@ -65,7 +65,7 @@ def test_neighbours_are_permuted_together_up_to_where_the_next_stretch_begins() 
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), keys), min_size=1, max_size=50), st.integers(0, 10**9))
-def test_sizes_and_keys_may_differ_from_element_to_element(pairs: list[tuple[int, int]], seed: int) -> None:
+def test_permutation_takes_sizes_and_keys_per_element(pairs: list[tuple[int, int]], seed: int) -> None:
     sizes, many = np.array([size for size, _ in pairs]), np.array([key for _, key in pairs], np.uint64)
     index = seed % sizes
     one_by_one = [int(permute(i, s, k)) for i, s, k in zip(index, sizes, many, strict=True)]
@@ -77,7 +77,7 @@ def test_sizes_and_keys_may_differ_from_element_to_element(pairs: list[tuple[int
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7])
-def test_every_permutation_of_few_elements_is_equally_frequent(size: int) -> None:
+def test_permutations_of_few_elements_are_uniform(size: int) -> None:
     num_keys = 20_000
     many = np.repeat(np.array([key(n, 0, "test") for n in range(num_keys)], np.uint64), size)
     images = permute(np.tile(np.arange(size), num_keys), np.full(num_keys * size, size), many).reshape(num_keys, size)
@@ -89,20 +89,20 @@ def test_every_permutation_of_few_elements_is_equally_frequent(size: int) -> Non
     assert chi_square < degrees + 4 * math.sqrt(2 * degrees)  # four standard deviations; the keys are fixed
 
 
-def test_neighbours_end_up_as_far_apart_as_in_a_uniform_shuffle() -> None:
+def test_permutation_separates_neighbours_uniformly() -> None:
     size = 100_000
     image = permute(np.arange(size), size, key(0, 0, "test"))
     assert abs(np.abs(np.diff(image)).mean() / (size / 3) - 1) < 0.02
 
 
-def test_a_key_is_no_sum_of_its_parts() -> None:
+def test_key_hashes_its_parts() -> None:
     assert key(41, 1, "blocks") != key(42, 0, "blocks")
     assert key(1, 11, "blocks") != key(11, 1, "blocks")
     assert key(0, 0, "blocks") != key(0, 0, "window")
 
 
 @given(block_counts, st.integers(0, 9), st.integers(1, 60))
-def test_the_blocks_of_a_row_group_stay_together(counts: IntArray, seed: int, window: int) -> None:
+def test_order_keeps_blocks_of_a_row_group_together(counts: IntArray, seed: int, window: int) -> None:
     groups = groups_of(counts, seed)
     order = EpochOrder(counts, groups, shuffle="window", window=window, seed=seed, epoch=0)
     stops = np.cumsum(groups)
@@ -112,7 +112,7 @@ def test_the_blocks_of_a_row_group_stay_together(counts: IntArray, seed: int, wi
 
 
 @given(block_counts, shuffles, st.integers(1, 200), st.integers(0, 5))
-def test_an_epoch_shows_every_sample_once_and_finds_each_again(counts: IntArray, shuffle: str, window: int, epoch: int) -> None:
+def test_order_is_a_bijection_with_an_inverse(counts: IntArray, shuffle: str, window: int, epoch: int) -> None:
     order = EpochOrder(counts, groups_of(counts, epoch), shuffle=shuffle, window=window, seed=7, epoch=epoch)
     positions = np.arange(order.num_samples)
     blocks, indices = order.samples(positions)
@@ -121,7 +121,7 @@ def test_an_epoch_shows_every_sample_once_and_finds_each_again(counts: IntArray,
 
 
 @given(block_counts, st.integers(1, 200), st.integers(1, 20), st.integers(0, 5))
-def test_runs_of_one_length_begin_where_global_batches_do(counts: IntArray, window: int, run: int, epoch: int) -> None:
+def test_length_order_aligns_runs_with_global_batches(counts: IntArray, window: int, run: int, epoch: int) -> None:
     order = EpochOrder(counts, groups_of(counts, epoch), shuffle="window", window=window, seed=7, epoch=epoch)
     by_length = LengthOrder(order, lambda pools, indices: (pools * 7 + indices * 5) % 11, run, key(7, epoch, "test"))
     positions = np.arange(order.num_samples)
@@ -136,9 +136,7 @@ def test_runs_of_one_length_begin_where_global_batches_do(counts: IntArray, wind
 
 
 @given(block_counts, shuffles, st.integers(1, 200))
-def test_asking_for_some_positions_in_any_order_gives_what_asking_for_all_gives(
-    counts: IntArray, shuffle: str, window: int
-) -> None:
+def test_order_of_a_subset_equals_that_of_all(counts: IntArray, shuffle: str, window: int) -> None:
     order = EpochOrder(counts, np.ones_like(counts), shuffle=shuffle, window=window, seed=7, epoch=0)
     blocks, indices = order.samples(np.arange(order.num_samples))
     for position in range(order.num_samples):
@@ -147,13 +145,13 @@ def test_asking_for_some_positions_in_any_order_gives_what_asking_for_all_gives(
     assert np.array_equal(order.samples(round_and_round), (blocks[round_and_round], indices[round_and_round]))
 
 
-def test_without_shuffle_the_order_is_as_stored() -> None:
+def test_order_is_as_stored_when_shuffle_is_none() -> None:
     order = EpochOrder(np.array([2, 0, 3]), np.ones(3, int), shuffle="none", window=1, seed=1, epoch=1)
     blocks, indices = order.samples(np.arange(5))
     assert (blocks.tolist(), indices.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
 
 
-def test_a_window_mixes_whole_blocks_of_at_least_its_size_and_nothing_beyond() -> None:
+def test_order_shuffles_within_windows_of_whole_blocks() -> None:
     order = EpochOrder(np.full(20, 10), np.ones(20, int), shuffle="window", window=35, seed=0, epoch=0)
     blocks, _ = order.samples(np.arange(200))
     windows = [set(blocks[start : start + 40].tolist()) for start in (0, 40, 80, 120, 160)]
@@ -162,7 +160,7 @@ def test_a_window_mixes_whole_blocks_of_at_least_its_size_and_nothing_beyond() -
 
 
 @given(block_counts, st.integers(0, 9), st.integers(1, 60))
-def test_a_position_lies_in_its_window_and_its_block_among_the_windows_blocks(counts: IntArray, seed: int, window: int) -> None:
+def test_order_maps_positions_to_blocks_of_their_window(counts: IntArray, seed: int, window: int) -> None:
     order = EpochOrder(counts, groups_of(counts, seed), shuffle="window", window=window, seed=seed, epoch=0)
     blocks, _ = order.samples(np.arange(order.num_samples))
     last = order.window(order.num_samples - 1)
@@ -175,9 +173,7 @@ def test_a_position_lies_in_its_window_and_its_block_among_the_windows_blocks(co
 
 
 @given(block_counts, shuffles, st.integers(0, 9), st.integers(1, 60), st.integers(1, 30))
-def test_ahead_lists_pools_in_the_order_of_their_first_need(
-    counts: IntArray, shuffle: str, seed: int, window: int, count: int
-) -> None:
+def test_order_ahead_lists_pools_by_first_need(counts: IntArray, shuffle: str, seed: int, window: int, count: int) -> None:
     order = EpochOrder(counts, groups_of(counts, seed), shuffle=shuffle, window=window, seed=seed, epoch=0)
     pools, _ = order.samples(np.arange(order.num_samples))
     for position in range(order.num_samples):
@@ -194,7 +190,7 @@ def test_ahead_lists_pools_in_the_order_of_their_first_need(
             assert set(pools[position:stop].tolist()) <= set(listed)
 
 
-def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:
+def test_order_joins_a_short_rest_to_the_last_window() -> None:
     order = EpochOrder(np.full(9, 10), np.ones(9, int), shuffle="window", window=40, seed=0, epoch=0)
     blocks, _ = order.samples(np.arange(90))
     assert len(set(blocks[:40].tolist())) == 4
@@ -202,7 +198,7 @@ def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("shuffle", ["window", "global"])
-def test_seeds_and_epochs_give_other_orders(shuffle: str) -> None:
+def test_order_differs_by_seed_and_epoch(shuffle: str) -> None:
     def order(seed: int, epoch: int) -> list[int]:
         blocks, indices = EpochOrder(
             np.full(10, 10), np.ones(10, int), shuffle=shuffle, window=50, seed=seed, epoch=epoch
@@ -222,7 +218,7 @@ schedules = st.builds(
 
 
 @given(schedules)
-def test_ranks_partition_an_epoch_and_locate_finds_every_sample(schedule: Schedule) -> None:
+def test_schedule_partitions_an_epoch_among_ranks(schedule: Schedule) -> None:
     shown = Counter[int]()
     for step in range(schedule.num_steps):
         for rank in range(schedule.world_size):
@@ -246,7 +242,7 @@ def test_ranks_partition_an_epoch_and_locate_finds_every_sample(schedule: Schedu
 
 
 @given(schedules)
-def test_the_sample_order_is_the_same_for_every_world_size(schedule: Schedule) -> None:
+def test_schedule_order_is_the_same_for_every_world_size(schedule: Schedule) -> None:
     samples = [
         position
         for step in range(schedule.num_steps)
@@ -257,7 +253,7 @@ def test_the_sample_order_is_the_same_for_every_world_size(schedule: Schedule) -
     assert samples == [p % schedule.num_positions for p in range(start, start + len(samples))]
 
 
-def test_an_address_that_does_not_exist_is_refused_with_the_bound() -> None:
+def test_schedule_refuses_addresses_out_of_range() -> None:
     schedule = Schedule(num_positions=100, batch_size=10, world_size=2, offset=0, drop_last=True)
     with pytest.raises(StepOutOfRange, match="5 steps, 0 to 4"):
         schedule.positions([4, 5], 0)

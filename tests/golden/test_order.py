@@ -22,13 +22,13 @@ STATE = {
 
 
 @pytest.mark.parametrize(("name", "value"), ORDER["key"].items())
-def test_keys(name: str, value: int) -> None:
+def test_keys_are_frozen(name: str, value: int) -> None:
     seed, epoch, purpose = name.split("/")
     assert key(int(seed), int(epoch), purpose) == value
 
 
 @pytest.mark.parametrize(("name", "images"), ORDER["permute"].items())
-def test_permutations(name: str, images: dict[str, int]) -> None:
+def test_permutations_are_frozen(name: str, images: dict[str, int]) -> None:
     size, permutation_key = (np.uint64(int(part)) for part in name.split("/"))
     indices, expected = [int(index) for index in images], list(images.values())
     assert permute(indices, size, permutation_key).tolist() == expected
@@ -36,7 +36,7 @@ def test_permutations(name: str, images: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(("name", "samples"), ORDER["epoch"].items())
-def test_epochs(name: str, samples: str) -> None:
+def test_epoch_orders_are_frozen(name: str, samples: str) -> None:
     shuffle, seed, epoch = name.split("/")
     counts = np.array([5, 0, 7, 3, 9, 4, 8, 2, 6])
     order = EpochOrder(counts, np.ones_like(counts), shuffle=shuffle, window=10, seed=int(seed), epoch=int(epoch))
@@ -44,12 +44,12 @@ def test_epochs(name: str, samples: str) -> None:
     assert " ".join(f"{b}.{i}" for b, i in zip(blocks.tolist(), indices.tolist(), strict=True)) == samples
 
 
-def test_state() -> None:
+def test_state_is_frozen() -> None:
     spec = Spec(packing="concat", seq_len=64, seed=7, split="all", snapshot="0123456789abcdef")
     assert read_state(STATE, "wiki", spec, num_samples=100) == Position(epoch=2, offset=64, step=9)
 
 
-def test_frame() -> None:
+def test_frame_is_frozen() -> None:
     layout = Layout.of([("input_ids", "uint16", (2, 5)), ("lengths", "int32", (2,))])
     payload = memoryview(bytearray(layout.nbytes))
     views = {name: array for name, [array] in layout.arrays(payload, 0, layout.nbytes, 1).items()}
