@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import swagger_ui_bundle
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
-from penstock import __version__
+from penstock import __version__, wire
 from penstock.errors import SpecError
-from penstock.text import cut
-from penstock_server.admission import InFlight
+from penstock_server.api import batches, datasets
+from penstock_server.api.admission import InFlight
+from penstock_server.api.service import Service, service_of
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.logs import Seldom
-from penstock_server.openapi import for_page
 from penstock_server.problems import MORE_THREADS, BadParameter, BlocksNotReady, NotReady, OutOfMemory, Problem, lacks_threads
-from penstock_server.routes import batches, datasets, probes
-from penstock_server.routes.service import Service
+from penstock_server.schemas import HealthInfo, ReadyInfo
 
 log = logging.getLogger("penstock.app")
-_telling_of_memory = Seldom()
 
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
-
-
-class _App(FastAPI):
-    def openapi(self) -> dict[str, Any]:
-        if not self.openapi_schema:
-            self.openapi_schema = for_page(super().openapi())
-        return self.openapi_schema
+_NULL = {"type": "null"}
 
 
 def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
@@ -48,11 +40,35 @@ def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
     app.state.service = Service(catalog, in_flight)
     # Batches first, since routes are tried in order. Added directly: include_router would create each route again, and delay
     # the server's first request.
-    for part in (batches, datasets, probes):
+    for part in (batches, datasets):
         app.router.routes.extend(part.router.routes)
+    _add_probes(app)
     _add_documentation(app)
     _add_error_handlers(app)
     return app
+
+
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        if not self.openapi_schema:
+            self.openapi_schema = _as_version_3_0(super().openapi())
+        return self.openapi_schema
+
+
+def _add_probes(app: FastAPI) -> None:
+    # Load balancers and `wget --spider` send HEAD.
+    @app.head("/healthz", include_in_schema=False)
+    @app.get("/healthz", summary="Check that the process is alive", tags=["probes"])
+    async def healthz() -> HealthInfo:
+        """Returns the versions of the server, and its clock."""
+        return {"status": "ok", "version": __version__, "wire": wire.VERSION, "time": time.time()}
+
+    @app.head("/readyz", include_in_schema=False)
+    @app.get("/readyz", summary="Check that datasets are served", tags=["probes"])
+    async def readyz(request: Request) -> ReadyInfo:
+        """Returns the number of datasets that are served, and of those that cannot be."""
+        catalog = service_of(request).catalog
+        return {"status": "ready", "datasets": len(catalog.datasets), "refused": len(catalog.refused)}
 
 
 def _add_documentation(app: FastAPI) -> None:
@@ -75,42 +91,61 @@ def _add_documentation(app: FastAPI) -> None:
         )
 
 
+def _as_version_3_0(node: Any) -> Any:
+    """Converts an OpenAPI 3.1 document, or a part of it, to version 3.0.
+
+    Version 3.0 has no type null, only `nullable`, and ignores siblings of a reference. The result has no schema titles: they
+    repeat the field names, and the page would collapse the descriptions below them.
+    """
+    if isinstance(node, list):
+        return [_as_version_3_0(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    node = {name: _as_version_3_0(value) for name, value in node.items()}
+    if _NULL in node.get("anyOf", ()):
+        first, *others = (option for option in node.pop("anyOf") if option != _NULL)
+        first["nullable"] = True  # allows null beside the type
+        node = {"anyOf": [first, *others]} | node if others else first | node
+    if "$ref" in node and len(node) > 1:
+        node = {"allOf": [{"$ref": node.pop("$ref")}]} | node
+    if isinstance(node.get("title"), str) and "version" not in node:  # the document itself keeps its title
+        del node["title"]
+    return node
+
+
 def _add_error_handlers(app: FastAPI) -> None:
+    out_of_memory_log = Seldom()
+
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
-        more: dict[str, int | None] = {}
+        progress: dict[str, int | None] = {}
         if isinstance(error, NotReady):
-            more = {"done": error.num_done, "total": error.total, "seconds_left": error.seconds_left}
-        answer = _problem_json(request, error.type, error.title, error.status, str(error), **more)
-        if isinstance(error, OutOfMemory) and _telling_of_memory.is_due():
+            progress = {"done": error.num_done, "total": error.total, "seconds_left": error.seconds_left}
+        response = _problem_json(request, error.type, error.title, error.status, str(error), **progress)
+        if isinstance(error, OutOfMemory) and out_of_memory_log.is_due():
             log.warning("%s", error, exc_info=error.__cause__)
         if error.status == 503:
-            answer.headers["Retry-After"] = "0" if isinstance(error, BlocksNotReady) else "1"
-        return answer
+            response.headers["Retry-After"] = "0" if isinstance(error, BlocksNotReady) else "1"
+        return response
 
     @app.exception_handler(SpecError)
     async def wrong_spec(request: Request, error: SpecError) -> JSONResponse:
         return await problem(request, BadParameter(f"{error}."))
 
-    @app.exception_handler(RequestValidationError)
-    async def wrong_parameter(request: Request, error: RequestValidationError) -> JSONResponse:
-        wrong = [f"{fault['loc'][-1]}={cut(str(fault['input']))!r}: {fault['msg']}" for fault in error.errors()]
-        return await problem(request, BadParameter(f"{'; '.join(wrong)}."))
-
     @app.exception_handler(MemoryError)
     async def out_of_memory(request: Request, error: MemoryError) -> JSONResponse:
-        return await lack(request, error, "for this answer", "ask for less at a time")
+        return await scarce(request, error, "for this response", "request less at a time")
 
     @app.exception_handler(RuntimeError)
     async def out_of_threads(request: Request, error: RuntimeError) -> JSONResponse:
         if not lacks_threads(error):
             raise error
-        return await lack(request, error, "for another thread", MORE_THREADS)
+        return await scarce(request, error, "for another thread", MORE_THREADS)
 
-    async def lack(request: Request, error: Exception, what: str, advice: str) -> JSONResponse:
-        told = OutOfMemory(what, error, advice)
-        told.__cause__ = error
-        return await problem(request, told)
+    async def scarce(request: Request, error: Exception, purpose: str, remedy: str) -> JSONResponse:
+        shortage = OutOfMemory(purpose, error, remedy)
+        shortage.__cause__ = error
+        return await problem(request, shortage)
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001
@@ -119,9 +154,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         detail = f"{request.method} {request.url.path}: {error.detail}. The page /docs lists every URL."
-        answer = _problem_json(request, "about:blank", str(error.detail), error.status_code, detail)
-        answer.headers.update(error.headers or {})  # such as Allow
-        return answer
+        response = _problem_json(request, "about:blank", str(error.detail), error.status_code, detail)
+        response.headers.update(error.headers or {})  # such as Allow
+        return response
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> JSONResponse:
@@ -129,6 +164,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _problem_json(request, "urn:penstock:problem:internal-error", "Internal error", 500, detail)
 
 
-def _problem_json(request: Request, type_: str, title: str, status: int, detail: str, **more: int | None) -> JSONResponse:
+def _problem_json(request: Request, type_: str, title: str, status: int, detail: str, **progress: int | None) -> JSONResponse:
     content = {"type": type_, "title": title, "status": status, "detail": detail, "instance": request.url.path}
-    return JSONResponse(content | more, status, media_type="application/problem+json")
+    return JSONResponse(content | progress, status, media_type="application/problem+json")

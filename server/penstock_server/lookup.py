@@ -17,7 +17,7 @@ from penstock_server.catalog.held import Served
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import BadParameter, RowOutOfRange
-from penstock_server.schemas.rows import OccurrenceAnswer, QuarantineAnswer
+from penstock_server.schemas import OccurrenceInfo, QuarantineInfo
 
 _MAX_OCCURRENCES = 1000  # in one answer
 _MAX_TURNS = 10_000  # likewise; each is an object
@@ -27,7 +27,7 @@ _MIN_PASSES, _MAX_PASSES, _MAX_POOLS = 8, 100, 1 << 22
 
 
 def show_row(served: Served, row: int) -> dict[str, Any]:
-    """Return the fields of RowAnswer for a row of a snapshot; `row` counts over all shards in their order.
+    """Return the fields of RowInfo for a row of a snapshot; `row` counts over all shards in their order.
 
     Raises RowOutOfRange: the dataset has fewer rows. Raises the errors of a block that cannot be read.
     """
@@ -65,7 +65,7 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
     return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
 
 
-def show_quarantine(served: Served, start: int, limit: int) -> QuarantineAnswer:
+def show_quarantine(served: Served, start: int, limit: int) -> QuarantineInfo:
     """Return the known bad rows of a dataset, `limit` rows after the first `start`, and all bad row groups.
 
     When the tokens of all rows are counted, every bad row is known.
@@ -87,7 +87,7 @@ def show_quarantine(served: Served, start: int, limit: int) -> QuarantineAnswer:
     }
 
 
-def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceAnswer]:
+def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceInfo]:
     """Return every place where an epoch shows a row of a dataset or a part of it, in the order of steps; it may be empty.
 
     An epoch of a mixture may repeat a dataset, even without end: only the first hundred passes count, fewer for a large

@@ -185,8 +185,8 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server, dat
         ("numbers/epochs/0/ranks/0/batches?strat=1", 422, "bad-parameter", "Did you mean 'start'? Known: batch_size"),
         ("numbers/rows/1/schedule?epcoh=3", 422, "bad-parameter", "Did you mean 'epoch'? Known: batch_size"),
         ("numbers/epochs/0/ranks/0/batches/0?start=2", 422, "bad-parameter", "'start' is not a parameter"),
-        ("numbers?batch_size=3", 422, "bad-parameter", "batch_size: this URL takes no parameter. Remove it."),
-        ("numbers/quarantine?n=1&seed=2", 422, "bad-parameter", "n, seed: this URL takes only start and limit. Remove them."),
+        ("numbers?batch_size=3", 422, "bad-parameter", "'batch_size' is not a parameter of this URL"),
+        ("numbers/quarantine?n=1&seed=2", 422, "bad-parameter", "'n' is not a parameter of this URL. Known: start, limit."),
         ("numbers/spec?format=json", 422, "bad-parameter", "'format' is not a parameter"),
         ("numbers/spec?batch_size=-1", 422, "bad-parameter", "batch_size must be from 1 to 65,536, not -1"),
         ("numbers/spec?batch_size=70000", 422, "bad-parameter", "batch_size must be from 1 to 65,536, not 70,000"),
@@ -197,13 +197,23 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server, dat
         ("numbers/spec?task=seq2seq", 422, "bad-parameter", "rows of numbers are made of tokens"),
         ("numbers/spec?target_seq_len=5", 422, "bad-parameter", "target_seq_len=5 needs task=seq2seq"),
         ("numbers/spec?packing=tight", 422, "bad-parameter", "packing must be one of rows"),
-        ("numbers/epochs/-1/ranks/0/batches/0", 422, "bad-parameter", "epoch='-1'"),
-        ("numbers/epochs/x/ranks/0/batches/0", 422, "bad-parameter", "epoch='x'"),
-        ("numbers/epochs/0/ranks/0/batches/99999999999999999999", 422, "bad-parameter", "step='99999999999999999999'"),
-        ("numbers/epochs/0/ranks/0/batches/0?format=xml", 422, "bad-parameter", "format='xml'"),
+        ("numbers/epochs/-1/ranks/0/batches/0", 422, "bad-parameter", "epoch must be a whole number"),
+        ("numbers/epochs/x/ranks/0/batches/0", 422, "bad-parameter", "not 'x'"),
+        (
+            "numbers/epochs/0/ranks/0/batches/99999999999999999999",
+            422,
+            "bad-parameter",
+            "step must be a whole number",
+        ),
+        (
+            "numbers/epochs/0/ranks/0/batches/0?format=xml",
+            422,
+            "bad-parameter",
+            "format must be one of msgpack, json",
+        ),
         ("numbers/epochs/0/ranks/0/batches?start=4&stop=4", 422, "bad-parameter", "start=4 must be below stop=4"),
         ("numbers/epochs/0/ranks/0/batches?stop=0", 422, "bad-parameter", "start=0 must be below stop=0"),
-        ("numbers/epochs/0/ranks/0/batches?stride=0", 422, "bad-parameter", "stride='0'"),
+        ("numbers/epochs/0/ranks/0/batches?stride=0", 422, "bad-parameter", "stride must be a whole number from 1"),
         ("numbers/epochs/0/ranks/0/batches?start=1&stop=4&start=3", 422, "bad-parameter", "start is given twice"),
         ("numbers/epochs/0/ranks/0/batches/0?format=json&format=msgpack", 422, "bad-parameter", "format is given twice"),
         (
@@ -232,9 +242,9 @@ def test_a_refusal_is_a_problem_that_names_what_is_wrong(
 
 
 def test_a_wrong_value_is_quoted_by_its_beginning(server: Server) -> None:
-    for path, quoted in ((f"{BATCHES}/{'9' * 5000}", "step='"), (f"{BATCHES}?stop={'9' * 5000}", "stop='")):
+    for path in (f"{BATCHES}/{'9' * 5000}", f"{BATCHES}?stop={'9' * 5000}"):
         detail = server.get(path).json()["detail"]
-        assert detail.startswith(f"{quoted}{'9' * 40}...': ")
+        assert f"'{'9' * 40}...'" in detail
         assert len(detail) < 200
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from corpora import write_numbered
 from in_thread import serving
-from penstock_server.admission import InFlight
+from penstock_server.api.admission import InFlight
 
 PIECE = 32_800  # four of them are more than the server takes
 BEGINS = {

@@ -24,7 +24,7 @@ def test_modules_of_the_server_import_one_another_in_one_direction() -> None:
 
     order = [str(path.relative_to(root)) for path in TopologicalSorter(graph).static_order() if path in graph]  # or CycleError
 
-    stages = "catalog/snapshot blocks/store index/index batches/plan catalog/catalog routes/batches app".split()
+    stages = "catalog/snapshot blocks/store index/index batches/plan catalog/catalog api/batches app".split()
     assert [path for path in order if path.removesuffix(".py") in stages] == [f"{stage}.py" for stage in stages]
 
 

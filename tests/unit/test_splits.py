@@ -17,7 +17,7 @@ from corpora import write_numbered
 from penstock import wire
 from penstock.display.terminal import Terminal
 from penstock.spec import Spec
-from penstock_server.admission import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.writer import frames

@@ -15,7 +15,7 @@ import pytest
 
 import in_thread
 from corpora import write_numbered
-from penstock_server.admission import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.serving import stalled as stalled_module
 from slow import slow_readers
@@ -48,8 +48,8 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def wait_until_empty(in_flight: InFlight) -> None:
-    wait_until(lambda: not in_flight.num_holds)
-    assert in_flight.held_bytes == 0
+    wait_until(lambda: not in_flight.num_responses)
+    assert in_flight.reserved_bytes == 0
 
 
 def test_a_reader_that_takes_nothing_is_cut_and_gives_back_what_it_held(
@@ -58,7 +58,7 @@ def test_a_reader_that_takes_nothing_is_cut_and_gives_back_what_it_held(
     in_flight = InFlight(1 << 30)
     with serving(tmp_path, in_flight) as url, slow_readers(1, url, RUN, WIDE) as reader:
         reader.wait_for_heads()
-        assert in_flight.num_holds == 1
+        assert in_flight.num_responses == 1
         reader.stop_reading()
         wait_until_empty(in_flight)
     assert "has read nothing for 1 seconds; its connection is cut" in caplog.text
@@ -70,7 +70,7 @@ def test_a_reader_that_takes_little_stays(tmp_path: Path, caplog: pytest.LogCapt
         with slow_readers(1, url, RUN, WIDE, pause_seconds=0.1) as reader:
             reader.wait_for_heads()
             time.sleep(5 * STALLED_SECONDS)
-            assert (in_flight.num_holds, reader.num_connected) == (1, 1)
+            assert (in_flight.num_responses, reader.num_connected) == (1, 1)
         wait_until_empty(in_flight)
     assert "has read nothing" not in caplog.text
 

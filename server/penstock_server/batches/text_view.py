@@ -56,7 +56,7 @@ def as_json(chunk: Chunk, blocks: Sequence[Block | PickedRows], before_each: Cal
 
 
 def provenance(plan: Plan, epoch: int, step: int, rank: int) -> dict[str, Any]:
-    """Returns the source rows of each sample of a batch, as in ProvenanceAnswer.
+    """Returns the source rows of each sample of a batch, as in ProvenanceInfo.
 
     Raises:
         StepOutOfRange, RankOutOfRange: the batch does not exist.

@@ -11,7 +11,7 @@ from penstock_server.catalog.mixtures import DeclaredMixture
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.catalog.warnings import advice_on_run
 from penstock_server.index.row_lengths import RowLengths
-from penstock_server.schemas.datasets import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
+from penstock_server.schemas import DatasetInfo, MixtureInfo, SpecInfo, SplitInfo, TensorInfo
 
 
 def summary(served: Served) -> tuple[str, str]:
@@ -24,7 +24,7 @@ def summary(served: Served) -> tuple[str, str]:
     )
 
 
-def describe_mixture(mixture: DeclaredMixture) -> MixtureAnswer:
+def describe_mixture(mixture: DeclaredMixture) -> MixtureInfo:
     """Describe a declared mixture."""
     return {
         "name": mixture.name,
@@ -34,7 +34,7 @@ def describe_mixture(mixture: DeclaredMixture) -> MixtureAnswer:
     }
 
 
-def describe_dataset(served: Served) -> DatasetAnswer:
+def describe_dataset(served: Served) -> DatasetInfo:
     """Describe a served snapshot."""
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # report the counts of `penstock prepare` although no request needed them yet
@@ -76,7 +76,7 @@ def describe_dataset(served: Served) -> DatasetAnswer:
     }
 
 
-def _splits(lengths: RowLengths, snapshot: Snapshot) -> dict[str, SplitAnswer]:
+def _splits(lengths: RowLengths, snapshot: Snapshot) -> dict[str, SplitInfo]:
     """Describe train, validation, and the other splits that exist."""
     counts = {split: lengths.per_block(split).sums() for split in dict.fromkeys(("train", "validation", *snapshot.splits))}
     return {split: {"rows": rows, "tokens": tokens, "bad_rows": bad} for split, (rows, tokens, bad) in counts.items()}
@@ -96,7 +96,7 @@ def lengths_told(quantiles: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
         )
 
 
-def describe_held(held: Held) -> DatasetAnswer:
+def describe_held(held: Held) -> DatasetInfo:
     """Describe a dataset by its latest snapshot and its state. Raises DatasetInvalid: see Held.opened."""
     return {
         **describe_dataset(held.opened()),
@@ -105,9 +105,9 @@ def describe_held(held: Held) -> DatasetAnswer:
     }
 
 
-def describe_spec(plan: Plan) -> SpecAnswer:
+def describe_spec(plan: Plan) -> SpecInfo:
     """Describe the spec with every parameter resolved, its number of steps and the tensors of a batch."""
-    tensors: list[TensorAnswer] = [
+    tensors: list[TensorInfo] = [
         {"name": tensor.name, "dtype": tensor.dtype, "shape": [*shape]}
         for tensor, shape in zip(plan.tensors, plan.shapes, strict=True)
     ]

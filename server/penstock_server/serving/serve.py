@@ -24,7 +24,7 @@ from penstock.ending import ends_at
 from penstock.printable import printable
 from penstock.text import counted
 from penstock.urls import DATASETS, batches_path
-from penstock_server.admission import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.describe import summary

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 import penstock_server.blocks.prefetch
 from corpora import write_numbered, write_shards
-from penstock_server.admission import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.plan import Plan
 from penstock_server.blocks.cache import CacheFolder

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from corpora import write_numbered, write_text
 from opened import Opener
 from penstock.spec import Spec
-from penstock_server.admission import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore

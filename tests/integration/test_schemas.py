@@ -11,33 +11,33 @@ import pytest
 from pydantic import TypeAdapter
 
 from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from penstock_server import schemas
 from penstock_server.catalog.dataset import Change
-from penstock_server.schemas import batches, datasets, rows, service, shuffling
 from serving import Server
 
 BATCH = "/v1/datasets/pairs/epochs/0/ranks/0/batches/1"
 ANSWERS: list[tuple[str, Any]] = [
-    ("/healthz", service.HealthAnswer),
-    ("/readyz", service.ReadyAnswer),
-    ("/v1/datasets", datasets.DatasetsAnswer),
-    ("/v1/datasets/pairs", datasets.DatasetAnswer),
-    ("/v1/datasets/both", datasets.MixtureAnswer),
-    ("/v1/datasets/pairs/spec?pad=longest", datasets.SpecAnswer),
-    ("/v1/datasets/both/spec", datasets.SpecAnswer),
-    ("/v1/datasets/pairs/shuffle-report?batch_size=4", shuffling.ReportAnswer),
-    ("/v1/datasets/both/shuffle-report?world_size=2", shuffling.ReportAnswer),
-    ("/v1/datasets/pairs/rows/3", rows.RowAnswer),
-    ("/v1/datasets/holes/rows/1", rows.RowAnswer),
-    ("/v1/datasets/numbers/rows/0", rows.RowAnswer),
-    ("/v1/datasets/texts/rows/0", rows.RowAnswer),
-    ("/v1/datasets/pairs/rows/3/schedule", rows.ScheduleAnswer),
-    ("/v1/datasets/holes/quarantine", rows.QuarantineAnswer),
-    (f"{BATCH}/provenance", batches.ProvenanceAnswer),
-    (f"{BATCH}?format=json", batches.BatchAnswer),
-    (f"{BATCH}?format=json&packing=concat&mark_documents=true&seq_len=32", batches.BatchAnswer),
-    (f"{BATCH}?format=json&packing=best_fit&seq_len=32&batch_size=2", batches.BatchAnswer),
-    (f"{BATCH}?format=json&task=seq2seq", batches.BatchAnswer),
-    (BATCH.replace("pairs", "both").replace("batches/1", "batches") + "?format=json&stop=2", list[batches.BatchAnswer]),
+    ("/healthz", schemas.HealthInfo),
+    ("/readyz", schemas.ReadyInfo),
+    ("/v1/datasets", schemas.DatasetsInfo),
+    ("/v1/datasets/pairs", schemas.DatasetInfo),
+    ("/v1/datasets/both", schemas.MixtureInfo),
+    ("/v1/datasets/pairs/spec?pad=longest", schemas.SpecInfo),
+    ("/v1/datasets/both/spec", schemas.SpecInfo),
+    ("/v1/datasets/pairs/shuffle-report?batch_size=4", schemas.ShuffleReportInfo),
+    ("/v1/datasets/both/shuffle-report?world_size=2", schemas.ShuffleReportInfo),
+    ("/v1/datasets/pairs/rows/3", schemas.RowInfo),
+    ("/v1/datasets/holes/rows/1", schemas.RowInfo),
+    ("/v1/datasets/numbers/rows/0", schemas.RowInfo),
+    ("/v1/datasets/texts/rows/0", schemas.RowInfo),
+    ("/v1/datasets/pairs/rows/3/schedule", schemas.RowScheduleInfo),
+    ("/v1/datasets/holes/quarantine", schemas.QuarantineInfo),
+    (f"{BATCH}/provenance", schemas.ProvenanceInfo),
+    (f"{BATCH}?format=json", schemas.BatchInfo),
+    (f"{BATCH}?format=json&packing=concat&mark_documents=true&seq_len=32", schemas.BatchInfo),
+    (f"{BATCH}?format=json&packing=best_fit&seq_len=32&batch_size=2", schemas.BatchInfo),
+    (f"{BATCH}?format=json&task=seq2seq", schemas.BatchInfo),
+    (BATCH.replace("pairs", "both").replace("batches/1", "batches") + "?format=json&stop=2", list[schemas.BatchInfo]),
 ]
 
 
@@ -76,7 +76,7 @@ def test_a_refresh_tells_what_changed(server: Server) -> None:
 def test_a_refusal_holds_what_is_said_of_it(server: Server, path: str) -> None:
     answer = httpx.get(f"{server.url}/v1/datasets/{path}", timeout=60)
     assert answer.headers["Content-Type"] == "application/problem+json"
-    assert TypeAdapter(service.ProblemAnswer).validate_json(answer.content, strict=True, extra="forbid")
+    assert TypeAdapter(schemas.ProblemInfo).validate_json(answer.content, strict=True, extra="forbid")
 
 
 def nodes(node: Any) -> Iterator[dict[str, Any]]:
@@ -93,10 +93,10 @@ def test_the_document_is_of_openapi_3_0_and_says_what_each_field_is(server: Serv
     assert not [node for node in nodes(document) if node.get("type") == "null" or isinstance(node.get("type"), list)]
     assert [node for node in nodes(document) if isinstance(node.get("title"), str)] == [document["info"]]
     schemas = document["components"]["schemas"]
-    told = schemas["DatasetAnswer"]["properties"]
+    told = schemas["DatasetInfo"]["properties"]
     assert told["tokens"].items() >= {"type": "integer", "nullable": True}.items()
-    assert told["cache"]["allOf"] == [{"$ref": "#/components/schemas/CacheAnswer"}]
-    assert schemas.keys() >= {"SpecAnswer", "RowAnswer", "BatchAnswer", "ProvenanceAnswer", "Quarantined", "MixtureAnswer"}
+    assert told["cache"]["allOf"] == [{"$ref": "#/components/schemas/CacheInfo"}]
+    assert schemas.keys() >= {"SpecInfo", "RowInfo", "BatchInfo", "ProvenanceInfo", "Quarantined", "MixtureInfo"}
     assert not [
         (node, field)
         for node in nodes(document)

@@ -18,25 +18,25 @@ class InFlight:
     def __init__(self, budget_bytes: int) -> None:
         self.lock = threading.Lock()
         self.budget_bytes = budget_bytes
-        self.held_bytes = 0
-        self.num_holds = 0  # reservations that have taken their bytes
+        self.reserved_bytes = 0
+        self.num_responses = 0
 
-    def hold(self, num_chunks: int, chunk_bytes: int) -> Reservation:
-        """Makes a reservation for a response with `num_chunks` chunks in memory; it takes no bytes yet.
+    def reserve(self, num_chunks: int, chunk_bytes: int) -> Reservation:
+        """Returns a reservation for a response with `num_chunks` chunks in memory; it takes no bytes yet.
 
         Raises Busy: the budget has no room for it now.
         """
-        hold = Reservation(self, num_chunks, chunk_bytes)
-        self.check(hold.nbytes)
-        return hold
+        reservation = Reservation(self, num_chunks, chunk_bytes)
+        self.check(reservation.nbytes)
+        return reservation
 
     def check(self, nbytes: int) -> None:
         """Raises Busy: the budget has no room for `nbytes`. An idle process has room for any number."""
-        if self.num_holds and self.held_bytes + nbytes > self.budget_bytes:
+        if self.num_responses and self.reserved_bytes + nbytes > self.budget_bytes:
             raise Busy(
-                f"{self.held_bytes:,} bytes are held by {counted(self.num_holds, 'response')} not yet read, this one would "
-                f"hold {nbytes:,}, and the budget is {self.budget_bytes:,}. Ask again in a second. If this lasts, readers "
-                f"are slower than the server: raise --inflight-bytes, add a server, or ask for fewer steps at a time."
+                f"{counted(self.num_responses, 'response')} in flight take {self.reserved_bytes:,} bytes, this one needs "
+                f"{nbytes:,}, and the budget is {self.budget_bytes:,}. Retry in a second. If this lasts, clients read "
+                f"more slowly than the server sends: raise --inflight-bytes, add a server, or request fewer steps at a time."
             )
 
 
@@ -53,8 +53,8 @@ class Reservation:
         with self._in_flight.lock:
             if not self._is_taken:
                 self._in_flight.check(self.nbytes)
-                self._in_flight.held_bytes += self.nbytes
-                self._in_flight.num_holds += 1
+                self._in_flight.reserved_bytes += self.nbytes
+                self._in_flight.num_responses += 1
                 self._is_taken = True
 
     def measured(self, chunk_bytes: int) -> None:
@@ -63,13 +63,13 @@ class Reservation:
             more = self._num_chunks * chunk_bytes - self.nbytes
             if more > 0 or not self._is_measured:
                 self.nbytes += more
-                self._in_flight.held_bytes += more
+                self._in_flight.reserved_bytes += more
             self._is_measured = True
 
     def release(self) -> None:
         """Returns the bytes to the budget. Idempotent."""
         with self._in_flight.lock:
             if self._is_taken:
-                self._in_flight.held_bytes -= self.nbytes
-                self._in_flight.num_holds -= 1
+                self._in_flight.reserved_bytes -= self.nbytes
+                self._in_flight.num_responses -= 1
                 self._is_taken = False

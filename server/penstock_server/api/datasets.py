@@ -1,0 +1,132 @@
+"""Routes of datasets and of their rows."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.encoders import jsonable_encoder
+from fastapi.responses import JSONResponse
+
+from penstock import wire
+from penstock.urls import DATASETS
+from penstock_server.api.parameters import PROBLEMS, SPEC_PARAMETERS, EpochQuery, Name, ParsedRoute, Row, spec_of
+from penstock_server.api.service import service_of
+from penstock_server.batches.plan import Plan, check_room
+from penstock_server.catalog.dataset import Change
+from penstock_server.catalog.describe import describe_dataset, describe_held, describe_mixture, describe_spec
+from penstock_server.lookup import find_row, show_quarantine, show_row
+from penstock_server.schemas import (
+    DatasetInfo,
+    DatasetsInfo,
+    MixtureInfo,
+    QuarantineInfo,
+    RowInfo,
+    RowScheduleInfo,
+    ShuffleReportInfo,
+    SpecInfo,
+)
+from penstock_server.shuffle_report.report import report
+
+Start = Annotated[int, Query(ge=0, description="The number of rows to leave out first.")]
+Limit = Annotated[int, Query(ge=1, le=10_000, description="The largest number of rows to list.")]
+
+router = APIRouter(prefix=DATASETS, responses=PROBLEMS, route_class=ParsedRoute)
+_DATASETS: list[str | Enum] = ["datasets"]
+_ROWS: list[str | Enum] = ["rows"]
+
+
+def _json(schema: Any) -> dict[int | str, dict[str, Any]]:
+    """Returns the documented response of a route."""
+    return {200: {"model": schema}}
+
+
+@router.get("", summary="List the datasets", tags=_DATASETS, responses=_json(DatasetsInfo))
+def list_datasets(request: Request) -> Response:
+    """Lists the datasets and mixtures served, and those that cannot be served, with the reason."""
+    catalog = service_of(request).catalog
+    return JSONResponse(
+        {
+            "datasets": [describe_dataset(dataset) for dataset in catalog.datasets.values()],
+            "mixtures": [describe_mixture(mixture) for mixture in catalog.mixtures.values()],
+            "refused": [{"name": name, "error": reason} for name, reason in catalog.refused.items()],
+        }
+    )
+
+
+@router.get("/{dataset}", summary="Show a dataset", tags=_DATASETS, responses=_json(DatasetInfo | MixtureInfo))
+def show_dataset(request: Request, dataset: Name) -> Response:
+    """Shows rows, shards, columns, recipe and snapshots of a dataset, and the error that keeps new data out."""
+    catalog = service_of(request).catalog
+    if mixture := catalog.mixtures.get(dataset):
+        return JSONResponse(describe_mixture(mixture))
+    return JSONResponse(describe_held(catalog[dataset].held))
+
+
+@router.post("/{dataset}/refresh", summary="Load new data", tags=_DATASETS, responses=_json(Change))
+async def refresh(request: Request, dataset: Name) -> Response:
+    """Loads changes in the folder now: shards that were added, removed or rewritten, and the recipe."""
+    service = service_of(request)
+    async with service.refreshing:
+        change = await service.executors.block(lambda: service.catalog.refresh(dataset))
+    return JSONResponse(jsonable_encoder(change))
+
+
+@router.get(
+    "/{dataset}/spec",
+    summary="Resolve a spec",
+    tags=_DATASETS,
+    responses=_json(SpecInfo),
+    openapi_extra=SPEC_PARAMETERS,
+)
+def show_spec(request: Request, dataset: Name) -> Response:
+    """Returns the spec with every parameter resolved, the number of steps and the tensors of a batch."""
+    plan = _plan_of(request, dataset)
+    check_room(plan)
+    response = JSONResponse(describe_spec(plan))
+    # A run counts its steps by this: with a flipped digit it would end early without an error.
+    response.headers["Content-Digest"] = wire.content_digest(bytes(response.body))
+    return response
+
+
+@router.get(
+    "/{dataset}/shuffle-report",
+    summary="Measure how well an order mixes",
+    tags=_DATASETS,
+    responses=_json(ShuffleReportInfo),
+    openapi_extra=SPEC_PARAMETERS,
+)
+async def shuffle_report(request: Request, dataset: Name, epoch: EpochQuery = 0) -> Response:
+    """Measures the order of an epoch and gives the range of each measure in an exact uniform shuffle. Reads no block."""
+    executors = service_of(request).executors
+    return await executors.make_text(lambda: JSONResponse(report(_plan_of(request, dataset), epoch)))
+
+
+@router.get("/{dataset}/quarantine", summary="List the bad rows of a dataset", tags=_DATASETS, responses=_json(QuarantineInfo))
+def quarantine(request: Request, dataset: Name, start: Start = 0, limit: Limit = 1000) -> Response:
+    """Lists the rows that cannot be used and the row groups that cannot be read, as far as they are known."""
+    latest = service_of(request).catalog[dataset].latest
+    return JSONResponse(jsonable_encoder(show_quarantine(latest, start, limit)))
+
+
+@router.get("/{dataset}/rows/{row}", summary="Show a row", tags=_ROWS, responses=_json(RowInfo))
+def one_row(request: Request, dataset: Name, row: Row) -> Response:
+    """Shows the tokens and the text of a row."""
+    return JSONResponse(show_row(service_of(request).catalog[dataset].latest, row))
+
+
+@router.get(
+    "/{dataset}/rows/{row}/schedule",
+    summary="Show when an epoch shows a row",
+    tags=_ROWS,
+    responses=_json(RowScheduleInfo),
+    openapi_extra=SPEC_PARAMETERS,
+)
+def schedule(request: Request, dataset: Name, row: Row, epoch: EpochQuery = 0) -> Response:
+    """Returns the steps, ranks and lines of an epoch that hold a row or a part of it."""
+    return JSONResponse({"occurrences": find_row(_plan_of(request, dataset), dataset, row, epoch)})
+
+
+def _plan_of(request: Request, dataset: str) -> Plan:
+    return service_of(request).catalog.plan(dataset, spec_of(request))

@@ -1,0 +1,149 @@
+"""State that the requests of one application share: the catalog, a budget of bytes, and threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from anyio import CancelScope
+from fastapi import Request
+from starlette.concurrency import run_in_threadpool
+
+from penstock_server.api.admission import InFlight
+from penstock_server.batches.assemble import Chunk
+from penstock_server.blocks.block import Block
+from penstock_server.catalog.catalog import Catalog
+
+_T = TypeVar("_T")
+InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a function in a thread, and returns its result
+
+_REMEMBERED_EPOCHS = 1000
+_KEPT_SECONDS = 5.0  # for the client to repeat the request, which it does at once
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """An epoch that was requested."""
+
+    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_planned: bool = False
+
+
+class Executors:
+    """Threads of one application: two make batches, two make text for people, and others run work that may block.
+
+    Making batches mostly holds the GIL: with forty threads each step waits for all others, and many ranks take a quarter more
+    CPU.
+    """
+
+    def __init__(self) -> None:
+        self._batches = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")
+        self._text = ThreadPoolExecutor(2, thread_name_prefix="penstock-text")
+        self._epochs = defaultdict[Hashable, _Epoch](_Epoch)
+
+    async def make_batches(self, make: Callable[[], _T]) -> _T:
+        """Runs `make`, which makes batches and does not block."""
+        return await _run(self._batches, make)
+
+    async def make_text(self, make: Callable[[], _T]) -> _T:
+        """Runs `make`, a slow report or the text of many tokens. It takes much more memory than its result."""
+        return await _run(self._text, make)
+
+    async def block(self, make: Callable[[], _T]) -> _T:
+        """Runs `make`, which may block."""
+        return await run_in_threadpool(make)
+
+    async def make_of_epoch(self, epoch: Hashable, make: Callable[[], _T]) -> _T:
+        """Runs `make`, which makes batches of an epoch. The first call plans the epoch, which may take seconds; others wait.
+
+        Otherwise many ranks that start an epoch would take all threads to wait for its plan.
+        """
+        if epoch not in self._epochs and len(self._epochs) >= _REMEMBERED_EPOCHS:
+            self._epochs.clear()
+        known = self._epochs[epoch]
+        if not known.is_planned:
+            async with known.planning:
+                if not known.is_planned:
+                    made = await self.block(make)
+                    known.is_planned = True
+                    return made
+        return await self.make_batches(make)
+
+
+async def _run(threads: ThreadPoolExecutor, make: Callable[[], _T]) -> _T:
+    """Runs `make` in one of these threads. A cancelled call still waits for a `make` that has started."""
+    made = threads.submit(make)
+    try:
+        return await asyncio.wrap_future(made)
+    except asyncio.CancelledError:
+        if not made.cancelled():
+            with CancelScope(shield=True), suppress(Exception):  # no caller is left for its error
+                await asyncio.wrap_future(made)
+        raise
+
+
+@dataclass(slots=True)
+class Requested:
+    """Blocks of a chunk, or futures of them, until `forget` releases the futures."""
+
+    chunk: Chunk
+    blocks: Sequence[Any]
+
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """The futures among the blocks."""
+        return [block for block in self.blocks if isinstance(block, Future)]
+
+    def result(self) -> list[Any]:
+        """Returns the loaded blocks. Raises what loading one raised."""
+        return [block if isinstance(block, Block) else block.result() for block in self.blocks]
+
+    def forget(self) -> None:
+        """Releases the futures: blocks without other waiters are not made."""
+        self.chunk.forget(self.futures)
+
+
+class Unclaimed:
+    """Blocks of requests that got BlocksNotReady, kept for a while for the repeated request."""
+
+    def __init__(self) -> None:
+        self._kept = dict[str, tuple[Requested, asyncio.TimerHandle]]()
+
+    def keep(self, etag: str, requested: Requested) -> None:
+        """Keeps the blocks of a request; forgets them if it is not repeated in time."""
+        if another := self.take(etag):  # two clients of one batch
+            another.forget()
+        timer = asyncio.get_running_loop().call_later(_KEPT_SECONDS, self._give_up, etag)
+        self._kept[etag] = requested, timer
+
+    def take(self, etag: str) -> Requested | None:
+        """Removes and returns the blocks kept for a request, if any."""
+        requested, timer = self._kept.pop(etag, (None, None))
+        if timer:
+            timer.cancel()
+        return requested
+
+    def _give_up(self, etag: str) -> None:
+        self._kept.pop(etag)[0].forget()
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One catalog, one budget of bytes in flight, and the state of requests."""
+
+    catalog: Catalog
+    in_flight: InFlight
+    executors: Executors = field(default_factory=Executors)
+    unclaimed: Unclaimed = field(default_factory=Unclaimed)
+    refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)  # async, so that waiters take no thread
+
+
+def service_of(request: Request) -> Service:
+    """Returns the service of a request's application."""
+    service: Service = request.app.state.service
+    return service

@@ -1,1 +1,0 @@
-"""The HTTP surface: each route parses its parameters, calls the data path and serialises. No logic lives here."""

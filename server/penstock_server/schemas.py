@@ -1,0 +1,500 @@
+"""Schemas of the JSON that the server returns. The page /docs shows these docstrings.
+
+The TypedDict is that of typing_extensions: pydantic accepts that of typing only from Python 3.12 on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired
+
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+from penstock_server.batches.samples import Origin
+from penstock_server.blocks.quarantine import BadGroup, Quarantined
+
+described = with_config(ConfigDict(use_attribute_docstrings=True))  # a docstring below a field is its description
+
+
+@described
+class SplitInfo(TypedDict):
+    """Size of one split of a dataset."""
+
+    rows: int
+    """Rows that the filter keeps."""
+    tokens: int
+    """Tokens of these rows."""
+    bad_rows: int
+    """Those of these rows that cannot be used."""
+
+
+@described
+class IndexInfo(TypedDict):
+    """Progress of the token counts."""
+
+    blocks_done: int
+    """Blocks counted so far."""
+    blocks: int
+    """Blocks to count."""
+
+
+@described
+class BadRowsInfo(TypedDict):
+    """Rows that cannot be used. The URL /quarantine lists them."""
+
+    known: int
+    """Bad rows met so far."""
+    on_bad_row: str
+    """The effect on a batch that holds a bad row: `fail` or `replace`."""
+    refusal: str | None
+    """Why too many bad rows stop the dataset from being served; null if it is served."""
+    unread_row_groups: int
+    """Row groups that could not be read."""
+
+
+@described
+class CacheInfo(TypedDict):
+    """The block cache on disk, shared by all datasets."""
+
+    used_bytes: int
+    """Bytes of the cached blocks."""
+    budget_bytes: int
+    """Bytes that the cache may take now: less than `configured_bytes` while the disk is full."""
+    configured_bytes: int
+    """Bytes that the operator allows."""
+    failure: str | None
+    """Why the last block could not be stored; null if it was stored, or did not fit the budget."""
+
+
+@described
+class SnapshotInfo(TypedDict):
+    """A snapshot that jobs can use."""
+
+    snapshot: str
+    """The fingerprint."""
+    shards: int
+    """Number of Parquet files."""
+    rows: int
+    """Number of rows."""
+
+
+@described
+class DatasetInfo(TypedDict):
+    """A dataset at its latest snapshot."""
+
+    name: str
+    """The name in URLs."""
+    rows: int
+    """Rows in the shards."""
+    rows_served: int | None
+    """Rows that the filter keeps; null until they are counted."""
+    tokens: int | None
+    """Tokens of the rows served; null until they are counted."""
+    row_tokens: dict[str, int] | None
+    """Tokens of a usable row before truncation, or of the longer side of a preference pair: median, p90, p99 and longest. Null
+    until they are counted."""
+    prompt_tokens: dict[str, int] | None
+    """Tokens of a row's prompt: median, p90, p99 and longest. Null if rows have no prompts."""
+    response_tokens: dict[str, int] | None
+    """Tokens after a row's prompt: median, p90, p99 and longest. Null if rows have no prompts."""
+    split_rule: str
+    """What decides the split of a row: `files` (the shards' names) or `hash` (a stable hash of the row)."""
+    splits: dict[str, SplitInfo] | None
+    """Size of train, validation and, if the dataset has one, test; null until they are counted."""
+    shards: int
+    """Number of Parquet files."""
+    blocks: int
+    """Number of blocks. A block is the unit of the cache: a row group, or a part of a very large one."""
+    size_bytes: int
+    """Bytes of the shards."""
+    blocks_bytes: int
+    """Bytes of all blocks in the cache; an estimate until they are counted."""
+    index: IndexInfo
+    """How many blocks are counted."""
+    bad_rows: BadRowsInfo
+    """Rows that cannot be used."""
+    cache: CacheInfo
+    """The block cache."""
+    columns: list[str]
+    """Columns that become tokens."""
+    recipe: str
+    """How the columns become tokens."""
+    unused_columns: list[str]
+    """Columns of masks or labels that the recipe does not use."""
+    token_dtype: str
+    """The dtype of token ids on the wire."""
+    snapshot: str
+    """The fingerprint of the shards and the recipe."""
+    snapshots: NotRequired[list[SnapshotInfo]]
+    """Snapshots that jobs can use, newest first. Only in the response for a single dataset."""
+    refresh_error: NotRequired[str | None]
+    """Why new data cannot be served; null without an error. Only in the response for a single dataset."""
+
+
+@described
+class MixtureInfo(TypedDict):
+    """A mixture declared by a folder."""
+
+    name: str
+    """The name in URLs."""
+    mix: str
+    """Datasets and weights, as in the parameter `mix`."""
+    stopping_strategy: str
+    """When an epoch ends, as in the parameter `stopping_strategy`."""
+    datasets: list[str]
+    """The datasets in the mixture."""
+
+
+@described
+class RefusedInfo(TypedDict):
+    """A dataset or mixture that cannot be served."""
+
+    name: str
+    """The name."""
+    error: str
+    """The reason, and what to do."""
+
+
+@described
+class DatasetsInfo(TypedDict):
+    """Everything in the data folder."""
+
+    datasets: list[DatasetInfo]
+    """Datasets served."""
+    mixtures: list[MixtureInfo]
+    """Mixtures served."""
+    refused: list[RefusedInfo]
+    """Datasets and mixtures that cannot be served."""
+
+
+@described
+class TensorInfo(TypedDict):
+    """A tensor of a batch on the wire."""
+
+    name: str
+    """The name in a frame."""
+    dtype: str
+    """A dtype of numpy, `utf8` or `binary`."""
+    shape: list[int | None]
+    """The dimensions; null for a width that differs between batches."""
+
+
+@described
+class SpecInfo(TypedDict):
+    """A resolved spec."""
+
+    snapshot: str
+    """The fingerprint of the data; for a mixture, the fingerprints of its datasets, joined by `+`."""
+    num_steps: int
+    """Steps in an epoch, the same on every rank."""
+    num_samples: int
+    """Samples in an epoch, over all ranks."""
+    vocab_size: int | None
+    """Upper bound of the token ids, exclusive; null if it is unknown."""
+    padding: float | None
+    """Fraction of padding tokens; null with packing=rows, where it depends on the rows, and for most mixtures."""
+    tensors: list[TensorInfo]
+    """Tensors of a batch. The client derives attention masks and labels from them."""
+    split_rules: dict[str, str]
+    """What decides the splits of each dataset: `files` (the shards' names) or `hash` (a stable hash of the row)."""
+    advice: list[str]
+    """Warnings for the trainer to log."""
+    spec: dict[str, bool | int | str | None]
+    """Every parameter of the spec with its value."""
+
+
+@described
+class TurnInfo(TypedDict):
+    """A turn of a row, or the part of it in a sample: a prompt, a response, or a message of a chat."""
+
+    in_loss: bool
+    """Whether its tokens have labels."""
+    num_tokens: int
+    """Number of tokens."""
+    text: NotRequired[str]
+    """The decoded text. Missing without a tokenizer."""
+
+
+@described
+class RowInfo(TypedDict):
+    """A row. A preference pair has the fields about tokens twice: `chosen_tokens`, `rejected_tokens` and so on."""
+
+    row: int
+    """The number of the row, counted over all shards."""
+    shard: str
+    """The name of the Parquet file."""
+    row_group: int
+    """The row group in the file."""
+    row_in_group: int
+    """The number of the row in its row group."""
+    filtered_by: NotRequired[str]
+    """The filter that leaves the row out. The fields below are missing then."""
+    bad: NotRequired[str]
+    """Why the row cannot be used. The fields below are missing then."""
+    split: NotRequired[str]
+    """The split: train, validation, test, or none for rows that only split=all has."""
+    text: NotRequired[str]
+    """The decoded text. Missing without a tokenizer."""
+    turns: NotRequired[list[TurnInfo]]
+    """The first 10,000 turns. Missing if the row has no turns."""
+    num_tokens: NotRequired[int]
+    """Number of tokens."""
+    num_loss_tokens: NotRequired[int]
+    """Number of tokens with labels."""
+    tokens: NotRequired[list[int]]
+    """The first 1,048,576 token ids, not truncated to seq_len. The same limit holds for `text` and `turns`."""
+    columns: NotRequired[dict[str, Any]]
+    """Values of the passthrough columns."""
+
+
+@described
+class OccurrenceInfo(TypedDict):
+    """A line of a batch that holds a row or a part of it."""
+
+    epoch: int
+    """The epoch."""
+    step: int
+    """The step in the epoch."""
+    rank: int
+    """The rank."""
+    index: int
+    """The line of the batch."""
+
+
+@described
+class RowScheduleInfo(TypedDict):
+    """When an epoch shows a row."""
+
+    occurrences: list[OccurrenceInfo]
+    """Occurrences in the order of steps, the first 1,000 at most. For a mixture, only those in the first 100 passes of the
+    epoch through the dataset, or fewer."""
+
+
+@described
+class QuarantineInfo(TypedDict):
+    """Bad rows and row groups of a dataset."""
+
+    num_bad_rows: int
+    """Bad rows met so far."""
+    complete: bool
+    """Whether all rows were checked."""
+    on_bad_row: str
+    """The effect on a batch that holds a bad row: `fail` or `replace`."""
+    rows: list[Quarantined]
+    """The bad rows."""
+    row_groups: list[BadGroup]
+    """Row groups that could not be read."""
+
+
+@described
+class SampleSources(TypedDict):
+    """Rows that make up one sample of a batch."""
+
+    index: int
+    """The line of the batch."""
+    sources: list[Origin]
+    """The rows, or parts of rows, in order."""
+
+
+@described
+class ProvenanceInfo(TypedDict):
+    """Rows that make up a batch."""
+
+    step: int
+    """The step in the epoch."""
+    rank: int
+    """The rank."""
+    samples: list[SampleSources]
+    """The lines of the batch."""
+
+
+@described
+class SampleInfo(TypedDict):
+    """A sample of a batch, without padding.
+
+    A preference pair has the fields about tokens twice: `chosen_input_ids`, `rejected_input_ids` and so on. A field is missing
+    if the batch has no such tensor or column.
+    """
+
+    index: int
+    """The line of the batch."""
+    num_tokens: int
+    """Number of tokens."""
+    source: str
+    """The rows that make up the sample."""
+    text: NotRequired[str]
+    """The decoded text. Missing without a tokenizer."""
+    prompt: NotRequired[str]
+    """The decoded prompt, if the sample is one prompt and its response."""
+    response: NotRequired[str]
+    """The decoded response, if the sample is one prompt and its response."""
+    pieces: NotRequired[list[TurnInfo]]
+    """The rows and turns in the sample, if there are several."""
+    input_ids: NotRequired[list[int]]
+    """Token ids."""
+    labels: NotRequired[list[int]]
+    """The label of each token; -100 for tokens without loss."""
+    lengths: NotRequired[int]
+    """Tokens before the padding."""
+    prompt_lengths: NotRequired[int]
+    """Tokens before the response."""
+    label_lengths: NotRequired[int]
+    """Tokens of the response, with task=seq2seq."""
+    loss_mask: NotRequired[list[int]]
+    """1 for tokens with loss."""
+    document_starts: NotRequired[list[int]]
+    """Positions at which a document, or the padding, begins."""
+    position_ids: NotRequired[list[int]]
+    """The position of each token in its document."""
+    columns: NotRequired[dict[str, Any]]
+    """Values of the passthrough columns."""
+
+
+@described
+class BatchInfo(TypedDict):
+    """A batch as text for people."""
+
+    dataset: str
+    """The name in the URL."""
+    snapshot: str
+    """The fingerprint of the data."""
+    epoch: int
+    """The epoch."""
+    rank: int
+    """The rank."""
+    step: int
+    """The step in the epoch."""
+    digest: str
+    """The digest of the payload, as in the frame."""
+    nbytes: int
+    """Bytes of the payload: tensors, and the filler between them."""
+    replaced: int
+    """Number of samples that replace bad rows."""
+    tensors: list[list[str | list[int]]]
+    """Name, dtype and shape of each tensor on the wire, without columns of text and bytes."""
+    samples: list[SampleInfo]
+    """The lines of the batch."""
+
+
+@described
+class MeasureInfo(TypedDict):
+    """A measure of the order, and its range in an exact uniform shuffle."""
+
+    value: float
+    """The value in this order."""
+    unit: str
+    """The unit of `value`, `expected`, `low` and `high`."""
+    expected: float
+    """The mean value in an exact uniform shuffle."""
+    low: float
+    """A uniform shuffle is below this in less than one order of a million."""
+    high: float
+    """A uniform shuffle is above this in less than one order of a million."""
+    is_uniform: bool
+    """Whether `value` is in the range from `low` to `high`."""
+
+
+@described
+class MeasuresInfo(TypedDict):
+    """Measures of an order."""
+
+    neighbour_distance_p1: NotRequired[MeasureInfo]
+    """Distance at which the order serves two neighbours in the source: 1 % of the pairs are at most this close. Missing, like
+    the next three, if no dataset has two samples."""
+    neighbour_distance_p10: NotRequired[MeasureInfo]
+    """10 % of the pairs are at most this close."""
+    neighbour_distance_median: NotRequired[MeasureInfo]
+    """Half of the pairs are at most this close."""
+    neighbour_distance_p90: NotRequired[MeasureInfo]
+    """90 % of the pairs are at most this close."""
+    neighbours_in_one_batch: MeasureInfo
+    """Samples whose successor in the source is in the same global batch."""
+    blocks_per_batch: MeasureInfo
+    """Blocks that a global batch draws on, or pools of blocks with packing=best_fit. Rows of one block may be similar."""
+    shards_per_batch: MeasureInfo
+    """Shards that a global batch draws on."""
+    unevenness_over_time: MeasureInfo
+    """Samples to move until each stretch of the epoch shows the same share of every part of the source."""
+    unevenness_over_ranks: NotRequired[MeasureInfo]
+    """Samples to move until each rank sees the same share of every part of the source. Missing with one rank."""
+
+
+@described
+class SampledInfo(TypedDict):
+    """How much of the epoch was measured."""
+
+    samples: int
+    """Samples looked up one by one, at most 16,384."""
+    global_batches: int
+    """Global batches looked up, with at most 16,384 samples together."""
+    of_first: int
+    """They are spread over this many samples from the epoch's start. It is less than `of_epoch` where more would need more
+    than 128 plans: in a mixture that repeats small datasets, or with many windows to sort by length."""
+    of_epoch: int
+    """Samples of the epoch."""
+
+
+@described
+class ShuffleReportInfo(TypedDict):
+    """How well the order of an epoch mixes the source."""
+
+    dataset: str
+    """The name in the URL."""
+    snapshot: str
+    """The fingerprint of the data."""
+    epoch: int
+    """The epoch."""
+    measures: MeasuresInfo
+    """The measures by name."""
+    sampled: SampledInfo
+    """The number of samples looked up."""
+    spec: dict[str, bool | int | str | None]
+    """Every parameter of the spec with its value."""
+
+
+@described
+class HealthInfo(TypedDict):
+    """A process that is alive."""
+
+    status: str
+    """Always `ok`."""
+    version: str
+    """The version of the server."""
+    wire: int
+    """The version of the frame format."""
+    time: float
+    """The server's clock, in seconds since 1970."""
+
+
+@described
+class ReadyInfo(TypedDict):
+    """A server that is ready."""
+
+    status: str
+    """Always `ready`."""
+    datasets: int
+    """Number of datasets served."""
+    refused: int
+    """Number of datasets that cannot be served."""
+
+
+@described
+class ProblemInfo(TypedDict):
+    """An error as problem+json (RFC 9457)."""
+
+    type: str
+    """The kind of problem as a stable name."""
+    title: str
+    """The kind of problem in words."""
+    status: int
+    """The HTTP status."""
+    detail: str
+    """What happened, why, and what to do."""
+    instance: str
+    """The path of the request."""
+    done: NotRequired[int]
+    """Blocks done, while the server is counting or reading."""
+    total: NotRequired[int]
+    """Blocks to do, while the server is counting or reading."""
+    seconds_left: NotRequired[int | None]
+    """Estimated seconds left, while the server is counting or reading; null before the first block is done."""
