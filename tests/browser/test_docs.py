@@ -16,7 +16,7 @@ QUIET = ["--disable-gpu", "--no-first-run", "--disable-background-networking", "
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed")
-def test_the_page_lists_every_url_with_its_parameters(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_docs_page_lists_every_url_with_its_parameters(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)
     server = serve(tmp_path / "data")
     flags = [*QUIET, "--no-sandbox"] if os.geteuid() == 0 else QUIET

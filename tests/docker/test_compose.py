@@ -98,7 +98,7 @@ def project(data: Path, request: pytest.FixtureRequest) -> Iterator[Compose]:
 
 @pytest.mark.parametrize(("project", "expected"), [("sample", ["questions", "stories"]), ("own data", ["mine"])],
                          indirect=["project"])  # fmt: skip
-def test_up_serves_the_data_folder_or_else_the_sample(project: Compose, expected: list[str]) -> None:
+def test_compose_serves_the_data_folder_or_the_sample(project: Compose, expected: list[str]) -> None:
     project("up", "--detach", "--build", "server")
     project.wait_until("{{.State.Health.Status}}", "healthy")
     datasets = project.json("/v1/datasets")["datasets"]
@@ -114,12 +114,12 @@ def test_up_serves_the_data_folder_or_else_the_sample(project: Compose, expected
     assert ("libmimalloc" in project("exec", "-T", "server", "cat", "/proc/1/maps")) == can_be_had
 
 
-def test_the_demo_profile_trains_in_a_second_container_and_exits_0(project: Compose) -> None:
+def test_compose_demo_trains_in_a_second_container(project: Compose) -> None:
     project("--profile", "demo", "up", "--build", "--abort-on-container-exit", "--exit-code-from", "trainer")
     assert "60/60" in project("--profile", "demo", "logs", "trainer")
 
 
-def test_a_missing_data_folder_fails_and_is_named(data: Path) -> None:
+def test_compose_names_a_missing_data_folder(data: Path) -> None:
     data.rmdir()
     with composed(data) as project:
         done = project.run("up", "--detach", "--build", "server")
@@ -129,7 +129,7 @@ def test_a_missing_data_folder_fails_and_is_named(data: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["empty data folder", "missing tokenizer"])
-def test_a_wrong_setting_ends_the_server_with_the_reason(data: Path, fault: str) -> None:
+def test_compose_names_a_wrong_setting(data: Path, fault: str) -> None:
     if fault == "missing tokenizer":
         write_data(data)
     with composed(data, "/data/tokenzier.json") as project:

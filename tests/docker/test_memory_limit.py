@@ -100,7 +100,7 @@ def server(data: Path) -> Iterator[Limited]:
     limited.close()
 
 
-def test_a_large_dataset_is_counted_packed_and_served_within_the_limit(server: Limited) -> None:
+def test_large_dataset_is_served_within_the_memory_limit(server: Limited) -> None:
     assert server.get("").json()["size_bytes"] >= GIGABYTES * 10**9
     specs: list[dict[str, str | int]] = [
         {"shuffle": "window"},

@@ -43,7 +43,7 @@ def forked(command: Sequence[str], *, timeout_seconds: float, environment: Mappi
     return out
 
 
-def test_what_needs_nothing_installed_is_checked_and_timed(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_measures_loaders_without_installs(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("contest.run", forked)
     told: list[str] = []
     contest = Contest(corpus=corpus, names=peers.QUICK, num_rounds=1, seconds=0.1, warm_up_seconds=0.0, tell=told.append)
@@ -54,7 +54,9 @@ def test_what_needs_nothing_installed_is_checked_and_timed(corpus: Corpus, monke
     assert "checking Penstock, 0 workers" in told
 
 
-def test_a_loader_that_is_not_installed_fails_alone(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_benchmark_reports_a_loader_that_is_not_installed(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("contest._HERE", tmp_path)  # where there are no environments
     contest = Contest(corpus=corpus, names=("grain_map",), num_rounds=1, seconds=0.1, warm_up_seconds=0.0, tell=lambda _: None)
     [loader] = contest.run()
@@ -63,7 +65,7 @@ def test_a_loader_that_is_not_installed_fails_alone(corpus: Corpus, monkeypatch:
     assert loader.failures == ["not installed: there is no .venv in benchmarks; `make bench` makes it"]
 
 
-def test_a_training_step_is_measured_where_batches_lie(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_measures_a_training_step(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ratios.training_step.SEQ_LEN", 64)
     cache = corpus.folder / "cache"
     prepare(corpus.parquet, cache)
@@ -75,7 +77,7 @@ def test_a_training_step_is_measured_where_batches_lie(corpus: Corpus, monkeypat
     assert re.fullmatch(r"[+-]\d+\.\d\d%; calls that wait for the GPU in 1 steps: (\d+) and \1", measured.note)
 
 
-def test_ranks_get_their_own_batches_at_once(corpus: Corpus) -> None:
+def test_benchmark_load_gives_each_rank_batches(corpus: Corpus) -> None:
     cache = corpus.folder / "cache"
     prepare(corpus.parquet, cache)
     load = str(ROOT / "benchmarks" / "load.py")

@@ -68,7 +68,7 @@ def lines(data: RemoteDataset) -> list[list[int]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("shuffle", ["none", "window", "global"])
-def test_an_epoch_is_the_stream_cut_once_whatever_the_ranks(server: Server, world_size: int, shuffle: str) -> None:
+def test_concat_epoch_is_the_stream_cut_once_for_any_ranks(server: Server, world_size: int, shuffle: str) -> None:
     whole = stream()
     ranks = [dataset(server, rank=rank, world_size=world_size, shuffle=shuffle, drop_last=False) for rank in range(world_size)]
     for data in ranks:
@@ -86,7 +86,7 @@ def test_an_epoch_is_the_stream_cut_once_whatever_the_ranks(server: Server, worl
     assert (served[:num] == cut) == (shuffle == "none")
 
 
-def test_the_borders_move_from_epoch_to_epoch(server: Server) -> None:
+def test_concat_cuts_at_other_tokens_in_each_epoch(server: Server) -> None:
     data = dataset(server)
     firsts = []
     for epoch in range(6):
@@ -95,7 +95,7 @@ def test_the_borders_move_from_epoch_to_epoch(server: Server) -> None:
     assert len(set(firsts)) > 1
 
 
-def test_as_stored_the_stream_is_cut_from_its_first_token_on_in_every_epoch_and_for_every_seed(server: Server) -> None:
+def test_concat_cuts_from_the_first_token_when_shuffle_is_none(server: Server) -> None:
     whole = stream()
     cut = [whole[at : at + SEQ_LEN] for at in range(0, len(whole) - SEQ_LEN + 1, SEQ_LEN)]
     for seed, epoch in ((0, 0), (0, 1), (7, 0)):
@@ -104,13 +104,13 @@ def test_as_stored_the_stream_is_cut_from_its_first_token_on_in_every_epoch_and_
         assert lines(data)[: len(cut)] == cut
 
 
-def test_labels_and_mask_cover_every_token(server: Server) -> None:
+def test_concat_labels_cover_every_token(server: Server) -> None:
     for batch in dataset(server):
         assert batch["attention_mask"].all()
         assert batch["labels"].equal(batch["input_ids"])
 
 
-def test_provenance_names_every_token_once(server: Server) -> None:
+def test_concat_provenance_names_every_token_once(server: Server) -> None:
     spec: dict[str, str | int] = {"packing": "concat", "batch_size": 4, "seq_len": SEQ_LEN, "window": 50, "drop_last": False}
     firsts = {("part-000.parquet", g): 40 * g for g in range(3)} | {("part-001.parquet", 0): 90}
     firsts |= {("part-002.parquet", g): 91 + 40 * g for g in range(6)}
@@ -131,7 +131,7 @@ def test_provenance_names_every_token_once(server: Server) -> None:
     assert set(seen.values()) == {1}
 
 
-def test_every_step_resumes_to_the_same_lines_and_another_world_size_goes_on(server: Server) -> None:
+def test_concat_resumes_at_every_step_with_another_batch_size(server: Server) -> None:
     whole = lines(dataset(server))
     for step in range(0, len(whole) // 4 + 1, 3):
         data = dataset(server)
@@ -145,12 +145,12 @@ def test_every_step_resumes_to_the_same_lines_and_another_world_size_goes_on(ser
         assert lines(resumed) == whole[4 * step :][: len(resumed) * 2]
 
 
-def test_a_state_of_another_length_is_refused(server: Server) -> None:
+def test_state_of_another_seq_len_is_refused(server: Server) -> None:
     with pytest.raises(StateMismatch, match="seq_len: 16 then, 32 now"):
         dataset(server, seq_len=32).load_state_dict(dataset(server).state_dict())
 
 
-def test_prompts_in_a_stream_carry_no_loss(server: Server, data_dir: Path) -> None:
+def test_concat_prompts_have_no_loss(server: Server, data_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(data_dir / "tokenizer.json"))
     expected = []
     for row in pq.read_table(data_dir / "pairs" / "part-000.parquet").to_pylist():
@@ -166,7 +166,7 @@ def test_prompts_in_a_stream_carry_no_loss(server: Server, data_dir: Path) -> No
     assert all(batch["labels"].equal(batch["input_ids"]) for batch in everything)
 
 
-def test_json_shows_text_mask_and_every_row(server: Server) -> None:
+def test_concat_json_shows_text_mask_and_rows(server: Server) -> None:
     url = "/v1/datasets/pairs/epochs/0/ranks/0/batches/0"
     page = server.json(url, packing="concat", seq_len=40, batch_size=2, format="json")
     [frame] = server.frames(url, packing="concat", seq_len=40, batch_size=2)
@@ -181,7 +181,7 @@ def test_json_shows_text_mask_and_every_row(server: Server) -> None:
     assert all(piece["in_loss"] for sample in everything["samples"] for piece in sample["pieces"])
 
 
-def test_the_count_is_made_once_told_while_it_runs_and_kept(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_count_reports_progress_and_is_kept(serve: Callable[..., Server], tmp_path: Path) -> None:
     texts = [f"{n} " + "the quick brown fox jumps over the lazy dog " * 40 for n in range(12_000)]
     write_tokenizer(tmp_path / "tokenizer.json")
     write_shards(tmp_path / "data" / "long", "text", [texts], type_=pa.string(), row_group_size=150)
@@ -211,7 +211,7 @@ def test_the_count_is_made_once_told_while_it_runs_and_kept(serve: Callable[...,
         time.sleep(0.1)
 
 
-def test_a_bad_row_stops_the_count_or_is_left_out_of_the_stream(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_bad_row_stops_the_count_or_is_left_out(serve: Callable[..., Server], tmp_path: Path) -> None:
     rows = [[n, n] for n in range(40)]
     rows[7] = []
     folder = write_shards(tmp_path / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=10)
@@ -227,9 +227,7 @@ def test_a_bad_row_stops_the_count_or_is_left_out_of_the_stream(serve: Callable[
         dataset(server, dataset="holes", seq_len=2)
 
 
-def test_a_failed_count_is_told_to_everyone_and_fewer_tokens_than_a_sample_too(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_failed_count_is_an_error_for_every_request(serve: Callable[..., Server], tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "few", "tokens", [[[1, 2, 3]]], type_=pa.list_(pa.int32()), row_group_size=9)
     path = write_shards(tmp_path / "bad", "tokens", [[[1, 2]] * 90], type_=pa.list_(pa.int32()), row_group_size=90)
     whole = (path / "part-000.parquet").read_bytes()
@@ -243,13 +241,13 @@ def test_a_failed_count_is_told_to_everyone_and_fewer_tokens_than_a_sample_too(
             dataset(server, dataset="few", drop_last=False)
 
 
-def test_what_has_no_stream_is_refused(server: Server) -> None:
+def test_concat_refuses_seq2seq(server: Server) -> None:
     problem = server.get("/v1/datasets/pairs/spec", packing="concat", task="seq2seq").json()
     assert "task=seq2seq needs packing=rows" in problem["detail"]
 
 
 @needs_real_data
-def test_articles_are_one_stream_with_the_ids_of_tokenizers(serve: Callable[..., Server]) -> None:
+def test_concat_of_real_articles_has_the_ids_of_tokenizers(serve: Callable[..., Server]) -> None:
     path = REAL_DATA / "gpt2" / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     texts = [row["text"] for p in sorted((REAL_DATA / "wikitext").glob("*.parquet")) for row in pq.read_table(p).to_pylist()]

@@ -32,9 +32,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"])
-def test_a_distribution_installs_into_a_clean_environment_and_every_command_starts(
-    distributions: Path, tmp_path: Path, pattern: str
-) -> None:
+def test_distribution_installs_and_every_command_starts(distributions: Path, tmp_path: Path, pattern: str) -> None:
     [distribution] = distributions.glob(pattern)
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"

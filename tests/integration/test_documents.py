@@ -65,7 +65,7 @@ def here(text: str, server: Server) -> str:
     return text.replace("localhost:8000", server.url.removeprefix("http://"))
 
 
-def test_every_command_is_run_by_some_test() -> None:
+def test_documented_commands_are_all_tested() -> None:
     lines = shell_lines()
     curls = [line for line in lines if line.startswith("curl ")]
     assert len(curls) >= 3
@@ -87,7 +87,7 @@ def test_every_command_is_run_by_some_test() -> None:
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
 
 
-def test_the_lines_that_import_make_what_can_be_served(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_documented_import_makes_a_dataset(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
     with gzip.open(tmp_path / "stories.jsonl.gz", "wt") as file:
         file.write('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "more.csv").write_text("text\nthree\n")
@@ -103,7 +103,7 @@ def importing_ids() -> list[str]:
     return [line for line in shell_lines() if re.match(r"penstock import \S+\.(bin|ds) ", line)]
 
 
-def test_the_lines_that_import_token_ids_make_documents_of_them(tmp_path: Path) -> None:
+def test_documented_token_imports_make_documents(tmp_path: Path) -> None:
     write_indexed(tmp_path / "corpus_text_document.bin", [[[1, 2]], [[3]]])
     write_datatrove(tmp_path / "00000_shuffled.ds", [[4, 5], [6]])
     header = np.zeros(256, "<i4")
@@ -130,7 +130,7 @@ def downloading() -> list[str]:
     return [line for line in shell_lines() if line.startswith("hf download ")]
 
 
-def test_what_the_hub_gives_is_served_as_it_is(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_documented_hub_download_is_served(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
     """Its files are made here; where they land is read off the lines."""
     data, tokenizer = map(shlex.split, downloading())
     folder = tmp_path / data[data.index("--local-dir") + 1] / "data"
@@ -150,7 +150,7 @@ def asking() -> list[str]:
     return [line for line in shell_lines() if line.startswith(("penstock peek", "penstock bench", "penstock doctor"))]
 
 
-def test_the_lines_that_ask_a_server_answer(server: Server) -> None:
+def test_documented_client_commands_succeed(server: Server) -> None:
     assert len(asking()) == 3
     shown = []
     for line in asking():
@@ -164,7 +164,7 @@ def test_the_lines_that_ask_a_server_answer(server: Server) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
-def test_every_curl_line_answers(server: Server) -> None:
+def test_documented_curl_lines_succeed(server: Server) -> None:
     lines = [line for line in shell_lines() if line.startswith("curl ")]
     lines += re.findall(r"^ +(curl .*)$", server.greeting, re.MULTILINE)
     for line in lines:
@@ -173,7 +173,7 @@ def test_every_curl_line_answers(server: Server) -> None:
         assert done.stdout.startswith("{")
 
 
-def test_every_python_snippet_runs_and_what_one_notes_is_proven(server: Server, tmp_path: Path) -> None:
+def test_documented_python_runs_and_its_ledger_is_proven(server: Server, tmp_path: Path) -> None:
     with Trainers(tmp_path) as trainers:
         for snippet in blocks("python"):
             status, _, errors = trainers.run(f"import os\nos.chdir({str(tmp_path)!r})\n{here(snippet, server)}").end()
@@ -184,7 +184,7 @@ def test_every_python_snippet_runs_and_what_one_notes_is_proven(server: Server, 
     assert audited.stdout.startswith("PROVEN: each sample that was due, 24,000 in 1 epoch, was trained on exactly once\n")
 
 
-def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
+def test_documented_recipe_is_valid(sample: Path, tmp_path: Path) -> None:
     *_, short, toml = sorted(set(blocks("toml")), key=len)
     assert toml.startswith(short)
     folder = tmp_path / "pairs"
@@ -200,7 +200,7 @@ def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
     assert (recipe.token_columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "fail")
 
 
-def test_the_transform_is_one(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_documented_transform_works(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
     code, _ = [block for block in blocks("python") if "def function" in block]
     folder = tmp_path / "pages"
     folder.mkdir()
@@ -211,7 +211,7 @@ def test_the_transform_is_one(sample: Path, serve: Callable[..., Server], tmp_pa
     assert server.json("/v1/datasets/pages/rows/0")["text"].removesuffix("<|endoftext|>") == "one\ntwo"
 
 
-def test_the_transform_for_from_and_value_makes_messages(tmp_path: Path) -> None:
+def test_documented_sharegpt_transform_makes_messages(tmp_path: Path) -> None:
     _, code = [block for block in blocks("python") if "def function" in block]
     (tmp_path / "clean.py").write_text(code)
     chats = [[{"from": "human", "value": "fox"}, {"from": "gpt", "value": "dog"}], []]
@@ -226,7 +226,7 @@ def test_the_transform_for_from_and_value_makes_messages(tmp_path: Path) -> None
     assert load_transform("clean:function", tmp_path)(conversations[:0]).schema == made.schema
 
 
-def test_every_place_they_point_to_is_there() -> None:
+def test_documentation_links_exist() -> None:
     for page, text in PAGES.items():
         for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", text):
             target = (page.parent / link).resolve() if link else page
@@ -236,7 +236,7 @@ def test_every_place_they_point_to_is_there() -> None:
                 assert anchor in [re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_every_file_that_the_architecture_names_is_there() -> None:
+def test_architecture_names_existing_files() -> None:
     known = [path for folder in ("client", "server", "tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.*")]
     for name in set(re.findall(r"`([\w/]+\.(?:py|md))`", (ROOT / "ARCHITECTURE.md").read_text())):
         assert any(path.match(name) for path in known), name
@@ -246,19 +246,19 @@ def test_reference_pages_are_up_to_date() -> None:
     subprocess.run([sys.executable, ROOT / "docs/generate.py", "--check"], check=True)
 
 
-def test_every_key_of_a_recipe_is_told() -> None:
+def test_documentation_lists_every_recipe_key() -> None:
     for key in declaration._KEYS:
         assert re.search(rf"^{key} = ", str(declaration.__doc__), re.MULTILINE), key
         assert re.search(rf"\b{key} = |`{key}`", PAGES[ROOT / "docs/reference/penstock-toml.md"]), key
 
 
-def test_every_figure_of_the_statistics_is_told() -> None:
+def test_documentation_lists_every_statistic() -> None:
     for name in (field.name for field in fields(Stats)):
         assert re.search(rf"^ *{name} ", str(Stats.__doc__), re.MULTILINE), name  # Python 3.13 takes the indentation away
         assert f"`{name}`" in PAGES[ROOT / "docs/guides/many-ranks.md"], name
 
 
-def test_every_make_target_they_name_is_there() -> None:
+def test_documentation_names_existing_make_targets() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?:`|^)make ([a-z-]+)", "".join(PAGES.values()), re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

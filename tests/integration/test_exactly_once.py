@@ -49,7 +49,7 @@ def sample_order(per_rank: list[list[list[int]]]) -> list[int]:
 
 
 @pytest.mark.parametrize(("world_size", "shuffle"), list(product(WORLD_SIZES, SHUFFLES)))
-def test_every_row_once_for_any_world_size_and_number_of_workers(server: Server, world_size: int, shuffle: Shuffle) -> None:
+def test_epoch_gives_every_row_once_for_any_ranks_and_workers(server: Server, world_size: int, shuffle: Shuffle) -> None:
     ranks = [dataset(server, rank, world_size, shuffle) for rank in range(world_size)]
     for data in ranks:
         data.set_epoch(3)
@@ -73,7 +73,7 @@ def test_schedule_order_is_the_same_for_every_world_size(server: Server, shuffle
 
 
 @pytest.mark.parametrize(("world_size", "shuffle"), list(product(WORLD_SIZES, SHUFFLES)))
-def test_provenance_names_the_row_that_each_sample_shows(server: Server, world_size: int, shuffle: Shuffle) -> None:
+def test_provenance_names_the_row_of_each_sample(server: Server, world_size: int, shuffle: Shuffle) -> None:
     shards = {f"part-{n:03}.parquet": first for n, first in enumerate((0, 160, 320))}
     spec: dict[str, str | int] = {
         "batch_size": BATCH_SIZE,
@@ -101,9 +101,7 @@ def test_provenance_names_the_row_that_each_sample_shows(server: Server, world_s
 
 
 @pytest.mark.parametrize(("world_size", "drop_last"), list(product(WORLD_SIZES, [True, False])))
-def test_an_uneven_epoch_drops_less_than_a_step_or_repeats_less_than_one(
-    server: Server, world_size: int, drop_last: bool
-) -> None:
+def test_uneven_epoch_drops_or_repeats_less_than_a_step(server: Server, world_size: int, drop_last: bool) -> None:
     ranks = [dataset(server, rank, world_size, "window", dataset="odd", drop_last=drop_last) for rank in range(world_size)]
     per_rank = [rows_of(iter(data)) for data in ranks]
     assert len({len(batches) for batches in per_rank}) == 1
@@ -118,7 +116,7 @@ def test_an_uneven_epoch_drops_less_than_a_step_or_repeats_less_than_one(
         assert len(order) - 487 < BATCH_SIZE * world_size
 
 
-def test_epochs_and_seeds_differ_and_are_no_sums(server: Server) -> None:
+def test_epochs_and_seeds_have_different_orders(server: Server) -> None:
     def order(seed: int, epoch: int) -> tuple[int, ...]:
         data = RemoteDataset(server.url, "numbers", batch_size=BATCH_SIZE, seq_len=8, seed=seed, rank=0, world_size=1)
         data.set_epoch(epoch)
@@ -130,7 +128,7 @@ def test_epochs_and_seeds_differ_and_are_no_sums(server: Server) -> None:
     assert order(41, 1) == orders[41, 1]
 
 
-def test_workers_that_live_on_see_a_new_epoch(server: Server) -> None:
+def test_persistent_workers_see_a_new_epoch(server: Server) -> None:
     data, alone = (dataset(server, 0, 1, "window") for _ in range(2))
     loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
     for epoch in range(3):
@@ -140,7 +138,7 @@ def test_workers_that_live_on_see_a_new_epoch(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("context", "num_workers"), [("fork", 1), ("fork", 4), ("spawn", 2)])
-def test_workers_may_be_forked_or_spawned(server: Server, context: str, num_workers: int) -> None:
+def test_workers_can_be_forked_or_spawned(server: Server, context: str, num_workers: int) -> None:
     data = dataset(server, 0, 1, "window")
     expected = rows_of(iter(data))
     loader = DataLoader(data, batch_size=None, num_workers=num_workers, multiprocessing_context=context)

@@ -50,7 +50,7 @@ class Killer:
             self.num_done += 1
 
 
-def test_many_kills_in_an_epoch_lose_repeat_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_servers_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop leaves some batches for after each kill, and little is fetched ahead of it."""
     monkeypatch.setattr(penstock.transport.transport, "_MAX_DELAY_SECONDS", 0.2)
     write_numbered(tmp_path / "data" / "numbers", NUM_ROWS, row_group_size=500)

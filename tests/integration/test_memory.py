@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.mark.parametrize("cache_bytes", ["1GB", "20MB"])
-def test_a_row_group_is_never_in_memory_as_a_whole(serve: Callable[..., Server], tmp_path: Path, cache_bytes: str) -> None:
+def test_server_memory_stays_below_a_row_group(serve: Callable[..., Server], tmp_path: Path, cache_bytes: str) -> None:
     """One row group of 256 MiB, with room for all of its blocks in the cache, and for one or two."""
     num_rows, length = 65_536, 1024
     ids = np.arange(num_rows * length, dtype=np.int32) % 50_000

@@ -68,7 +68,7 @@ def samples(server: Server, epochs: int = 1, world_size: int = 1, **spec: Any) -
 
 
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
-def test_weights_are_exact_on_every_prefix_and_datasets_go_round_evenly(server: Server, stop: str) -> None:
+def test_mixture_weights_are_exact_on_every_prefix(server: Server, stop: str) -> None:
     order = samples(server, epochs=3, stopping_strategy=stop, drop_last=True, batch_size=1)
     counts = Counter[str]()
     rows: dict[str, list[int]] = defaultdict(list)
@@ -93,7 +93,7 @@ def test_weights_are_exact_on_every_prefix_and_datasets_go_round_evenly(server: 
 
 @pytest.mark.parametrize("spec", [{}, {"packing": "concat"}, {"packing": "best_fit"}, {"split": "train", "batch_size": 5}])
 @pytest.mark.parametrize("mix", [MIX, "some:1,few:2;many:1,some:1@24"])
-def test_each_sample_tells_its_dataset(server: Server, spec: dict[str, Any], mix: str) -> None:
+def test_mixture_dataset_index_names_each_dataset(server: Server, spec: dict[str, Any], mix: str) -> None:
     names, seen = ["few", "many", "some"], set()
     plain, told = (dataset(server, mix=mix, shuffle="global", dataset_index=n, **spec) for n in (0, 1))
     assert list(told.datasets) == names
@@ -109,7 +109,7 @@ def test_each_sample_tells_its_dataset(server: Server, spec: dict[str, Any], mix
     assert seen == set(names)
 
 
-def test_the_number_of_a_dataset_is_for_people_and_plain_datasets_too(server: Server) -> None:
+def test_dataset_index_is_shown_in_json_and_for_plain_datasets(server: Server) -> None:
     path = "/v1/datasets/blend/epochs/0/ranks/0/batches/3"
     shown = server.json(path, dataset_index=1, batch_size=12, format="json")["samples"]
     sources = server.json(f"{path}/provenance", batch_size=12)["samples"]
@@ -123,7 +123,7 @@ def test_the_number_of_a_dataset_is_for_people_and_plain_datasets_too(server: Se
     dataset(server, dataset_index=1).load_state_dict(state)  # the order is the same
 
 
-def test_the_next_epoch_goes_on_where_datasets_were(server: Server) -> None:
+def test_mixture_epoch_continues_each_dataset(server: Server) -> None:
     per_epoch = server.json("/v1/datasets/few/spec", mix=MIX, batch_size=1)["num_samples"]
     order = samples(server, epochs=4, batch_size=1)
     assert len(order) == 4 * per_epoch
@@ -138,7 +138,7 @@ def test_schedule_order_is_the_same_for_every_world_size(server: Server) -> None
     assert orders[0] == orders[1] == orders[2]
 
 
-def test_a_mixture_resumes_at_every_step_and_on_another_number_of_ranks(server: Server) -> None:
+def test_mixture_resumes_at_every_step_on_other_ranks(server: Server) -> None:
     data = dataset(server)
     whole = [batch["input_ids"].tolist() for batch in data]
     for step in range(0, len(whole), 9):
@@ -182,13 +182,13 @@ def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: s
         assert [(o["step"], o["rank"], o["index"]) for o in occurrences] == sorted(places)
 
 
-def test_weights_may_change_on_the_way(server: Server) -> None:
+def test_mixture_weights_change_at_a_sample(server: Server) -> None:
     order = samples(server, mix="few:1,many:1;many:1,some:3@40", stopping_strategy="first_exhausted", batch_size=4, name="few")
     assert Counter(name for name, _ in order[:40]) == {"few": 20, "many": 20}
     assert Counter(name for name, _ in order[40:80]) == {"many": 10, "some": 30}
 
 
-def test_a_run_may_change_its_mix_from_where_it_stands(server: Server, tmp_path: Path) -> None:
+def test_state_accepts_a_new_phase_after_its_position(server: Server, tmp_path: Path) -> None:
     first, mix = "few:1,many:3", "few:1,many:3;few:3,many:1,some:2@20"
     noted: dict[str, Any] = {"ledger": tmp_path / "run.ledger", "name": "few"}
     begun = dataset(server, mix=first, **noted)
@@ -209,7 +209,7 @@ def test_a_run_may_change_its_mix_from_where_it_stands(server: Server, tmp_path:
     assert compare(report.paths, report.num_batches, [server.url], None).differing == []
 
 
-def test_an_epoch_that_never_ends_has_batches_far_out(server: Server) -> None:
+def test_endless_mixture_serves_distant_batches(server: Server) -> None:
     assert dataset(server, mix={"few": 1 / 3, "many": 2 / 3}).spec.mix == "few:1,many:2"
     data = dataset(server, stopping_strategy="never", mix={"few": 0.5, "many": 1.5})
     assert len(data) > 10**12
@@ -220,7 +220,7 @@ def test_an_epoch_that_never_ends_has_batches_far_out(server: Server) -> None:
     assert (problem["status"], problem["type"]) == (422, "urn:penstock:problem:bad-parameter")
 
 
-def test_pairs_and_texts_mix_and_the_prompts_stay_masked(server: Server) -> None:
+def test_mixture_of_pairs_and_texts_masks_prompts(server: Server) -> None:
     for batch in dataset(server, name="pairs", mix="few:1,pairs:1", seq_len=16, batch_size=6):
         for ids, labels, mask in zip(
             *(batch[name].tolist() for name in ("input_ids", "labels", "attention_mask")), strict=True
@@ -240,12 +240,12 @@ def test_pairs_and_texts_mix_and_the_prompts_stay_masked(server: Server) -> None
         ("many", {"mix": "few:1,many:0;many:1@10", "stopping_strategy": "first_exhausted"}, ""),
     ],
 )
-def test_what_makes_no_mixture_is_refused(server: Server, name: str, spec: dict[str, str], message: str) -> None:
+def test_mixture_refuses_invalid_members(server: Server, name: str, spec: dict[str, str], message: str) -> None:
     response = server.get(f"/v1/datasets/{name}/spec", batch_size=1, **spec)
     assert (message in response.json()["detail"]) if message else (response.status_code == 200)
 
 
-def test_a_mixture_is_bound_to_the_snapshots_of_all_its_datasets(server: Server) -> None:
+def test_mixture_pins_the_snapshots_of_its_datasets(server: Server) -> None:
     data = dataset(server)
     fingerprints = [server.json(f"/v1/datasets/{name}")["snapshot"] for name in SIZES]
     assert data.snapshot == "+".join(fingerprints)
@@ -257,7 +257,7 @@ def test_a_mixture_is_bound_to_the_snapshots_of_all_its_datasets(server: Server)
         dataset(server, name="other")
 
 
-def test_a_run_that_skips_steps_is_the_run_without_them(server: Server) -> None:
+def test_skip_leaves_out_exactly_its_steps(server: Server) -> None:
     plain = [batch["input_ids"].tolist() for batch in dataset(server)]
     skipping = dataset(server, skip="2-4,9-9")
     assert [batch["input_ids"].tolist() for batch in skipping] == plain[:2] + plain[5:9] + plain[10:]
@@ -282,7 +282,7 @@ def test_a_run_that_skips_steps_is_the_run_without_them(server: Server) -> None:
     assert len(rest) >= 4 * len(plain[10:]) - 7
 
 
-def test_a_mixture_of_a_new_folder_does_not_say_that_there_is_none(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_mixture_finds_a_new_folder(serve: Callable[..., Server], tmp_path: Path) -> None:
     data = tmp_path / "data"
     write_numbered(data / "old", 9)
     server = serve(data)
@@ -294,7 +294,7 @@ def test_a_mixture_of_a_new_folder_does_not_say_that_there_is_none(serve: Callab
     assert "mixes new, not opened so far" in detail
 
 
-def test_a_mixture_may_be_declared_in_a_folder_of_its_own(server: Server) -> None:
+def test_mixture_can_be_declared_in_a_folder(server: Server) -> None:
     assert server.json("/v1/datasets/blend") == {
         "name": "blend", "mix": MIX, "stopping_strategy": "all_exhausted", "datasets": list(SIZES)
     }  # fmt: skip

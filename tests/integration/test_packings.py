@@ -83,7 +83,7 @@ def every_token(rows: set[int]) -> Counter[Token]:
 
 
 @pytest.mark.parametrize(("spec", "split", "shuffle"), list(product(SPECS, ["all", "train", "validation"], ["none", "window"])))
-def test_an_epoch_holds_every_token_of_its_split_once(
+def test_packings_give_every_token_of_a_split_once(
     server: Server, splits: list[str], spec: Spec, split: str, shuffle: str
 ) -> None:
     if spec.get("length_bucket_size") and shuffle == "none":
@@ -109,7 +109,7 @@ def test_an_epoch_holds_every_token_of_its_split_once(
             assert sorted(other) == sorted(orders[0])
 
 
-def test_the_splits_are_disjoint_complete_and_of_about_their_share(server: Server) -> None:
+def test_splits_are_disjoint_and_complete(server: Server) -> None:
     splits = {
         split: {sample[0][0] for sample in epoch_of(server, 0, 1, seq_len=200, split=split)}
         for split in ("train", "validation")
@@ -168,13 +168,13 @@ def test_best_fit_keeps_the_same_rows_together_in_each_epoch_only_without_shuffl
     assert together(0) == first
 
 
-def test_best_fit_says_how_much_is_padding(server: Server) -> None:
+def test_best_fit_reports_its_padding(server: Server) -> None:
     answer = server.json_when_ready("/v1/datasets/docs/spec", packing="best_fit", seq_len=97)
     assert answer["padding"] == pytest.approx(1 - sum(lengths()) / (97 * answer["num_samples"]))
     assert answer["padding"] < 0.1
 
 
-def test_concat_tells_where_documents_begin_if_asked_to(server: Server) -> None:
+def test_concat_marks_documents_when_requested(server: Server) -> None:
     plain = list(dataset(server, packing="concat"))
     told = list(dataset(server, packing="concat", mark_documents=True))
     assert "position_ids" not in plain[0]
@@ -188,7 +188,7 @@ def test_concat_tells_where_documents_begin_if_asked_to(server: Server) -> None:
             assert [label == -100 for label in labels] == [not inside for inside in expected]
 
 
-def test_similar_lengths_come_together_and_are_yet_mixed(server: Server) -> None:
+def test_length_buckets_reduce_padding_and_stay_mixed(server: Server) -> None:
     def padding(**spec: Any) -> float:
         batches = list(dataset(server, seq_len=200, pad="longest", drop_last=True, window=300, **spec))
         real = sum(int(batch["attention_mask"].sum()) for batch in batches)
@@ -202,7 +202,7 @@ def test_similar_lengths_come_together_and_are_yet_mixed(server: Server) -> None
     assert widths != sorted(widths, reverse=True)
 
 
-def test_who_sorts_by_length_and_pads_to_seq_len_is_told_that_nothing_is_saved(server: Server) -> None:
+def test_length_buckets_warn_when_padding_is_fixed(server: Server) -> None:
     with pytest.warns(UserWarning, match=r"length_bucket_size=4 .* pads each to 200 tokens anyway: .* Use pad=longest"):
         dataset(server, seq_len=200, length_bucket_size=4)
     with warnings.catch_warnings():
@@ -211,14 +211,14 @@ def test_who_sorts_by_length_and_pads_to_seq_len_is_told_that_nothing_is_saved(s
         dataset(server, seq_len=200)
 
 
-def test_pad_rounds_the_longest_up_to_a_multiple(server: Server) -> None:
+def test_pad_rounds_up_to_a_multiple(server: Server) -> None:
     widths = [batch["input_ids"].shape[1] for batch in dataset(server, seq_len=96, pad=8, batch_size=2)]
     exact = [batch["input_ids"].shape[1] for batch in dataset(server, seq_len=96, pad="longest", batch_size=2)]
     assert widths == [-(-width // 8) * 8 for width in exact]
     assert len(set(widths)) > 3
 
 
-def test_the_prompt_is_masked_wherever_a_row_is_cut(server: Server) -> None:
+def test_prompts_are_masked_when_rows_are_split_or_packed(server: Server) -> None:
     whole = {
         tuple(ids): labels
         for batch in dataset(server, "pairs", seq_len=200, pad="longest", batch_size=1)
@@ -236,7 +236,7 @@ def test_the_prompt_is_masked_wherever_a_row_is_cut(server: Server) -> None:
         assert in_loss == Counter(label for labels in whole.values() for label in labels if label != -100)
 
 
-def test_who_sorts_fewer_rows_than_a_batch_has_is_told(server: Server) -> None:
+def test_length_buckets_warn_when_smaller_than_a_batch(server: Server) -> None:
     with pytest.warns(UserWarning, match=r"little is saved. Use the size of a global batch, length_bucket_size=8."):
         dataset(server, seq_len=200, world_size=2, length_bucket_size=3, pad=8)
     dataset(server, seq_len=200, world_size=2, length_bucket_size=4, pad=8)  # warnings are errors

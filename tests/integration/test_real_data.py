@@ -23,7 +23,7 @@ def server(serve: Callable[..., Server]) -> Server:
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "tangshi", "shakespeare", "wikitext"])
-def test_every_row_comes_once_with_the_ids_of_tokenizers(server: Server, name: str) -> None:
+def test_real_rows_come_once_with_the_ids_of_tokenizers(server: Server, name: str) -> None:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     tables = [pq.read_table(path).to_pylist() for path in sorted((REAL_DATA / name).glob("*.parquet"))]
     rows = [row for table in tables for row in table]
@@ -45,7 +45,7 @@ def test_every_row_comes_once_with_the_ids_of_tokenizers(server: Server, name: s
     assert sorted(served[: len(rows)]) == sorted(expected)
 
 
-def test_prompt_and_response_come_apart_for_seq2seq(server: Server) -> None:
+def test_real_pairs_are_separate_for_seq2seq(server: Server) -> None:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     rows = [row for path in sorted((REAL_DATA / "gsm8k").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     expected = [(tokenizer.encode(r["prompt"]).ids[:64], [*tokenizer.encode(r["response"]).ids, EOS][:48]) for r in rows]
@@ -59,7 +59,7 @@ def test_prompt_and_response_come_apart_for_seq2seq(server: Server) -> None:
 
 
 @pytest.mark.parametrize("spec", [{"packing": "best_fit"}, {"overflow": "split", "pad": "64"}])
-def test_long_documents_are_packed_without_a_token_lost(server: Server, spec: dict[str, str]) -> None:
+def test_real_documents_are_packed_without_loss(server: Server, spec: dict[str, str]) -> None:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     rows = [
         row["text"] for path in sorted((REAL_DATA / "wikitext").glob("*.parquet")) for row in pq.read_table(path).to_pylist()
@@ -71,7 +71,7 @@ def test_long_documents_are_packed_without_a_token_lost(server: Server, spec: di
     assert Counter(token for batch in data for token in batch["input_ids"][batch["attention_mask"].bool()].tolist()) == expected
 
 
-def test_languages_mix_by_their_weights(server: Server) -> None:
+def test_real_languages_mix_by_weight(server: Server) -> None:
     data = RemoteDataset(server.url, "gsm8k", mix={"gsm8k": 1, "tangshi": 3}, batch_size=8, seq_len=64, seed=3)
     assert len(data) == 8000 * 4 // 3 // 8  # tangshi, with three of four, is used up first
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
@@ -80,7 +80,7 @@ def test_languages_mix_by_their_weights(server: Server) -> None:
         assert sum(any("\u4e00" <= character <= "\u9fff" for character in text) for text in texts) == 6
 
 
-def test_what_crashes_parquet_readers_is_refused_and_the_others_are_served(server: Server) -> None:
+def test_parquet_files_that_crash_readers_are_refused(server: Server) -> None:
     assert "bad_parquet: NOT SERVED" in server.greeting
     problem = server.get("/v1/datasets/bad_parquet/spec").json()
     assert problem["type"] == "urn:penstock:problem:dataset-invalid"

@@ -114,7 +114,7 @@ def expected(server: Server, dataset: str, epoch: int = 0, rank: int = 0, **spec
 
 
 @pytest.mark.parametrize(("dataset", "spec"), SPECS, ids=str)
-def test_its_client_gives_what_remote_dataset_gives(server: Server, dataset: str, spec: dict[str, Any]) -> None:
+def test_http_example_gives_the_batches_of_remote_dataset(server: Server, dataset: str, spec: dict[str, Any]) -> None:
     spec = {"batch_size": 3, "seq_len": 16} | spec
     rank = spec.get("world_size", 1) - 1
     batches = expected(server, dataset, 1, rank, **spec)
@@ -128,7 +128,7 @@ def test_its_client_gives_what_remote_dataset_gives(server: Server, dataset: str
     assert [plain(batch) for _, batch in later] == batches[2:]
 
 
-def test_its_client_loses_nothing_on_the_way(server: Server) -> None:
+def test_http_example_survives_network_faults(server: Server) -> None:
     spec = {"batch_size": 2, "seq_len": 64}
     batches = expected(server, "pairs", **spec)
     with ChaosProxy(server.url, 3, QUICK, longest=5000) as proxy:
@@ -136,7 +136,7 @@ def test_its_client_loses_nothing_on_the_way(server: Server) -> None:
         assert set(proxy.num_faults) == set(QUICK)
 
 
-def test_its_client_waits_for_a_server_that_is_at_work() -> None:
+def test_http_example_waits_for_a_busy_server() -> None:
     problems = [problem(slug, 503, "Retry-After: 2") for slug in ("index-not-ready", "busy", "shard-unavailable")]
     damaged = response(b"[2]", "200 OK", f"Content-Digest: {content_digest(b'[1]')}")
     of_proxies = [response(b"Oops", status) for status in ("502 Bad Gateway", "429 Too Many Requests", "404 Not Found")]
@@ -148,7 +148,7 @@ def test_its_client_waits_for_a_server_that_is_at_work() -> None:
 
 
 @pytest.mark.parametrize(("slug", "is_at_work"), [("index-not-ready", True), ("busy", True), ("shard-unavailable", False)])
-def test_its_client_loses_patience_with_faults_alone(slug: str, is_at_work: bool) -> None:
+def test_http_example_gives_up_on_faults_only(slug: str, is_at_work: bool) -> None:
     """Each wait takes a tenth of a second here, so that time would be up after the second."""
     with answering.server(*[problem(slug, 503, "Retry-After: 5")] * 4, response(b"[1]")) as url:
         if is_at_work:
@@ -159,13 +159,13 @@ def test_its_client_loses_patience_with_faults_alone(slug: str, is_at_work: bool
 
 
 @pytest.mark.parametrize("status", [404, 409, 422, 500])
-def test_its_client_takes_a_refusal_for_final(status: int) -> None:
+def test_http_example_stops_at_a_refusal(status: int) -> None:
     refusal = problem("of-some-kind", status)
     with answering.server(refusal, response(b"[1]")) as url, pytest.raises(RuntimeError, match="this is of-some-kind"):
         client(url).request("numbers/spec", json.loads, 60)
 
 
-def test_what_stops_a_run_is_told_and_everything_before_it_is_given(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_http_example_gives_all_batches_before_an_error(serve: Callable[..., Server], tmp_path: Path) -> None:
     """The bad row lies in the second chunk of a response, where the server can only break the connection off."""
     rows = [[n, 1] for n in range(400)]
     rows[300] = []
@@ -177,14 +177,14 @@ def test_what_stops_a_run_is_told_and_everything_before_it_is_given(serve: Calla
             next(batches)
 
 
-def test_its_client_goes_on_with_no_other_data(server: Server) -> None:
+def test_http_example_stops_when_data_changes(server: Server) -> None:
     refusing = client(server.url)
     with pytest.raises(RuntimeError, match='"urn:penstock:problem:snapshot-gone".*"status":409'):
         list(refusing.batches("numbers", snapshot="0123456789abcdef"))
     assert refusing.waits == []
 
 
-def test_runs_are_as_it_says(server: Server) -> None:
+def test_ranges_follow_start_stop_and_stride(server: Server) -> None:
     run = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
     steps = [frame.step for frame in server.frames(run, start=1, stop=6, stride=2)]
     assert steps == [1, 3, 5]
@@ -194,7 +194,7 @@ def test_runs_are_as_it_says(server: Server) -> None:
     assert server.json(run, start=1, stop=2, format="json") == server.json(f"{run}/1", format="json")
 
 
-def test_every_field_of_a_header_is_told_in_its_order(server: Server) -> None:
+def test_documentation_lists_header_fields_in_order(server: Server) -> None:
     unpacker = msgpack.Unpacker()
     unpacker.feed(server.get("/v1/datasets/numbers/epochs/0/ranks/0/batches/0").content)
     [table] = re.findall(r"^\| field of the header \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
@@ -202,7 +202,7 @@ def test_every_field_of_a_header_is_told_in_its_order(server: Server) -> None:
     assert documented == list(unpacker.unpack())
 
 
-def test_the_digest_of_a_header_is_that_of_its_own_bytes(server: Server) -> None:
+def test_header_digest_covers_its_bytes(server: Server) -> None:
     """As the page tells it for libraries whose maps have no order."""
     body = server.get("/v1/datasets/große Zahlen/epochs/0/ranks/0/batches", seed=2**63 - 1).content
     unpacker = msgpack.Unpacker()
@@ -218,7 +218,7 @@ def test_the_digest_of_a_header_is_that_of_its_own_bytes(server: Server) -> None
     assert at == len(body)
 
 
-def test_every_problem_is_told_with_its_status() -> None:
+def test_documentation_lists_every_problem() -> None:
     told = {
         (int(status), slug)
         for status, names in re.findall(r"^\| (\d{3}) \| (.*?) \|", PAGE, re.MULTILINE)

@@ -28,7 +28,7 @@ def shuffled(corpus: Corpus) -> np.ndarray:
     return np.random.default_rng(0).permutation(corpus.num_samples)
 
 
-def test_a_uniform_shuffle_of_the_corpus_passes_and_its_spread_is_one(corpus: Corpus) -> None:
+def test_check_accepts_a_uniform_shuffle(corpus: Corpus) -> None:
     order = check(batches(corpus, shuffled(corpus)), corpus, 1024)
     assert order.num_samples == 1024
     assert order.in_order < 0.05
@@ -45,12 +45,12 @@ def test_a_uniform_shuffle_of_the_corpus_passes_and_its_spread_is_one(corpus: Co
     ],
     ids=["as-it-is", "backwards", "every-second", "neighbours-changed-about"],
 )
-def test_the_order_of_the_corpus_is_no_shuffle(corpus: Corpus, numbers: np.ndarray) -> None:
+def test_check_refuses_unshuffled_orders(corpus: Corpus, numbers: np.ndarray) -> None:
     with pytest.raises(CheckFailed, match="not shuffled"):
         check(batches(corpus, numbers), corpus, 1024)
 
 
-def test_a_batch_that_the_next_one_overwrites_is_found(corpus: Corpus) -> None:
+def test_check_finds_overwritten_batches(corpus: Corpus) -> None:
     def overwriting() -> Iterator[torch.Tensor]:
         buffer = torch.empty(BATCH_SIZE, SEQ_LEN, dtype=torch.int64)
         for batch in batches(corpus, shuffled(corpus)):
@@ -60,21 +60,21 @@ def test_a_batch_that_the_next_one_overwrites_is_found(corpus: Corpus) -> None:
         check(overwriting(), corpus, 1024)
 
 
-def test_a_sample_that_comes_twice_is_found(corpus: Corpus) -> None:
+def test_check_finds_a_repeated_sample(corpus: Corpus) -> None:
     numbers = shuffled(corpus)
     numbers[700] = numbers[3]
     with pytest.raises(CheckFailed, match="1 of 1,024 samples came twice"):
         check(batches(corpus, numbers), corpus, 1024)
 
 
-def test_one_changed_token_is_found(corpus: Corpus) -> None:
+def test_check_finds_a_changed_token(corpus: Corpus) -> None:
     given = list(batches(corpus, shuffled(corpus)))
     given[5][7, 900] += 1
     with pytest.raises(CheckFailed, match="not those of the corpus"):
         check(given, corpus, 1024)
 
 
-def test_tensors_of_another_type_or_shape_are_found(corpus: Corpus) -> None:
+def test_check_finds_other_types_and_shapes(corpus: Corpus) -> None:
     [first, *_] = batches(corpus, shuffled(corpus))
     with pytest.raises(CheckFailed, match=r"int32 \[32, 1024\] on cpu, not int64"):
         check([first.to(torch.int32)], corpus, 32)
@@ -82,18 +82,18 @@ def test_tensors_of_another_type_or_shape_are_found(corpus: Corpus) -> None:
         check([first[:31]], corpus, 32)
 
 
-def test_an_epoch_that_ends_early_is_found(corpus: Corpus) -> None:
+def test_check_finds_a_short_epoch(corpus: Corpus) -> None:
     with pytest.raises(CheckFailed, match="ended after 512 of 1,024"):
         check(batches(corpus, shuffled(corpus)[:512]), corpus, 1024)
 
 
-def test_parquet_holds_the_same_samples(corpus: Corpus) -> None:
+def test_corpus_parquet_holds_the_same_samples(corpus: Corpus) -> None:
     import pyarrow.parquet as pq
 
     rows = pq.read_table(corpus.parquet / "tokens")["tokens"].combine_chunks().flatten().to_numpy()
     assert np.array_equal(rows.reshape(1024, -1), corpus.tokens)
 
 
-def test_a_corpus_that_shards_cannot_share_evenly_is_refused(tmp_path: Path) -> None:
+def test_corpus_refuses_uneven_shards(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 512 samples, not 1000"):
         Corpus(tmp_path, 1000)

@@ -39,7 +39,7 @@ def results(*loaders: Loader) -> Results:
     return Results(date="2026-01-01", command="run", machine=["A machine."], settings=["So."], loaders=[ours, *loaders])
 
 
-def test_each_figure_is_of_the_number_of_workers_that_gives_the_better_one() -> None:
+def test_report_uses_the_best_number_of_workers() -> None:
     found = loader("peer", *(sample(rate, 10) for rate in (10, 50, 12)), *(sample(20, 30, workers=2) for _ in range(3)))
     assert found.tokens_per_second
     assert found.trainer_cpu
@@ -47,13 +47,13 @@ def test_each_figure_is_of_the_number_of_workers_that_gives_the_better_one() -> 
     assert (found.trainer_cpu.median, found.trainer_cpu.num_workers) == (10e-9, 0)
 
 
-def test_a_loader_that_failed_is_in_both_tables_with_the_reason() -> None:
+def test_report_lists_failed_loaders_with_reasons() -> None:
     found = results(loader("broken", failures=("ModuleNotFoundError: No module named 'broken'",)))
     for text in (report.terminal(found), report.page(found, "p.png")):
         assert text.count("No module named 'broken'") == 2  # in the table, and below it
 
 
-def test_there_is_a_paragraph_for_each_loader_that_is_ahead_and_for_no_other() -> None:
+def test_report_explains_each_loader_that_is_ahead() -> None:
     found = results(
         loader("faster", sample(250, 19)), loader("cheaper", sample(50, 2)), loader("behind", sample(50, 19)), loader("broken")
     )
@@ -64,11 +64,11 @@ def test_there_is_a_paragraph_for_each_loader_that_is_ahead_and_for_no_other() -
     assert "why broken is" not in page
 
 
-def test_where_nobody_is_ahead_the_page_says_so() -> None:
+def test_report_says_when_none_is_ahead() -> None:
     assert "Penstock gives the most tokens a second" in report.page(results(loader("behind", sample(50, 19))), "p.png")
 
 
-def test_a_ratio_without_a_counterpart_has_none() -> None:
+def test_ratio_without_counterpart_is_none() -> None:
     found = results()
     found.ratios = [
         Ratio(what="first", against="", ours=0.012, theirs=None, unit="s"),
@@ -80,7 +80,7 @@ def test_a_ratio_without_a_counterpart_has_none() -> None:
     assert "- bytes: noted." in page
 
 
-def test_results_survive_the_file_and_make_page_and_picture(tmp_path: Path) -> None:
+def test_results_are_saved_and_rendered(tmp_path: Path) -> None:
     found = results(loader("peer", sample(1, 2), sample(3, 4, workers=2)), loader("broken", failures=("why",)))
     report.write(found, tmp_path / "results.json", tmp_path / "RESULTS.md")
     assert Results.read(tmp_path / "results.json") == found
@@ -89,7 +89,7 @@ def test_results_survive_the_file_and_make_page_and_picture(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", peers.NAMES)
-def test_every_peer_says_all_that_the_page_tells_of_it(name: str) -> None:
+def test_peers_describe_themselves(name: str) -> None:
     peer = peers.load(name)
     assert peer.environment in ("product", "peers", "mosaicml")
     assert peer.name

@@ -13,7 +13,7 @@ import pytest
 import replay
 from processes import ProcessFailed, cpu_seconds, run, serving
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 BURN = "import time\nend = time.process_time() + 0.55\nwhile time.process_time() < end: pass\n"  # the kernel counts whole ticks
 ADOPT = f"import sys\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\nimport processes\nprocesses.adopt_orphans()\n"
@@ -24,19 +24,19 @@ def said(code: str) -> float:
     return float(run([sys.executable, "-c", code], timeout_seconds=60))
 
 
-def test_cpu_time_of_a_child_that_has_ended_is_counted() -> None:
+def test_cpu_seconds_include_ended_children() -> None:
     spent = said(f"{ADOPT}import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURN!r}])\n{TELL}")
     assert spent >= 0.5
 
 
-def test_cpu_time_of_an_orphan_is_counted() -> None:
+def test_cpu_seconds_include_orphans() -> None:
     parent = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {BURN!r}])\n"
     wait = "os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)\n"
     spent = said(f"{ADOPT}import os, subprocess, sys\nsubprocess.run([sys.executable, '-c', {parent!r}])\n{wait}{TELL}")
     assert spent >= 0.5
 
 
-def test_a_process_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_run_kills_a_process_tree_after_its_timeout(tmp_path: Path) -> None:
     sleeper = "import time; time.sleep(600)"
     start = f"import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', {sleeper!r}]).pid, flush=True)\n"
     note = tmp_path / "pid"
@@ -48,19 +48,19 @@ def test_a_process_that_does_not_end_is_ended_with_all_that_it_started(tmp_path:
         assert time.monotonic() < deadline  # it was killed, but may have had no turn on a processor since
 
 
-def test_the_reason_of_a_failure_is_the_line_that_names_it() -> None:
+def test_process_failure_names_its_reason() -> None:
     code = "import atexit, sys\natexit.register(lambda: print('bye', file=sys.stderr))\nraise ValueError('no such corpus')"
     with pytest.raises(ProcessFailed, match="^ValueError: no such corpus$"):
         run([sys.executable, "-c", code], timeout_seconds=60)
 
 
-def test_a_server_that_ends_before_it_serves_says_why() -> None:
+def test_serving_reports_why_a_server_ended() -> None:
     code = "raise OSError('address in use')"
     with pytest.raises(ProcessFailed, match="address in use"), serving([sys.executable, "-c", code]):
         pytest.fail("it does not serve")
 
 
-def test_a_server_is_ended_when_it_is_left() -> None:
+def test_serving_ends_its_server() -> None:
     code = f"{BURN}print('at http://localhost:1234/', flush=True)\ntime.sleep(600)"
     with serving([sys.executable, "-c", code]) as server:
         assert server.address == "http://127.0.0.1:1234"
@@ -69,7 +69,7 @@ def test_a_server_is_ended_when_it_is_left() -> None:
         os.kill(server.pid, 0)
 
 
-def test_the_static_server_sends_what_its_upstream_sent_and_asks_it_once(tmp_path: Path) -> None:
+def test_static_server_replays_its_upstream(tmp_path: Path) -> None:
     (tmp_path / "batch").write_bytes(os.urandom(100_000))
     files = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(tmp_path)]
     process = subprocess.Popen(files, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
