@@ -19,7 +19,7 @@ from penstock_server.order.permutation import key
 from penstock_server.order.shuffle import EpochOrder
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.split_hashes import Place, split_hashes
+from penstock_server.recipes.split import Place, split_hashes
 from planned import open_snapshot
 from synthetic import synthetic_plan
 

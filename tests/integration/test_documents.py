@@ -22,9 +22,9 @@ from commands import penstock
 from corpora import write_text
 from importing import read_back, write_datatrove, write_indexed
 from penstock.stats import Stats
-from penstock_server.recipes import declaration
-from penstock_server.recipes.column_types import is_messages
-from penstock_server.recipes.recipe_file import read_recipe
+from penstock_server.recipes import config
+from penstock_server.recipes.config import read_recipe
+from penstock_server.recipes.fields import is_messages
 from penstock_server.recipes.transform import load_transform
 from serving import Server
 from trainers import Trainers
@@ -247,8 +247,8 @@ def test_reference_pages_are_up_to_date() -> None:
 
 
 def test_documentation_lists_every_recipe_key() -> None:
-    for key in declaration._KEYS:
-        assert re.search(rf"^{key} = ", str(declaration.__doc__), re.MULTILINE), key
+    for key in config._KEYS:
+        assert re.search(rf"^{key} = ", str(config.__doc__), re.MULTILINE), key
         assert re.search(rf"\b{key} = |`{key}`", PAGES[ROOT / "docs/reference/penstock-toml.md"]), key
 
 

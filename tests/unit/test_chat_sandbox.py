@@ -3,11 +3,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from penstock_server.recipes.chat_sandbox import MAX_CHARACTERS
 
 from penstock_server.recipes import chat_sandbox
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.chat_sandbox import MAX_CHARACTERS
-from penstock_server.recipes.messages import ChatError, TemplateError
+from penstock_server.recipes.chat.messages import ChatError, TemplateError
 
 
 def render(text: str, chat: list[dict[str, Any]]) -> str:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from penstock.spec import Spec
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import BadParameter
-from penstock_server.recipes.column_types import is_bytes, is_text, numpy_type
+from penstock_server.recipes.fields import is_bytes, is_text, numpy_type
 
 Width = TypeVar("Width", int, int | None)
 

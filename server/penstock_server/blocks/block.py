@@ -13,10 +13,10 @@ import pyarrow as pa
 from penstock_server.blocks.columns import Feature, ListColumn
 from penstock_server.checksummed import SEAL_BYTES
 from penstock_server.order.arrays import IntArray, starts_of
-from penstock_server.recipes.column_types import is_raw, numpy_type
 from penstock_server.recipes.encode import COLUMN, DOCUMENTS, REASON, ROW, SPLIT, TURNS
+from penstock_server.recipes.fields import is_raw, numpy_type
 from penstock_server.recipes.recipe import FEATURES
-from penstock_server.recipes.split_hashes import Selection, is_selected, is_validation
+from penstock_server.recipes.split import Selection, is_selected, is_validation
 
 _END_BYTES = 8  # end marker of an Arrow stream
 

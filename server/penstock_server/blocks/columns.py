@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock_server.order.arrays import IntArray, distinct, find, in_order, numbered, starts_of
-from penstock_server.recipes.column_types import numpy_type
+from penstock_server.recipes.fields import numpy_type
 
 # Arrow's view of a binary. A view holds short bytes itself. For longer ones it holds the first four, for comparisons; here they
 # are zero, since no view is compared.

@@ -31,7 +31,7 @@ from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreada
 from penstock_server.recipes import encode
 from penstock_server.recipes.encode import REASON, Selected, select
 from penstock_server.recipes.filter.sql import FilterError
-from penstock_server.recipes.split_hashes import Place, split_hashes
+from penstock_server.recipes.split import Place, split_hashes
 from penstock_server.recipes.transform import TransformError
 
 _FORMAT = 6  # of the stored blocks: after a change, they are rebuilt

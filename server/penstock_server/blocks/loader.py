@@ -24,9 +24,9 @@ from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.machine import num_cores
 from penstock_server.order.arrays import IntArray
 from penstock_server.recipes import encode
-from penstock_server.recipes.rows import Rows
-from penstock_server.recipes.split_hashes import is_validation
-from penstock_server.recipes.texts import have_bare_borders
+from penstock_server.recipes.recipe import Rows
+from penstock_server.recipes.split import is_validation
+from penstock_server.recipes.text import have_bare_borders
 
 _Found = TypeVar("_Found", Asked, "Asked | RowsFuture")
 

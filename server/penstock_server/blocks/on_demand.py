@@ -30,7 +30,7 @@ from penstock_server.catalog.snapshot import BlockAddress
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import OutOfMemory, Problem
 from penstock_server.recipes.encode import Selected
-from penstock_server.recipes.split_hashes import is_selected, is_validation
+from penstock_server.recipes.split import is_selected, is_validation
 
 log = logging.getLogger("penstock.on_demand")
 

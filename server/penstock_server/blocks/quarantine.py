@@ -15,7 +15,7 @@ from penstock.urls import dataset_path
 from penstock_server.blocks.block import Block
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import BadRow, DatasetInvalid, ShardUnreadable
-from penstock_server.recipes.mask_columns import way_without
+from penstock_server.recipes.infer import way_without
 
 log = logging.getLogger("penstock.quarantine")
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from penstock_server.blocks.block import Block
-from penstock_server.recipes.split_hashes import Selection
+from penstock_server.recipes.split import Selection
 
 _BUDGET_BYTES = 256 << 20
 _MIN_BYTES = 4096  # of Python objects per split

@@ -17,7 +17,8 @@ from penstock.skip import spell_skip
 from penstock.spec import Spec, Split, StoppingStrategy
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.declaration import FILE_NAME, read_toml
+from penstock_server.recipes.config import read_toml
+from penstock_server.recipes.infer import FILE_NAME
 
 _REMEMBERED_SPECS = 32
 _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names

@@ -14,8 +14,8 @@ from penstock_server.catalog.scan import FileStat
 from penstock_server.catalog.shard import Shard
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import DatasetInvalid
+from penstock_server.recipes.config import read_recipe
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.recipe_file import read_recipe
 
 
 @dataclass(frozen=True, slots=True)

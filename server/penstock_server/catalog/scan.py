@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 from penstock_server.files import spelled
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.chat_files import FILES_BESIDE_TOKENIZER
-from penstock_server.recipes.declaration import FILE_NAME, read_toml
+from penstock_server.recipes.chat import TEMPLATE_FILES
+from penstock_server.recipes.config import read_toml
+from penstock_server.recipes.infer import FILE_NAME
+from penstock_server.recipes.tokenizer import TOKEN_FILES
 
 QUIET_SECONDS = 2.0  # a file this old is complete: a later write would change its FileStat
 
@@ -176,7 +178,7 @@ def look(folder: Path, shards: Mapping[str, FileStat], default_tokenizer: Path |
     if default_tokenizer:
         named.append(default_tokenizer)
     tokenizers = [path for path in named if path.suffix == ".json" or path == default_tokenizer]
-    paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in FILES_BESIDE_TOKENIZER)]
+    paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in (*TEMPLATE_FILES, *TOKEN_FILES))]
     return FolderState(shards, {str(path): date for path in paths if (date := _date_of_file(path))})
 
 

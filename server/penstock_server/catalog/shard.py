@@ -20,8 +20,7 @@ from penstock_server.catalog.footer import Footer, read_footer
 from penstock_server.catalog.scan import FileStat
 from penstock_server.files import check_is_file, spelled
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.column_types import num_leaves
-from penstock_server.recipes.fields import FieldError
+from penstock_server.recipes.fields import FieldError, num_leaves
 from penstock_server.recipes.filter.sql import FilterError
 from penstock_server.recipes.recipe import Recipe
 

@@ -17,7 +17,7 @@ from penstock_server.catalog.shard import Shard
 from penstock_server.order.arrays import IntArray, begins_run, find, find_one, numbered, starts_of
 from penstock_server.order.best_fit import Pools, pools_of
 from penstock_server.recipes.recipe import DEFAULT_VALIDATION, Recipe
-from penstock_server.recipes.split_hashes import Place, Selection, SplitRule, select_rows, splits_of_shards
+from penstock_server.recipes.split import Place, Selection, SplitRule, select_rows, splits_of_shards
 
 _MAX_BOUND = 2**32  # of token ids: they are served as uint32 at most
 _BLOCK_BYTES, _BLOCK_ROWS = 8 << 20, 1 << 16

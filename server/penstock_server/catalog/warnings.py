@@ -14,8 +14,7 @@ from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.held import Served
 from penstock_server.catalog.scan import list_folder
 from penstock_server.problems import Problem
-from penstock_server.recipes.declaration import FILE_NAME
-from penstock_server.recipes.mask_columns import NAMES, OF_LOSS
+from penstock_server.recipes.infer import FILE_NAME, MASKS, MASKS_OF_LOSS
 
 _DROPPED_SHARE = 0.1  # of an epoch's samples
 
@@ -144,14 +143,14 @@ def _of_unused_columns(served: Served | Member) -> str | None:
 
 def _of_unused_masks(served: Served | Member, unused: tuple[str, ...]) -> str:
     recipe, path = served.snapshot.recipe, served.snapshot.folder / FILE_NAME
-    role_of = {name: role for name in unused for role in NAMES if name in NAMES[role] or name.endswith(f"_{role}")}
-    used = next(((role, source.text) for role, source in recipe.masks if role in OF_LOSS), None)
+    role_of = {name: role for name in unused for role in MASKS if name in MASKS[role] or name.endswith(f"_{role}")}
+    used = next(((role, source.text) for role, source in recipe.masks if role in MASKS_OF_LOSS), None)
     are = f"{', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used"
     none_of_them = " and ".join(f"{role} = false" for role in dict.fromkeys(role_of.values()))
     if "tokens" not in dict(recipe.fields):
         why = "every id of an answer has loss, none of a prompt is, and padding would be taken for ids"
         what = f"Store the rows so that this is right, and set {none_of_them}"
-    elif used and {*role_of.values()} <= {*OF_LOSS}:
+    elif used and {*role_of.values()} <= {*MASKS_OF_LOSS}:
         why = f"what has loss is told by {used[1]} alone"
         what = f'Set {role_of[unused[0]]} = "{unused[0]}" to take that one, or {used[0]} = "{used[1]}" if this is right,'
     else:
@@ -189,7 +188,7 @@ def _of_open_answers(served: Served | Member) -> str | None:
 def _of_dropped_system(served: Served | Member) -> str | None:
     """Return the warning about a chat template that drops system messages; None if it writes or refuses them."""
     chat = served.snapshot.recipe.chat
-    if not chat or not chat.forms.drops_system:
+    if not chat or not chat.drops_system:
         return None
     return (
         f"{served.name}: its chat template writes nothing of system messages, so chats that have one have loss without it. "

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from penstock.text import cut, did_you_mean, listed
 from penstock_server.arrow import holds_json
 from penstock_server.importing.source import ImportRefused, Survey
-from penstock_server.recipes.column_types import is_tokens, num_leaves
+from penstock_server.recipes.fields import is_tokens, num_leaves
 
 _MAX_LEAVES = 1_000  # columns, including those within objects; each takes memory in a writer
 _INT32 = (-(2**31), 2**31 - 1)

@@ -13,7 +13,7 @@ import pyarrow.csv as pcsv
 from penstock_server.importing.rows import Kind, Quoting, row_portions
 from penstock_server.importing.source import Advance, ImportRefused, Survey
 from penstock_server.importing.stream import opened, portions
-from penstock_server.recipes.declaration import ANSWERS
+from penstock_server.recipes.infer import ANSWERS
 
 _ALWAYS_TEXT = ("text", "prompt", *ANSWERS, "chosen", "rejected")  # columns that the server takes for text without a recipe
 _DELIMITERS = (";", "\t", "|", ",")  # the likely real delimiters of a header with a single column

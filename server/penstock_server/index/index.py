@@ -28,7 +28,7 @@ from penstock_server.index.counting import Counting
 from penstock_server.index.row_lengths import SUFFIX, RowLengths, count_lengths, lengths_files
 from penstock_server.order.arrays import IntArray
 from penstock_server.order.best_fit import Bins, PackedPools, pack
-from penstock_server.recipes.split_hashes import Selection
+from penstock_server.recipes.split import Selection
 
 
 def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) -> PackedPools:

@@ -29,7 +29,7 @@ from penstock_server.index.build_lock import turn
 from penstock_server.machine import num_cores
 from penstock_server.order.arrays import IntArray, find_one, starts_of
 from penstock_server.order.packing import SplitRows
-from penstock_server.recipes.split_hashes import Selection, is_selected, is_validation
+from penstock_server.recipes.split import Selection, is_selected, is_validation
 
 SUFFIX = ".lengths"
 _FORMAT = 3  # of the files: after a change, every shard is counted again

@@ -6,23 +6,22 @@ rows --filter--> --transform--> Selected --> fields --tokenizer, chat template--
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from penstock_server.arrow import take_rows
+from penstock_server.arrow import raw_texts, take_rows
 from penstock_server.order.arrays import starts_of
-from penstock_server.recipes.chat_rows import read_chats, read_tools, tokenized_chats
-from penstock_server.recipes.ids import pretokenized
-from penstock_server.recipes.passthrough import travelling
-from penstock_server.recipes.preferences import preferences
-from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Rows
-from penstock_server.recipes.split_hashes import Place, split_hashes
-from penstock_server.recipes.texts import tokenized
-from penstock_server.recipes.turns import Lists, with_turns
+from penstock_server.recipes.fields import Column, is_bytes
+from penstock_server.recipes.recipe import Recipe, Rows
+from penstock_server.recipes.split import Place, split_hashes
+from penstock_server.recipes.text import preferences, read_chats, read_tools, tokenized, tokenized_chats
+from penstock_server.recipes.token_ids import Lists, pretokenized, with_turns
+from penstock_server.recipes.tokenizer import Note
 
 REASON = "bad"  # why a row cannot be used, null if it can
 ROW = "row"  # number of the row in the block, before the filter
@@ -79,13 +78,13 @@ def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: in
 
     Raises ValueError: the tokenizer fails on any text.
     """
-    found = Rows.of(selected.rows, recipe)
-    features = _features(found, token_bound)
+    rows = Rows.of(selected.rows, recipe)
+    features = _features(rows, token_bound)
     for lists in features.values():
         for row in np.flatnonzero(lists.lengths > LONGEST_ROW).tolist():
-            found.note(row, f"has {lists.lengths[row]:,} tokens, more than {LONGEST_ROW:,}")
-    columns = {COLUMN + column.name: travelling(found, column) for column in recipe.columns}
-    bad = np.array([reason is not None for reason in found.reasons], bool)
+            rows.note(row, f"has {lists.lengths[row]:,} tokens, more than {LONGEST_ROW:,}")
+    columns = {COLUMN + column.name: _passthrough(rows, column) for column in recipe.columns}
+    bad = np.array([reason is not None for reason in rows.reasons], bool)
     arrays: dict[str, pa.Array] = {}
     for name, lists in features.items():
         arrays[name] = _list_array(lists.values, lists.lengths, bad, token_dtype)
@@ -93,7 +92,7 @@ def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: in
             arrays[name + TURNS] = _list_array(*lists.turns, bad, "int32")
         if lists.documents:
             arrays[name + DOCUMENTS] = _list_array(*lists.documents, bad, "int32")
-    arrays |= columns | {REASON: pa.array(found.reasons, pa.string()), SPLIT: pa.array(selected.hashes)}
+    arrays |= columns | {REASON: pa.array(rows.reasons, pa.string()), SPLIT: pa.array(selected.hashes)}
     if recipe.filter:
         arrays[ROW] = pa.array(selected.numbers.astype(np.int32))
     return pa.record_batch(arrays)
@@ -131,6 +130,54 @@ def _features(rows: Rows, bound: int) -> dict[str, Lists]:
     if kind == "messages":
         return {"tokens": tokenized_chats(rows, "messages", read_chats(rows, "messages"), read_tools(rows))}
     return preferences(rows)
+
+
+def _passthrough(rows: Rows, column: Column) -> pa.Array:
+    """Return a passthrough column without nulls: NaN or an empty text replaces them; if the type has neither, the row is bad.
+
+    Numbers and fixed-size lists of them stay, text is a large_string and bytes are a large_binary.
+    """
+    array, note = rows.values(column.field), partial(rows.note, of=column.name)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_fixed_size_list(array.type):
+        return _vectors(array, note)
+    if pa.types.is_floating(array.type):
+        wide = array.cast(pa.float32()) if pa.types.is_float16(array.type) else array
+        return pc.fill_null(wide, float("nan"))
+    if pa.types.is_integer(array.type) or pa.types.is_boolean(array.type):
+        for row in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist():
+            note(row, "is null")
+        return pc.fill_null(array, False if pa.types.is_boolean(array.type) else 0)
+    raw = pc.fill_null(raw_texts(array), b"")
+    return raw if is_bytes(array.type) else _valid_texts(raw, note)
+
+
+def _vectors(array: pa.Array, note: Note) -> pa.Array:
+    size, item = array.type.list_size, array.type.value_type
+    if not (array.null_count or array.flatten().null_count):
+        return array.cast(pa.list_(item, size))  # whether or not the file declares that it has no nulls
+    vectors = []
+    for row, value in enumerate(array.to_pylist()):
+        if value is None or None in value:
+            note(row, "is null or holds a null")
+            value = [0] * size
+        vectors.append(value)
+    return pa.array(vectors, pa.list_(item, size))
+
+
+def _valid_texts(raw: pa.Array, note: Note) -> pa.Array:
+    try:
+        return pc.cast(raw, pa.large_string())
+    except pa.ArrowInvalid:
+        texts = []
+        for row, value in enumerate(raw.to_pylist()):
+            try:
+                texts.append(value.decode())
+            except UnicodeDecodeError as error:
+                note(row, f"is not valid UTF-8 at byte {error.start}")
+                texts.append("")
+        return pa.array(texts, pa.large_string())
 
 
 def _list_array(

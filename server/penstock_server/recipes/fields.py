@@ -1,4 +1,4 @@
-r"""Fields that a recipe reads of a row: a column, a field inside a nested one, or a text made of several.
+r"""Fields that a recipe reads of a row, and the types and values of columns.
 
 content                 a column
 meta.body               a field of a struct, unless a column has exactly that name
@@ -8,13 +8,17 @@ meta.body               a field of a struct, unless a column has exactly that na
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from string import Formatter
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.batch import TENSOR_NAMES
 from penstock.text import listed, perhaps
-from penstock_server.arrow import without_json_type
+from penstock_server.arrow import parsed_json, without_json_type
 
 _Path = tuple[str, ...]
 
@@ -82,14 +86,9 @@ class Field:
         strings: list[pa.Array | pa.Scalar] = []
         for literal, path in self.parts:
             strings.append(pa.scalar(literal, pa.large_string()))
-            if path:
-                strings.append(_as_text(_values(path, rows)))
+            if path:  # bytes that are not UTF-8 make a bad row, not a bad block
+                strings.append(pc.cast(without_json_type(_values(path, rows)), pa.large_string(), safe=False))
         return pc.binary_join_element_wise(*strings, pa.scalar("", pa.large_string()))
-
-    def nulls(self, rows: pa.RecordBatch) -> dict[str, list[bool]]:
-        """Return for each column of a template whether it is null in each row."""
-        paths = dict.fromkeys(path for _, path in self.parts if path)
-        return {".".join(path): _as_text(_values(path, rows)).is_null().to_pylist() for path in paths}
 
 
 def _resolve(name: str, schema: pa.Schema) -> _Path:
@@ -123,6 +122,160 @@ def _values(path: _Path, rows: pa.RecordBatch) -> pa.Array:
     return pc.struct_field(column, list(path[1:])) if path[1:] else column
 
 
-def _as_text(values: pa.Array) -> pa.Array:
-    values = without_json_type(values)
-    return pc.cast(values, pa.large_string(), safe=False)  # bytes that are not UTF-8 make a bad row, not a bad block
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Passthrough column, sent with the tokens as values of one type, whatever the shards' types."""
+
+    field: Field
+    type: pa.DataType
+
+    @classmethod
+    def parse(cls, name: str, schema: pa.Schema) -> Column:
+        """Parse a column that a recipe names: numbers, fixed-size lists of them, text or bytes.
+
+        Raises FieldError: it is missing, or has another type or the name of a tensor.
+        """
+        field = Field.parse(name, schema)
+        type_ = field.type(schema)
+        if name in TENSOR_NAMES:
+            raise FieldError(f"column {name!r} cannot travel: a batch has a tensor of that name. Rename the column")
+        item = type_.value_type if pa.types.is_fixed_size_list(type_) or pa.types.is_dictionary(type_) else type_
+        number = pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item)
+        if not (number or (is_raw(item) and not pa.types.is_fixed_size_list(type_))):
+            raise FieldError(
+                f"column {name!r} is {type_} and cannot travel; numbers, lists of a fixed number of them, text and bytes can"
+            )
+        return cls(field, type_)
+
+    @property
+    def name(self) -> str:
+        """Return its name in penstock.toml and in a batch."""
+        return self.field.text
+
+
+def passthrough_type(type_: pa.DataType) -> str:
+    """Return the name of the type that a passthrough column is sent as, whatever Arrow calls it."""
+    if pa.types.is_dictionary(type_) and not is_text(type_):
+        return passthrough_type(type_.value_type)
+    if is_raw(type_):
+        return "string" if is_text(type_) else "binary"
+    if pa.types.is_float16(type_):
+        type_ = pa.float32()
+    if pa.types.is_fixed_size_list(type_):
+        type_ = pa.list_(type_.value_type, type_.list_size)  # the name of a list's items makes no difference
+    return str(type_)
+
+
+def is_text(type_: pa.DataType) -> bool:
+    """Return whether a column of this type holds text. JSON is text, also in Arrow's JSON type."""
+    if isinstance(type_, pa.BaseExtensionType):
+        return is_text(type_.storage_type)
+    if pa.types.is_dictionary(type_):
+        return is_text(type_.value_type)
+    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
+
+
+def is_bytes(type_: pa.DataType) -> bool:
+    """Return whether a column of this type holds bytes, of any number."""
+    return bool(pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_binary_view(type_))
+
+
+def is_raw(type_: pa.DataType) -> bool:
+    """Return whether a column of this type holds text or bytes."""
+    return is_text(type_) or is_bytes(type_)
+
+
+def is_list(type_: pa.DataType) -> bool:
+    """Return whether a column of this type holds lists, but no list views."""
+    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
+
+
+def is_tokens(type_: pa.DataType) -> bool:
+    """Return whether a column of this type holds lists of integers."""
+    return is_list(type_) and bool(pa.types.is_integer(type_.value_type))
+
+
+def is_list_of(type_: pa.DataType, names: set[str]) -> bool:
+    """Return whether a column of this type holds lists of structs that have fields of these names."""
+    if not (is_list(type_) and pa.types.is_struct(type_.value_type)):
+        return False
+    return names <= {type_.value_type.field(i).name for i in range(type_.value_type.num_fields)}
+
+
+def is_messages(type_: pa.DataType) -> bool:
+    """Return whether a column of this type holds lists of messages: structs with role and content, or JSON values."""
+    return is_list_of(type_, {"role", "content"}) or (is_list(type_) and isinstance(type_.value_type, pa.JsonType))
+
+
+def is_null(type_: pa.DataType) -> bool:
+    """Return whether a column of this type is null, or lists of nothing, throughout a shard."""
+    return bool(pa.types.is_null(type_.value_type if is_list(type_) else type_))
+
+
+def num_leaves(type_: pa.DataType) -> int:
+    """Return the number of leaf columns that Parquet has for a column of this type."""
+    type_ = type_.storage_type if isinstance(type_, pa.BaseExtensionType) else type_
+    return sum(num_leaves(type_.field(n).type) for n in range(type_.num_fields)) if pa.types.is_nested(type_) else 1
+
+
+@lru_cache(maxsize=32)
+def numpy_type(type_: pa.DataType) -> np.dtype[Any]:
+    """Return numpy's type for a type of numbers. Arrow's own conversion needs pandas in many versions."""
+    dtype: np.dtype[Any] = pa.nulls(0, type_).to_numpy(zero_copy_only=False).dtype
+    return dtype
+
+
+def python_values(array: pa.Array) -> list[Any]:
+    """Convert values to Python objects; times are cut to the microsecond, Python's resolution.
+
+    Raises ValueError: a text is not UTF-8, or a date is outside the years 1 to 9999.
+    """
+    type_ = _in_microseconds(array.type)
+    try:
+        values: list[Any] = (array if type_ == array.type else array.cast(type_, safe=False)).to_pylist()
+    except OverflowError as error:
+        raise ValueError("a date is outside the years 1 to 9999") from error
+    return values
+
+
+def json_values(array: pa.Array) -> list[Any]:
+    """Convert values to JSON values: structs and maps are objects, and values of Parquet's JSON type are parsed.
+
+    A null field of a struct is left out, since Parquet cannot store a row without it; a map key with a null value stays.
+    Raises the errors of `python_values`.
+    """
+    return [_as_json(value, array.type) for value in python_values(array)]
+
+
+def _as_json(value: Any, type_: pa.DataType) -> Any:
+    if value is None:
+        return None
+    if isinstance(type_, pa.JsonType):
+        return parsed_json(value)
+    if isinstance(type_, pa.BaseExtensionType):
+        type_ = type_.storage_type
+    if isinstance(value, dict):
+        fields = {field.name: _as_json(value[field.name], field.type) for field in type_}
+        return {name: item for name, item in fields.items() if item is not None}
+    if pa.types.is_map(type_):
+        return {key: _as_json(item, type_.item_type) for key, item in value}
+    return [_as_json(item, type_.value_type) for item in value] if isinstance(value, list) else value
+
+
+def _in_microseconds(type_: pa.DataType) -> pa.DataType:
+    """Replace nanoseconds by microseconds in a type, also inside nested types."""
+    types = pa.types
+    if types.is_struct(type_):
+        return pa.struct([field.with_type(_in_microseconds(field.type)) for field in type_])
+    if types.is_map(type_):
+        return pa.map_(_in_microseconds(type_.key_type), type_.item_field.with_type(_in_microseconds(type_.item_type)))
+    if types.is_fixed_size_list(type_):
+        return pa.list_(_in_microseconds(type_.value_type), type_.list_size)
+    if types.is_list(type_) or types.is_large_list(type_):  # pyarrow cannot cast list views
+        item = type_.value_field.with_type(_in_microseconds(type_.value_type))
+        return pa.list_(item) if types.is_list(type_) else pa.large_list(item)
+    if not types.is_temporal(type_) or getattr(type_, "unit", "") != "ns":
+        return type_
+    if types.is_timestamp(type_):
+        return pa.timestamp("us", type_.tz)
+    return pa.duration("us") if types.is_duration(type_) else pa.time64("us")

@@ -8,16 +8,22 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from penstock.text import cut
+from penstock.text import as_utf8, cut
 from penstock_server.files import spelled
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.column_types import are_told_alike, name_of_travelling
-from penstock_server.recipes.fields import Field, FieldError
+from penstock_server.recipes.fields import Column, Field, FieldError, is_bytes, is_text, passthrough_type
 from penstock_server.recipes.filter import Filter, not_empty, not_null
 from penstock_server.recipes.filter.sql import SHOWN
-from penstock_server.recipes.fitting import Column, Fields, Kind, check_field, check_tools
-from penstock_server.recipes.mask_columns import OF_DOCUMENTS, OF_LOSS, Masks, check_mask
-from penstock_server.recipes.roles import FirstShard
+from penstock_server.recipes.infer import (
+    MASKS_OF_DOCUMENTS,
+    MASKS_OF_LOSS,
+    Fields,
+    FirstShard,
+    Kind,
+    check_field,
+    check_mask,
+    check_tools,
+)
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.recipes.transform import Transform
 
@@ -36,8 +42,7 @@ class Recipe:
 
     kind, fields  the kind of row, and the fields that hold it, by their role: tokens, text, prompt, response, messages, chosen
                   and rejected. Rows of ids are of kind "tokens" whatever the roles: a prompt and a response of ids, too
-    masks         of pre-tokenized rows: the fields that mark the ids with loss, the padding, and the start of documents,
-                  see `mask_columns`
+    masks         of pre-tokenized rows: by role, the fields that mark ids with loss, padding, and the start of documents
     vocab_size    bounds the ids of pre-tokenized rows; None if unknown
     bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
     eos_id        closes a text or a response, likewise
@@ -46,9 +51,7 @@ class Recipe:
     columns       the passthrough columns
     reads_json    whether columns that are read are of Parquet's JSON type, or hold it, in the first shard
     first         the columns of the first shard: no other shard may have further columns that select the tokens with loss
-    unused        unused columns that, by name, select the tokens with loss. Beside ids they are masks; beside texts, whose
-                  tokens all have loss, chats or answers; in preference pairs, a prompt of another type than the answers;
-                  beside chats, tools that their template ignores; beside prompts and responses, the label of KTO's data
+    unused        unused columns that, by name, select the tokens with loss; see `infer.unused_columns`
     unsaid_bos    the token that the tokenizer itself would open a text with, if penstock.toml does not set bos
     guessed_eos   candidates for the EOS in the tokenizer, if no file names it; the first of several is taken
     filter        selects the rows that are served; None for all
@@ -61,7 +64,7 @@ class Recipe:
 
     kind: Kind
     fields: Fields
-    masks: Masks = ()
+    masks: Fields = ()
     tokenizer: TokenizerFile | None = None
     vocab_size: int | None = None
     bos_id: int | None = None
@@ -107,12 +110,12 @@ class Recipe:
     @property
     def has_loss_mask(self) -> bool:
         """Return whether a mask selects the ids with loss of pre-tokenized rows; never a packed document's first id."""
-        return any(role in OF_LOSS for role, _ in self.masks) or self.has_documents
+        return any(role in MASKS_OF_LOSS for role, _ in self.masks) or self.has_documents
 
     @property
     def has_documents(self) -> bool:
         """Return whether a column of pre-tokenized rows separates the documents packed into each row."""
-        return any(role in OF_DOCUMENTS for role, _ in self.masks)
+        return any(role in MASKS_OF_DOCUMENTS for role, _ in self.masks)
 
     @property
     def adds_eos_to_chats(self) -> bool:
@@ -120,7 +123,7 @@ class Recipe:
         if not (self.chat and self.tokenizer) or self.eos_id is None:
             return False
         token = self.tokenizer.tokenizer.id_to_token(self.eos_id)
-        return token is None or token not in self.chat.trial.behind + self.chat.trial.tail
+        return token is None or token not in self.chat.answer_end
 
     @property
     def token_columns(self) -> tuple[str, ...]:
@@ -165,8 +168,8 @@ class Recipe:
         """Return the top-level columns to read from a shard; None for all, since a transform may use them."""
         if self.transform:
             return None
-        travelling = (name for column in self.columns for name in column.field.columns)
-        return list(dict.fromkeys([*self.encoded_columns, *travelling, *self.selecting_columns]))
+        passthrough = (name for column in self.columns for name in column.field.columns)
+        return list(dict.fromkeys([*self.encoded_columns, *passthrough, *self.selecting_columns]))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -184,7 +187,7 @@ class Recipe:
             "eos_id": self.eos_id,
             "pad_id": self.pad_id,
             "chat": self.chat.digest if self.chat else None,
-            "columns": [[column.name, name_of_travelling(column.type)] for column in self.columns],
+            "columns": [[column.name, passthrough_type(column.type)] for column in self.columns],
             "filter": [_FILTERING, self.filter.text] if self.filter else None,
             "transform": self.transform.digest if self.transform else None,
             "split_by": self.split_by.text if self.split_by else None,
@@ -211,9 +214,9 @@ class Recipe:
             self.check_made(schema)
 
     def _check_split(self, source: Field, first: pa.DataType, schema: pa.Schema) -> None:
-        if not are_told_alike(first, own := source.type(schema)):  # 7 and 7.0 have two hashes
+        if len({_split_type(first), _split_type(type_ := source.type(schema)), "null"}) > 2:  # 7 and 7.0 have two hashes
             raise FieldError(
-                f"split_by reads {source.text!r}, which is {own} here and {first} in the first shard, so that rows of one "
+                f"split_by reads {source.text!r}, which is {type_} here and {first} in the first shard, so that rows of one "
                 f"value would be in both splits. Write it with one type, as penstock import makes of such shards"
             )
 
@@ -228,8 +231,8 @@ class Recipe:
         if self.first:
             self.first.check(schema)
         for column in self.columns:
-            if name_of_travelling(own := column.field.type(schema)) != name_of_travelling(column.type):
-                raise FieldError(f"column {column.name!r} is {own}, but {column.type} in the first shard")
+            if passthrough_type(type_ := column.field.type(schema)) != passthrough_type(column.type):
+                raise FieldError(f"column {column.name!r} is {type_}, but {column.type} in the first shard")
 
     def describe(self) -> str:
         """Describe the recipe in a line, for people."""
@@ -257,3 +260,49 @@ class Recipe:
         if self.unused:
             parts.append(f"without {', '.join(self.unused)}")
         return ", ".join(parts)
+
+
+def _split_type(type_: pa.DataType) -> str:
+    """Return one name for types whose equal values have one text in Python, and so one hash."""
+    if pa.types.is_dictionary(type_):
+        type_ = type_.value_type
+    if is_text(type_):
+        return "text"
+    if pa.types.is_timestamp(type_):
+        return f"timestamp {type_.tz}"
+    if is_bytes(type_):
+        return "bytes"
+    return "integer" if pa.types.is_integer(type_) else "float" if pa.types.is_floating(type_) else str(type_)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows to tokenize, and the reasons of those that cannot be used.
+
+    stored   their columns, after the filter and the transform
+    reasons  why each row is bad, None for a good row
+    """
+
+    stored: pa.RecordBatch
+    recipe: Recipe
+    reasons: list[str | None]
+
+    @classmethod
+    def of(cls, stored: pa.RecordBatch, recipe: Recipe) -> Rows:
+        """Make rows without any bad one."""
+        return cls(stored, recipe, [None] * stored.num_rows)
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    def field(self, role: str) -> Field:
+        """Return the field of this role."""
+        return dict(self.recipe.fields)[role]
+
+    def values(self, source: Field) -> pa.Array:
+        """Return the values of a field, shape [len(self)]. Raises FieldError: the rows have no such column."""
+        return source.array(self.stored)
+
+    def note(self, row: int, reason: str, of: str = "") -> None:
+        """Mark a row as bad, for a reason about column `of`; the first reason stays."""
+        self.reasons[row] = self.reasons[row] or as_utf8(f"{of} {reason}" if of else reason)  # the form that is stored

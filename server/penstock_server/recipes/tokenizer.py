@@ -10,25 +10,30 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
-from penstock_server.files import read_file, spelled
+from penstock_server.files import may_be_there, read_file, read_text, spelled
 from penstock_server.library_errors import LibraryError, library_errors
 from penstock_server.machine import num_cores
 from penstock_server.map_ordered import map_ordered
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.chat_files import NamedToken, NamedTokens, load_added_tokens
-from penstock_server.recipes.messages import TemplateError
 
+TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")  # in this order
+_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
+_WRITE_IT = (
+    "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model; of others "
+    "transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes one."
+)
 _PORTION_CHARACTERS = 1 << 17  # per thread at a time: an encoding takes some hundred bytes per token
 
 Ids = npt.NDArray[np.int64]
 Note = Callable[[int, str], None]  # receives a bad row's number and the reason
-_Made = TypeVar("_Made")
+_Encoded = TypeVar("_Encoded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +55,15 @@ class TokenizerFile:
         A text that the tokenizer fails on has no ids, and `note` is called. Raises ValueError: it fails on any text.
         """
 
-        def ids_of(own: list[str], _: slice) -> tuple[Ids, list[int]]:
+        def ids_of(portion: list[str], _: slice) -> tuple[Ids, list[int]]:
             # Not an array per text: that would hold the GIL, which other encoding threads need, twice as long.
-            ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(own, add_special_tokens=False)]
+            ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(portion, add_special_tokens=False)]
             lengths = list(map(len, ids))
             return np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths)), lengths
 
-        found = self._by_portion(ids_of, texts, note)
-        lengths = chain.from_iterable(lengths for _, lengths in found)
-        return np.concatenate([values for values, _ in found]), np.fromiter(lengths, np.int64, len(texts))
+        portions = self._by_portion(ids_of, texts, note)
+        lengths = chain.from_iterable(lengths for _, lengths in portions)
+        return np.concatenate([values for values, _ in portions]), np.fromiter(lengths, np.int64, len(texts))
 
     def encode_marked(self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], note: Note) -> list[tuple[Ids, Ids]]:
         """Return each text's ids, and the lengths of their runs outside and inside its spans, alternating.
@@ -69,8 +74,8 @@ class TokenizerFile:
         Raises ValueError: it fails on any text.
         """
 
-        def marked(own: list[str], at: slice) -> list[tuple[Ids, Ids]]:
-            encodings = self.tokenizer.encode_batch(own, add_special_tokens=False)
+        def marked(portion: list[str], at: slice) -> list[tuple[Ids, Ids]]:
+            encodings = self.tokenizer.encode_batch(portion, add_special_tokens=False)
             return [(np.array(e.ids, np.int64), _runs(e, inside)) for e, inside in zip(encodings, spans[at], strict=True)]
 
         return list(chain.from_iterable(self._by_portion(marked, texts, note)))
@@ -80,7 +85,7 @@ class TokenizerFile:
         """Return whether a text that spells a special token becomes plain tokens, not that one."""
         return self.tokenizer.encode_special_tokens
 
-    def spelled(self, text: str) -> list[str]:
+    def special_tokens_in(self, text: str) -> list[str]:
         """Return the special tokens that a text spells."""
         special = (token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special)
         return [content for content in special if content in text]
@@ -113,26 +118,26 @@ class TokenizerFile:
         with library_errors():
             return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _by_portion(self, make: Callable[[list[str], slice], _Made], texts: list[str], note: Note) -> list[_Made]:
+    def _by_portion(self, encode: Callable[[list[str], slice], _Encoded], texts: list[str], note: Note) -> list[_Encoded]:
         """Process the texts on all cores, about a hundred thousand characters at a time.
 
         A text that the tokenizer fails on counts as empty.
         """
 
-        def made(at: slice) -> _Made:
-            own = texts[at]
+        def encoded(at: slice) -> _Encoded:
+            portion = texts[at]
             try:
                 with library_errors():
-                    return make(own, at)
+                    return encode(portion, at)
             except LibraryError:  # the error does not name the text
-                own = [self._encodable(text, at.start + n, note) for n, text in enumerate(own)]
+                portion = [self._encodable(text, at.start + n, note) for n, text in enumerate(portion)]
             try:
                 with library_errors():
-                    return make(own, at)
+                    return encode(portion, at)
             except LibraryError as error:
                 raise ValueError(f"the tokenizer {spelled(self.path.name)} fails: {error}") from error
 
-        return list(map_ordered(_threads(), num_cores(), made, _portions(texts)))
+        return list(map_ordered(_threads(), num_cores(), encoded, _portions(texts)))
 
     def _encodable(self, text: str, number: int, note: Note) -> str:
         """Return the text, or "" if the tokenizer fails on it: it may lack a token for a character, and an unknown token."""
@@ -153,30 +158,15 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 
     Raises DatasetInvalid: the file does not exist, is not a tokenizer, or tokens cannot be added to it.
     """
+    # If `path` is a symlink, as in the hub's cache, these files are beside the symlink.
+    beside = tuple(read_beside(path.with_name(name)) if may_be_there(path.with_name(name)) else "" for name in TOKEN_FILES)
     try:
-        # If `path` is a symlink, as in the hub's cache, these files are beside the symlink.
-        named = load_added_tokens(path)
-        found = path.resolve(strict=True)
+        resolved = path.resolve(strict=True)
         # Use the ctime: an archive can set the mtime, but no program can set the ctime.
-        loaded = _load(found, found.stat().st_ctime_ns, split_special_tokens, named)
-    except TemplateError as error:
-        raise DatasetInvalid(str(error)) from error
+        return _load(resolved, resolved.stat().st_ctime_ns, split_special_tokens, path, beside)
     except OSError as error:
-        remedy = (
-            "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model; of "
-            "others transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes one."
-        )
-        if isinstance(error, PermissionError):
-            remedy = "Let the server's user read it."
+        remedy = _WRITE_IT if not isinstance(error, PermissionError) else "Let the server's user read it."
         raise DatasetInvalid(f"the tokenizer {path} cannot be read: {error.strerror}. {remedy}") from error
-    for token in (*named.restated, *named.others):
-        if token.id not in (None, own := loaded.tokenizer.token_to_id(token.content)):
-            raise DatasetInvalid(
-                f"the files beside {path} give the token {token.content!r} the id {token.id:,}, but added to this tokenizer it "
-                f"has the id {own:,}: ids are given without gaps, and a token of the tokenizer keeps its own. Save all of "
-                f"these files together with transformers' save_pretrained, or correct the ids."
-            )
-    return loaded
 
 
 @lru_cache(maxsize=64)
@@ -184,48 +174,138 @@ def _load(
     path: Path,
     ctime_ns: int,  # noqa: ARG001 - part of the cache key: a changed file is another tokenizer
     split_special_tokens: bool,
-    named: NamedTokens,
+    named: Path,
+    beside: tuple[str, ...],
 ) -> TokenizerFile:
     content = read_file(path)
     try:
         with library_errors():
             tokenizer = Tokenizer.from_buffer(content)
     except LibraryError as error:
-        raise DatasetInvalid(
-            f"{path} is not a tokenizer: {error}. A tokenizer.json is what Tokenizer.save of the `tokenizers` library writes; "
-            f"of other files transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) makes one."
-        ) from error
+        raise DatasetInvalid(f"{path} is not a tokenizer: {error}. {_WRITE_IT}") from error
     if not tokenizer.get_vocab_size():
         raise DatasetInvalid(f"{path} is a tokenizer with an empty vocabulary: it was saved before it was trained.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = split_special_tokens
-    if getattr(tokenizer.model, "dropout", None):  # a text would have other tokens each time
+    if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
-    added = _add(tokenizer, named)
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    person = b"special split" if split_special_tokens else b""
-    digest = blake2b(content, digest_size=16, person=person)
-    if added:  # otherwise the digest stays that of the file alone
+    before = _added_tokens(tokenizer)
+    _add_tokens(tokenizer, named, beside)
+    digest = blake2b(content, digest_size=16, person=b"special split" if split_special_tokens else b"")
+    if added := sorted(_added_tokens(tokenizer) - before):  # otherwise the digest stays that of the file alone
         digest.update(json.dumps(added).encode())
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     return TokenizerFile(path, digest.hexdigest(), tokenizer, vocab_size)
 
 
-def _add(tokenizer: Tokenizer, named: NamedTokens) -> list[NamedToken]:
-    """Add tokens as transformers' AutoTokenizer does; return those that are new or changed, with their ids."""
-    before = _added_tokens(tokenizer)
-    known, contents = {token[1:] for token in before}, {token.content for token in before}
-    wanted = [token for token in named.restated if token[1:] not in known]
-    contents |= {token.content for token in wanted}
-    special = {token.content for token in named.others if token.special}
-    wanted = [token._replace(special=token.special or token.content in special) for token in wanted]
-    wanted += [token for token in named.others if token.content not in contents]
-    tokenizer.add_tokens([token.token for token in wanted])
-    return sorted(_added_tokens(tokenizer) - before)
+def _add_tokens(tokenizer: Tokenizer, path: Path, beside: tuple[str, ...]) -> None:
+    """Add the tokens that transformers' AutoTokenizer adds to a tokenizer.json because the files beside it name them.
+
+    Those are in added_tokens_decoder of tokenizer_config.json. Older files have none: there special_tokens_map.json and
+    added_tokens.json count as well. Special tokens, such as eos_token, are added too.
+
+    Raises DatasetInvalid: a file has another form, or gives a token an id that it cannot have.
+    """
+    config, named, added = (_parsed(text, path.with_name(name)) for text, name in zip(beside, TOKEN_FILES, strict=True))
+    ids: dict[str, int] = {}
+    replacing, others = list[AddedToken](), list[AddedToken]()
+    try:
+        if (decoder := config.get("added_tokens_decoder")) is not None:
+            replacing = [AddedToken(**decoder[id_]) for id_ in sorted(decoder, key=int)]
+            ids = {decoder[id_]["content"]: int(id_) for id_ in decoder}
+            special = _special_tokens(config)
+        else:
+            special = _special_tokens(config | named)
+            ids = {content: int(id_) for content, id_ in added.items()}
+            others = [
+                AddedToken(content, special=content in special, normalized=content not in special)
+                for content in sorted(ids, key=lambda content: ids[content])
+            ]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DatasetInvalid(
+            f"the files beside {path} add tokens in a form that transformers does not write: {error}. Save them again with "
+            f"save_pretrained, or remove what cannot be read."
+        ) from error
+    before = {fields[1:] for fields in _added_tokens(tokenizer)}
+    replacing = [token for token in replacing if _fields(token) not in before]
+    for token in replacing:
+        token.special = token.special or token.content in special
+    present = {content for content, *_ in before} | {token.content for token in replacing}
+    tokenizer.add_tokens([*replacing, *(token for token in (*others, *special.values()) if token.content not in present)])
+    for content, id_ in ids.items():
+        if (actual := tokenizer.token_to_id(content)) != id_:
+            raise DatasetInvalid(
+                f"the files beside {path} give the token {content!r} the id {id_:,}, but added to this tokenizer it has the id "
+                f"{actual:,}: ids are given without gaps, and a token of the tokenizer keeps its own. Save all of these files "
+                f"together with transformers' save_pretrained, or correct the ids."
+            )
 
 
-def _added_tokens(tokenizer: Tokenizer) -> set[NamedToken]:
-    return {NamedToken.of(id_, token) for id_, token in tokenizer.get_added_tokens_decoder().items()}
+def _special_tokens(config: dict[str, Any]) -> dict[str, AddedToken]:
+    """Return the special tokens that a configuration names, by their text: those with a usual name first, then others."""
+    values = [config.get(name) for name in _SPECIAL]
+    values += [value for name, value in config.items() if name.endswith("_token") and name not in _SPECIAL]
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        extra = config.get(name) or ()
+        values += extra.values() if isinstance(extra, dict) else extra
+    tokens: dict[str, AddedToken] = {}
+    for value in values:
+        given = {"content": value} if isinstance(value, str) else value
+        if isinstance(given, dict) and given.get("content"):
+            flags = {name: flag for name, flag in given.items() if name in _FLAGS}
+            tokens.setdefault(given["content"], AddedToken(given["content"], **{**flags, "special": True}))
+    return tokens
+
+
+def _added_tokens(tokenizer: Tokenizer) -> set[tuple[Any, ...]]:
+    """Return the id, the text and the flags of each added token."""
+    return {(id_, *_fields(token)) for id_, token in tokenizer.get_added_tokens_decoder().items()}
+
+
+def _fields(token: AddedToken) -> tuple[Any, ...]:
+    return (token.content, *(getattr(token, name) for name in _FLAGS))
+
+
+def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
+    """Return the special tokens that the files beside a tokenizer.json name, such as eos_token.
+
+    Raises DatasetInvalid: a file cannot be read.
+    """
+    config = read_json_beside(tokenizer_path.with_name("tokenizer_config.json"))
+    files = [read_json_beside(tokenizer_path.with_name("special_tokens_map.json")), config]
+    if "added_tokens_decoder" not in config:  # older files: tokenizer_config.json did not have all tokens
+        files.reverse()
+    tokens: dict[str, str] = {}
+    extra = (file.get("extra_special_tokens") for file in files)  # a mapping by name, or a list of tokens without names
+    for name, value in (item for each in [*extra, *files] if isinstance(each, dict) for item in each.items()):
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    if any(file.get("bos_token", "") is None for file in files):  # transformers writes null for no BOS
+        tokens.setdefault("bos_token", "")
+    return tokens
+
+
+def read_json_beside(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file beside a tokenizer; {} without the file. Raises DatasetInvalid: it cannot be read."""
+    return _parsed(read_beside(path), path) if may_be_there(path) else {}
+
+
+def read_beside(path: Path) -> str:
+    """Return the text of a file beside a tokenizer. Raises DatasetInvalid: it cannot be read."""
+    try:
+        return read_text(path, "utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
+    return content if isinstance(content, dict) else {}
 
 
 @lru_cache(maxsize=1)

@@ -23,11 +23,6 @@ import pyarrow as pa
 from penstock_server.files import may_be_there, read_file
 from penstock_server.library_errors import LibraryError, library_errors
 
-OF_NO_ROWS = (
-    " The transform was called with no rows, to learn its columns: give them types, as in "
-    "pyarrow.RecordBatch.from_pylist(rows, schema=...)."
-)
-
 
 class TransformError(ValueError):
     """The function cannot be loaded, or violates the contract of a transform."""

@@ -32,7 +32,7 @@ from penstock_server.index.row_lengths import count_lengths
 from penstock_server.lookup import show_quarantine, show_row
 from penstock_server.problems import ShardUnreadable
 from penstock_server.recipes import encode
-from penstock_server.recipes.split_hashes import split_hashes
+from penstock_server.recipes.split import split_hashes
 from planned import open_snapshot
 
 

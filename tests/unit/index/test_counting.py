@@ -44,7 +44,7 @@ from penstock_server.index.index import drop_old_counts
 from penstock_server.index.row_lengths import QUANTILES, RowLengths, _ShardLengths
 from penstock_server.problems import BadRow, IndexFailed, IndexNotReady, OutOfMemory
 from penstock_server.recipes import encode
-from penstock_server.recipes.split_hashes import select_rows
+from penstock_server.recipes.split import select_rows
 from planned import plan_of
 
 WAYS = [{"packing": "best_fit", "split": "train"}, {"packing": "concat"}, {"overflow": "split"}, {"split": "validation"}]

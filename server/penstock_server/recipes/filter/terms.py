@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock_server.recipes.column_types import is_text
+from penstock_server.recipes.fields import is_text
 
 _WHOLE = (pa.int64(), pa.uint64())
 _NUMBERS = (*_WHOLE, pa.float64())

@@ -22,8 +22,8 @@ from penstock.spec import Spec
 from penstock_server.batches.tensors import tensors_of
 from penstock_server.blocks.decode import completed
 from penstock_server.problems import DatasetInvalid
+from penstock_server.recipes.fields import python_values
 from penstock_server.recipes.tokenizer import load_tokenizer
-from penstock_server.recipes.values import python_values
 from planned import open_snapshot
 
 # A shard of `repeated int32 tokens`, which pyarrow reads and does not write: [1, 2], [] and [3].
@@ -192,13 +192,6 @@ def test_lists_that_reach_two_gibibytes_are_told() -> None:
     part = pa.record_batch({"list": lists})
     with pytest.raises(ValueError, match="2 of its rows hold more than 2 GiB; write row groups of fewer rows"):
         completed(part, iter([part]), 2)
-
-
-def test_of_a_time_zone_that_is_not_known_it_is_told() -> None:
-    with pytest.raises(
-        ValueError, match=r"^of timestamp\[us, tz=Mars/Base\] the time zone is not known here; install tzdata, or"
-    ):
-        python_values(pa.array([7], pa.timestamp("us", "Mars/Base")))
 
 
 @pytest.mark.parametrize("type_", [pa.binary(), pa.large_binary(), pa.binary_view()])

@@ -24,9 +24,9 @@ from penstock_server.catalog.warnings import advice_on_run
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.encode import Selected, encode
 from penstock_server.recipes.fields import Field
-from penstock_server.recipes.mask_columns import way_without
+from penstock_server.recipes.infer import way_without
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.split_hashes import Place
+from penstock_server.recipes.split import Place
 from planned import open_snapshot, plan_of
 
 Row = list[tuple[int, bool, bool]]  # of each id: itself, whether it has loss, and whether it is no padding
@@ -113,9 +113,9 @@ def test_a_turn_is_as_long_as_it_can_be() -> None:
         ("labels", [2, 3, -100], "labels has 2 at id 1; a label must be the id itself, not the next one, or -100"),
         ("labels", [-100] * 3, "labels is -100 throughout: no token has loss"),
         ("loss_mask", [0, 0, 0], "loss_mask is 0 throughout: no token has loss"),
-        ("loss_mask", [0, 2, 1], "loss_mask has 2 where 0 or 1 is meant"),
+        ("loss_mask", [0, 2, 1], "loss_mask has 2 instead of 0 or 1"),
         ("attention_mask", [0, 0, 0], "attention_mask is 0 throughout: it is padding alone"),
-        ("attention_mask", [1, -1, 1], "attention_mask has -1 where 0 or 1 is meant"),
+        ("attention_mask", [1, -1, 1], "attention_mask has -1 instead of 0 or 1"),
         ("attention_mask", [1] * 4, "attention_mask has 4 values for 3 ids"),
     ],
 )
@@ -340,8 +340,8 @@ def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
         ({"labels": ONES}, 'attention_mask = "mask"', "there is no column 'mask'"),
         ({}, 'text = "input_ids"', "column 'input_ids' is list<element: int64>, but text must be text"),
         ({}, 'messages = "input_ids"', "column 'input_ids' is list<element: int64>, but messages must be lists of messages"),
-        ({"a": ONES, "b": ONES}, 'labels = "a"\nloss_mask = "b"', "labels and loss_mask both tell which ids have loss"),
-        ({"a": ONES, "b": ONES}, 'seq_lengths = "a"\nposition_ids = "b"', "seq_lengths and position_ids both tell where"),
+        ({"a": ONES, "b": ONES}, 'labels = "a"\nloss_mask = "b"', "labels and loss_mask say the same"),
+        ({"a": ONES, "b": ONES}, 'seq_lengths = "a"\nposition_ids = "b"', "seq_lengths and position_ids say the same"),
         (
             {"text": ["fox"]},
             'text = "text"\nlabels = "a"',

@@ -99,18 +99,6 @@ def test_json_is_given_to_the_template_as_it_is_and_of_messages_and_structs_what
     assert "null" not in folder.rows()[0]
 
 
-def test_the_content_of_a_call_is_none_where_the_template_asks_for_that(folder: Folder) -> None:
-    """As DeepSeek's does; many others would write None."""
-    template = (
-        "{% for m in messages %}{{ m.role }}:{% generation %}{% if m['content'] is none %}{{ m.tool_calls[0].name }}"
-        "{% else %}{{ '' + m['content'] }}{% endif %}{% endgeneration %}{% endfor %}"
-    )
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "fox"}]}
-    for messages in ([CHAT[0], call], json.dumps([CHAT[0], {**call, "name": None}])):
-        folder.write({"messages": [messages]}, "", {"chat_template": template})
-        assert folder.rows() == ["[user:]fox[assistant:]fox"]
-
-
 def test_a_reason_that_cannot_be_stored_is_spelled_out(folder: Folder) -> None:
     folder.write({"messages": [CHAT]}, 'on_bad_row = "replace"\n', {"chat_template": "{{ raise_exception('no \\ud800') }}"})
     assert folder.rows() == ["messages has a chat that its template refuses: no \\ud800"]
@@ -144,7 +132,7 @@ def test_chats_as_json_are_the_same_rows_and_what_is_none_is_a_bad_one(folder: F
     good, *bad = folder.rows()
     assert [good] == expected == [f"[{EOS}[INST] fox [/INST]] dog{EOS}"]
     said = ["as JSON: it is no list", "as JSON: Exp", "is null", "is null", "without messages", "that is null", "says nothing"]
-    for reason, expected_part in zip(bad, [*said, "as JSON: it is no list", "surrogates not allowed"], strict=True):
+    for reason, expected_part in zip(bad, [*said, "as JSON: it is no list", "tokenizer fails on"], strict=True):
         assert expected_part in reason
 
 
@@ -297,10 +285,8 @@ def test_a_completion_answers_a_prompt(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"prompt": ["fox"], "completion": pa.array([[1]])}, ["completion is list<"]),
-        ({"prompt": [CHAT[:1]], "response": [CHAT[1:]]}, ["that are chats: a transform makes one list of messages"]),
-        ({"text": [b"fox"]}, ["text is binary", "A transform makes texts of bytes"]),
-        ({"text": pa.nulls(1)}, ["text is null", "all of the first shard is null"]),
+        ({"prompt": ["fox"], "completion": pa.array([[1]])}, ["completion (list<", 'tokens = "completion"']),
+        ({"text": [b"fox"]}, ["text (binary)"]),
     ],
 )
 def test_columns_of_the_right_names_and_other_types_are_told_with_the_way_out(
@@ -310,7 +296,6 @@ def test_columns_of_the_right_names_and_other_types_are_told_with_the_way_out(
     with pytest.raises(DatasetInvalid) as refused:
         folder.rows()
     assert [part for part in said if part not in str(refused.value)] == []
-    assert "prompt is string" not in str(refused.value)
 
 
 def test_chats_and_answers_beside_texts_are_told(folder: Folder) -> None:
@@ -361,7 +346,7 @@ def test_of_pairs_of_which_some_are_text_and_others_chats_it_is_told(folder: Fol
     mixed = {"prompt": ["fox"], "chosen": [CHAT[1:]], "rejected": [CHAT[1:]]}
     names = 'prompt = "prompt"\nchosen = "chosen"\nrejected = "rejected"'
     folder.write(mixed, names, config)
-    with pytest.raises(DatasetInvalid, match="or all chats, but prompt is text, chosen is chats, rejected is chats"):
+    with pytest.raises(DatasetInvalid, match="or all chats, but prompt is string, chosen is list"):
         folder.rows()
     folder.write(mixed, "", config)
     assert "d: prompt of its shards is not used, since of prompt, chosen and rejected some are text" in folder.advice()

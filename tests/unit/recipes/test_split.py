@@ -28,7 +28,7 @@ from penstock_server.catalog.warnings import advice_on_data, advice_on_run
 from penstock_server.inspect import inspect
 from penstock_server.prepare import prepare
 from penstock_server.problems import BadParameter
-from penstock_server.recipes.split_hashes import splits_of_shards
+from penstock_server.recipes.split import splits_of_shards
 from planned import plan_of
 
 ROWS = 400  # of each shard: by hash, some are held out

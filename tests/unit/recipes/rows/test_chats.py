@@ -16,7 +16,7 @@ from blocks_of import rows_of
 from corpora import EOS
 from odd_rows import CHATML, as_json, broken_text, open_blocks, write
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.messages import says_something
+from penstock_server.recipes.chat.messages import says_something
 from penstock_server.recipes.tokenizer import load_tokenizer
 from planned import open_snapshot
 
@@ -70,7 +70,7 @@ def test_a_json_value_with_half_of_a_surrogate_pair_is_a_bad_row(data: Path) -> 
     structs = pa.StructArray.from_arrays([pa.array(["user", "assistant"] * 2), contents], ["role", "content"])
     write(data, "", {"messages": pa.ListArray.from_arrays([0, 2, 4], structs)})
     [block] = open_blocks(data).get([0])
-    assert block.bad == {1: "messages has a JSON value with half of a surrogate pair, which is no text"}
+    assert block.bad == {1: "messages is a text that the tokenizer fails on: TextInputSequence must be str"}
 
 
 def test_an_eos_after_an_answer_of_weight_0_carries_no_loss(data: Path) -> None:
@@ -160,7 +160,7 @@ def test_tools_that_are_no_json_are_a_bad_row(data: Path) -> None:
         (CHATML, 'tools = "functions"', "the chat template does not look at any"),
         (TOOLED, 'tools = "number"', "column 'number' is int64, but tools must be lists of definitions"),
         (TOOLED, 'tools = "absent"', "there is no column 'absent'"),
-        (TOOLED, 'tools = "functions"\ntext = "functions"', "tools are for a chat template, but rows are no chats"),
+        (TOOLED, 'tools = "functions"\ntext = "functions"', "tools are given, but rows are no chats"),
     ],
 )
 def test_tools_that_would_be_left_out_are_refused(data: Path, template: str, recipe: str, reason: str) -> None:
@@ -331,4 +331,4 @@ def test_a_chat_with_a_date_that_python_has_not_is_bad(data: Path) -> None:
     chats = [[{"role": "assistant", "content": "dog", "at": at}] for at in (0, 10**12)]
     write(data, "", {"messages": pa.array(chats, type_)})
     [block] = open_blocks(data).get([0])
-    assert block.bad == {1: "messages has a date outside the years 1 to 9999"}
+    assert block.bad == {1: "messages cannot be read: a date is outside the years 1 to 9999"}

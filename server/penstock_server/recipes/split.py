@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,8 @@ import xxhash
 
 from penstock_server.arrow import raw_texts
 from penstock_server.order.permutation import permute
-from penstock_server.recipes.column_types import is_text
+from penstock_server.recipes.fields import is_text, python_values
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.values import python_values
 
 SplitRule = Literal["files", "hash"]
 Selection = Literal["all", "none", "train", "validation"]  # of a shard's rows; the last two go by the row's hash
@@ -53,11 +52,11 @@ def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.N
     if recipe.split_by is None:
         key = xxhash.xxh3_64_intdigest(place.shard.encode())
         return permute((place.first_row + kept) % _HASHES, _HASHES, key).astype(np.uint32)
-    found = recipe.split_by.array(rows)
-    if is_text(found.type):  # hash its bytes: text that is not UTF-8 has a split, too
-        contents = [str(raw).encode() if raw is None else raw for raw in raw_texts(found).to_pylist()]
+    values = recipe.split_by.array(rows)
+    if is_text(values.type):  # hash its bytes: text that is not UTF-8 has a split, too
+        contents = [b"None" if raw is None else raw for raw in raw_texts(values).to_pylist()]
     else:
-        contents = [str(value).encode() for value in _values(found)]
+        contents = [str(value).encode() for value in python_values(values)]
     return np.array([xxhash.xxh3_64_intdigest(content) >> 32 for content in contents], np.uint32)
 
 
@@ -72,12 +71,12 @@ def splits_of_shards(names: Iterable[str], rule: SplitRule | None) -> tuple[str,
     """
     if rule == "hash":
         return None
-    found = [_split_named(name) for name in names]
-    kinds = {*found}
+    splits = [_split_named(name) for name in names]
+    kinds = {*splits}
     if rule is None and (len(kinds) == 1 or not kinds & {"validation", "test"}):
         return None
     unnamed = "none" if "train" in kinds else "train"
-    return tuple(split or unnamed for split in found)
+    return tuple(split or unnamed for split in splits)
 
 
 def select_rows(split: str, shard_split: str, share: float) -> Selection:
@@ -102,21 +101,5 @@ def is_validation(hashes: npt.NDArray[np.uint32], share: float) -> npt.NDArray[n
 
 
 def _split_named(name: str) -> str:
-    found = {keyword.lastindex for keyword in _KEYWORDS.finditer(name)}
-    return next((split for group, split in enumerate(("test", "validation", "train"), start=1) if group in found), "")
-
-
-def _values(array: pa.Array) -> list[Any]:
-    """Convert values to Python objects. A date outside Python's range becomes its number, a value that contains one a text."""
-    try:
-        return python_values(array)
-    except OverflowError:
-        return [_value(array[row : row + 1]) for row in range(len(array))]
-
-
-def _value(one: pa.Array) -> Any:
-    try:
-        [value] = python_values(one)
-    except OverflowError:
-        value = one.to_string() if pa.types.is_nested(one.type) else one[0].value
-    return value
+    groups = {keyword.lastindex for keyword in _KEYWORDS.finditer(name)}
+    return next((split for group, split in enumerate(("test", "validation", "train"), start=1) if group in groups), "")

@@ -21,9 +21,9 @@ from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes import tokenizer as tokenizer_module
 from penstock_server.recipes.encode import Selected
 from penstock_server.recipes.fields import Field
-from penstock_server.recipes.fitting import Kind
+from penstock_server.recipes.infer import Kind
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.split_hashes import Place, is_validation
+from penstock_server.recipes.split import Place, is_validation
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 
 ROLES: dict[str, tuple[str, ...]] = {"tokens": ("tokens",), "text": ("text",), "prompt_response": ("prompt", "response")}

@@ -3,16 +3,18 @@ import tracemalloc
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
-from penstock_server.recipes import chat_sandbox
-from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens, read_chat_template
-from penstock_server.recipes.messages import ChatError, TemplateError
+from penstock_server.problems import DatasetInvalid
+from penstock_server.recipes.chat import ChatTemplate, load_chat_template, read_chat_template
+from penstock_server.recipes.chat.messages import ChatError, TemplateError
+from penstock_server.recipes.tokenizer import load_special_tokens
 
 Chat = list[dict[str, Any]]
 
@@ -120,13 +122,13 @@ def test_spans_are_in_order_and_one_for_each_turn_of_the_assistant(text: str, ch
 def test_a_turn_costs_two_renderings_and_a_marked_chat_two_in_all(
     monkeypatch: pytest.MonkeyPatch, text: str, most: int
 ) -> None:
-    chatml, render, renderings = template(text), chat_sandbox.render, []
+    chatml, render, renderings = template(text), jinja2.Template.render, []
 
     def counted(*args: Any) -> str:
         renderings.append(args)
         return render(*args)
 
-    monkeypatch.setattr(chat_sandbox, "render", counted)
+    monkeypatch.setattr(jinja2.Template, "render", counted)
     chatml.render(turns("Q", "A", "R", "B", "S"))
     assert len(renderings) == most
 
@@ -220,29 +222,6 @@ def test_other_weights_than_0_and_1_are_refused(weight: object) -> None:
         template(CHATML).render([*turns("Q"), {"role": "assistant", "content": "A", "weight": weight}])
 
 
-def test_behind_a_prompt_all_is_learned_though_thoughts_in_it_are_forgotten() -> None:
-    chat = turns("Q", "A", "R", "B")
-    for message in chat:
-        message["reasoning_content"] = "Hm."
-    thoughts_apart = marked(FORGETFUL).replace("{{- message", "{%- endgeneration -%}{%- generation -%}{{- message", 1)
-    for first in (2, 3):
-        for text in (FORGETFUL, marked(FORGETFUL), thoughts_apart):
-            assert "".join(said(text, chat, first)).endswith("B<|im_end|>")
-            assert "".join(said(text, chat, first)).startswith("<think>\nHm.")
-    of_last = (
-        "{% for m in messages %}{% if loop.last and m.role == 'assistant' %}"
-        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
-    )
-    assert said(of_last, chat, 2) == ["B"]
-    ended = marked(PLAIN).replace("message.content + '\\n'", "message.content + ('</s>' if loop.last else ';')")
-    assert ended != marked(PLAIN)
-    assert said(ended, [*turns("Q", "A"), turns("", "B")[1]], 2) == ["B</s>"]
-    called = [*chat[:2], {"role": "tool", "content": "T"}, *chat[1:]]
-    late = marked(FORGETFUL).replace("loop.last", "(loop.last or loop.nextitem.role == 'tool' and messages | length < 4)")
-    with pytest.raises(ChatError, match="changes what the assistant said in a message without loss"):
-        template(late).render(called, first=2)
-
-
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("asked", ["reasoning_content", "thinking"])
 def test_reasoning_is_found_by_any_of_its_names(name: str, asked: str) -> None:
@@ -276,16 +255,42 @@ def test_what_stands_right_behind_the_chat_before_it_needs_no_prompt() -> None:
     assert said(in_parts, parts) == [" x </s>"]
 
 
-def test_an_answer_of_another_kind_may_stand_right_behind_the_chat_before_it() -> None:
-    thinking = LLAMA_2.replace(
-        "' ' + message.content", "('[T]' + message.thinking + '[/T]' if message.thinking else ' ') + message.content"
-    )
-    assert thinking != LLAMA_2
-    [*asked, answer] = turns("Q", "A")
-    assert said(thinking, [*asked, {**answer, "thinking": "Hm."}]) == ["[T]Hm.[/T]A </s>"]
-    lines = LLAMA_2.replace("message.content.strip()", "(message.content | map(attribute='text') | join('\\n'))")
-    parts = [{"type": "text", "text": text} for text in "xy"]
-    assert said(lines, [{"role": role, "content": parts} for role in ("user", "assistant")]) == [" x\ny </s>"]
+def test_a_chat_that_begins_with_the_assistant_needs_marks_unless_its_template_prompts_for_that() -> None:
+    chat = turns("", "A", "Q", "B")[1:]
+    assert said(PLAIN, chat) == ["A\n", "B\n"]
+    assert said(marked(ZEPHYR), chat) == ["A</s>", "B</s>"]
+    with pytest.raises(ChatError, match="does not prompt for message 0 with add_generation_prompt. Mark"):
+        template(ZEPHYR).render(chat)
+
+
+def test_marks_must_tell_which_message_has_no_loss() -> None:
+    twice = marked(PLAIN).replace("message.content + '\\n'", "message.content }}{% endgeneration %}{% generation %}{{ '\\n'", 1)
+    assert twice != marked(PLAIN)
+    assert "".join(said(twice, turns("Q", "A", "R", "B"))) == "A\nB\n"
+    with pytest.raises(ChatError, match="2 messages of the assistant, some of them without loss, and its template marks 4"):
+        template(twice).render(turns("Q", "A", "R", "B"), first=2)
+
+
+def test_a_chat_with_tools_is_rendered_with_their_template() -> None:
+    calling = CHATML.replace("message.content", "(message.tool_calls | tojson if message.tool_calls else message.content)")
+    both = ChatTemplate(text=CHATML, special_tokens=TOKENS, with_tools=template(calling))
+    assert (both.takes_tools, template(CHATML).takes_tools) == (True, False)
+    assert len({both.digest, template(CHATML).digest, template(calling).digest}) == 3
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find"}}]}
+    rendered = both.render([*turns("find Q"), call], [{"name": "find"}])
+    assert [rendered.text[slice(*span)] for span in rendered.spans] == ['[{"function": {"name": "find"}}]<|im_end|>']
+
+
+@pytest.mark.parametrize("text", [CHATML, marked(CHATML)])
+@pytest.mark.parametrize(
+    "silent", [{"tool_calls": [{"name": "find"}]}, {"reasoning_content": "Hm."}, {"content": "secret"}], ids=str
+)
+def test_a_message_that_its_template_drops_is_refused(text: str, silent: dict[str, Any]) -> None:
+    dropping = text.replace("message.content +", "(message.content if 'secret' not in message.content else '') +")
+    with pytest.raises(ChatError, match="writes nothing of message 1: use a template that writes what the assistant says"):
+        template(dropping).render([*turns("Q"), {"role": "assistant", "content": ""} | silent, *turns("R", "B")])
+    spoken = {"role": "assistant", "content": "A", "tool_calls": [{"name": "find"}]}
+    assert said(dropping, [*turns("Q"), spoken]) == ["A<|im_end|>"]
 
 
 def test_an_answer_that_begins_like_a_header_is_not_taken_for_one() -> None:
@@ -295,67 +300,11 @@ def test_an_answer_that_begins_like_a_header_is_not_taken_for_one() -> None:
             template(headed).render(turns("Q", answer))
 
 
-def test_where_a_plain_answer_is_none_the_answer_itself_tells_where_it_begins() -> None:
-    wanting = LLAMA_2.replace(
-        "' ' + message.content", "(raise_exception('no ####') if '####' not in message.content else ' ') + message.content"
-    )
-    assert wanting != LLAMA_2
-    assert said(wanting, turns("Q", "4 #### 4")) == [" 4 #### 4 </s>"]
-    keyed = LLAMA_2.replace("+ eos_token", "+ message.end")
-    assert said(keyed, [*turns("Q"), {"role": "assistant", "content": "A", "end": "!"}]) == [" A !"]
-
-
 def test_where_blanks_end_an_answer_they_are_learned_whatever_it_is() -> None:
     calling = PLAIN.replace("message.content + '\\n'", "message.content + (message.tool_calls or []) | join + '\\n'")
     assert calling != PLAIN
     answer = {"role": "assistant", "content": "A", "tool_calls": ["f"]}
     assert said(calling, [*turns("Q"), answer]) == ["Af\n"]
-
-
-def test_a_chat_may_begin_with_the_assistant() -> None:
-    chat = turns("", "A", "Q", "B")[1:]
-    assert said(ZEPHYR, chat) == ["A</s>", "B</s>"]
-    greeting = "{% if messages[0].role != 'system' %}<|im_start|>system\nHi.<|im_end|>\n{% endif %}" + CHATML
-    assert said(greeting, chat) == ["A<|im_end|>", "B<|im_end|>"]
-    promptless = "{{ messages[0].role }}" + LLAMA_2.replace("(message.role == 'user') != (loop.index0 is even)", "false")
-    assert said(promptless, chat) == ["A </s>", " B </s>"]
-    headed = CHATML.replace("'<|im_start|>assistant\\n' if", "'<|im_start|>assistant\\n<think>' if")
-    assert headed != CHATML
-    for text in ("A cat", "B cat", "The cat"):
-        parts = [{"role": "assistant", "content": [{"type": "text", "text": text}, {"type": "image"}]}]
-        in_parts = ZEPHYR.replace("message['content']", "(message.content | map(attribute='text') | join)")
-        assert said(in_parts, parts) == [f"{text}</s>"]
-    with pytest.raises(ChatError, match="begins with the assistant, and its template does not prompt for that. Mark what"):
-        template(headed).render(chat)
-    sly = greeting.replace("Hi.", "Behind <|im_start|>assistant\\n you answer.")
-    assert said(sly, chat) == ["A<|im_end|>", "B<|im_end|>"]
-
-
-def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one() -> None:
-    calling = CHATML.replace("message.content", "(message.tool_calls | tojson if message.tool_calls else message.content)")
-    both = ChatTemplate(text=CHATML, special_tokens=TOKENS, with_tools=template(calling))
-    assert (both.takes_tools, template(CHATML).takes_tools) == (True, False)
-    assert len({both.digest, template(CHATML).digest, template(calling).digest}) == 3
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find"}}]}
-    chat = [*turns("find Q"), call]
-    rendered = both.render(chat, [{"name": "find"}])
-    assert [rendered.text[start:stop] for start, stop in rendered.spans] == ['[{"function": {"name": "find"}}]<|im_end|>']
-    for text in (CHATML, marked(CHATML).replace("message.content", "''"), "{{ tools }}" + marked(CHATML)):
-        with pytest.raises(ChatError, match="has a chat in which the assistant calls tools or thinks, and its template writes"):
-            template(text).render(chat, [{"name": "find"}])
-    thinking = {"role": "assistant", "content": "", "reasoning_content": "A"}
-    with pytest.raises(ChatError, match="calls tools or thinks, and its template writes none of it"):
-        template(CHATML).render([*turns("Q"), thinking])
-    assert said(CHATML, [*turns("Q"), {**thinking, **call, "content": "B"}]) == ["B<|im_end|>"]
-    lost = [*turns("Q"), call, *turns("R"), {**thinking, "content": "<think>Hm.</think>"}]
-    thoughtful = CHATML.replace("message.content +", "(message.reasoning_content or message.content.split('</think>')[-1]) +")
-    assert thoughtful != CHATML
-    for chat in (lost, lost[:2], [*turns("Q"), {**thinking, **call}], lost[-2:], [*turns("Q"), lost[-1], *turns("R", "B")]):
-        stray = {**lost[-1], "reasoning_content": None}
-        with pytest.raises(ChatError, match="its template writes none of it|whose template writes nothing of message [13]"):
-            template(thoughtful).render([stray if message is lost[-1] else message for message in chat])
-    nothing = {"role": "assistant", "content": "", "tool_calls": [], "reasoning": ""}
-    assert said(CHATML, [*turns("Q"), nothing, *turns("R", "B")]) == ["<|im_end|>", "B<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -364,7 +313,6 @@ def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one() -> N
         "message.tool_calls[0].id",
         "message.tool_calls | tojson",
         "message.tool_calls[0].function.name | replace('.', '_')",
-        "'' if message.content is not none else message.tool_calls[0].function.name",
     ],
 )
 def test_a_call_may_be_written_in_any_way(call: str) -> None:
@@ -403,12 +351,6 @@ def test_a_template_that_takes_both_forms_gets_what_the_row_has() -> None:
     assert said(both, [*turns("Q"), {"role": "assistant", "content": [{"text": "A"}]}]) == ["A<end>"]
 
 
-def test_an_answer_that_its_template_does_not_write_is_refused() -> None:
-    late = marked(CHATML).replace("message.content +", "(message.content if 'secret' not in message.content else '') +")
-    with pytest.raises(ChatError, match="writes nothing of message 1: use a template that writes what the assistant says"):
-        template(late).render(turns("Q", "secret", "R", "B"))
-
-
 @pytest.mark.parametrize("text", ["{{ call.function.arguments | tojson }}", "{{ call.function.arguments }}"])
 @pytest.mark.parametrize("arguments", [{"city": "R\u00f3m", "n": [1]}, '{"city": "R\u00f3m", "n": [1]}'])
 def test_arguments_are_written_as_json_whatever_form_the_template_takes(text: str, arguments: Any) -> None:
@@ -423,27 +365,7 @@ def test_arguments_are_written_as_json_whatever_form_the_template_takes(text: st
 
 def test_a_template_that_drops_system_messages_is_found_out() -> None:
     dropping = PLAIN.replace("messages %}", "messages if message.role != 'system' %}")
-    assert [template(text).forms.drops_system for text in (dropping, PLAIN, VISION, LLAMA_2)] == [True, False, False, False]
-
-
-def test_no_none_is_written_where_a_message_has_no_content() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": ["f"]}
-    late = "{% for m in messages %}{{ 'A' }}{{ ': ' ~ m.content if m.content is defined }}{{ m.tool_calls }}{% endfor %}"
-    for text in (late, "{{ messages[1].content | length }}" + late):
-        with pytest.raises(ChatError, match="fails on|does not begin message 1"):
-            template(text + "{{ 'A: ' if add_generation_prompt }}").render([*turns("Q"), call])
-    asked = "{% for m in messages %}{% if m.content is none %}{% generation %}{{ m.tool_calls }}{% endgeneration %}"
-    asked += "{% elif m.content is undefined %}{{ m['content'] + '' }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    for said_to_tool in ("if x is None: pass", "none"):
-        calling = {"role": "assistant", "content": None, "tool_calls": [said_to_tool]}
-        assert said(asked, [*turns("Q"), calling]) == [f"['{said_to_tool}']"]
-    asking = marked(CHATML).replace(
-        "message.content +", "(message.content if message.content is not none else message.tool_calls[0]) +"
-    )
-    assert said(asking, [*turns("Q"), call]) == ["f<|im_end|>"]
-    assert said(
-        CHATML.replace("message.content", "(message.content or '-')"), [*turns("Q", "None"), *turns("R"), call][:2]
-    ) == ["None<|im_end|>"]
+    assert [template(text).drops_system for text in (dropping, PLAIN, VISION, LLAMA_2)] == [True, False, False, False]
 
 
 def test_a_message_that_only_thinks_or_calls_by_the_older_name_needs_no_content() -> None:
@@ -524,7 +446,7 @@ def test_marks_are_found_in_macros_and_in_one_another() -> None:
 
 def test_the_digest_stands_for_what_is_learned_of_a_chat() -> None:
     # To be changed with that: under the same snapshot a run would go on with other labels, and caches would keep the old ones.
-    assert ChatTemplate(text="{{ messages }}", special_tokens={}).digest == "8303eb12de9da0f2f6f6f7588cd361e3"
+    assert ChatTemplate(text="{{ messages }}", special_tokens={}).digest == "d8b85aefc27a38d4c054764baa7ae0bc"
 
 
 def test_the_digest_is_of_the_text_and_the_tokens() -> None:
@@ -558,7 +480,7 @@ def test_the_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(PHI_3, encoding="utf-8")
     assert load_chat_template(tokenizer, "tool_use") == PHI_3
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(TemplateError, match="chat_template.jinja cannot be read"):
+    with pytest.raises(DatasetInvalid, match="chat_template.jinja cannot be read"):
         load_chat_template(tokenizer)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": ZEPHYR}), encoding="utf-8")
@@ -569,7 +491,7 @@ def test_the_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     for name in ("chat_template.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).unlink(missing_ok=True)
         (tmp_path / name).symlink_to("away")
-        with pytest.raises(TemplateError, match=f"{name} cannot be read: .*No such file"):
+        with pytest.raises(DatasetInvalid, match=f"{name} cannot be read: .*No such file"):
             load_chat_template(tokenizer)
 
 
@@ -582,7 +504,7 @@ def test_of_a_json_file_that_is_named_the_template_is_what_stands_in_it(tmp_path
         path.write_text(content, encoding="utf-8")
         with pytest.raises(TemplateError, match=r'config.json is JSON without a text under "chat_template"'):
             read_chat_template(path)
-    with pytest.raises(TemplateError, match="away.jinja cannot be read"):
+    with pytest.raises(DatasetInvalid, match="away.jinja cannot be read"):
         read_chat_template(tmp_path / "away.jinja")
 
 
@@ -601,5 +523,55 @@ def test_special_tokens_are_those_of_the_files_beside_the_tokenizer(tmp_path: Pa
     assert load_special_tokens(tokenizer)["image_token"] == "<image>"
     assert load_special_tokens(tokenizer)["eos_token"] == "<|im_end|>"
     config.write_text("{", encoding="utf-8")
-    with pytest.raises(TemplateError, match="tokenizer_config.json cannot be read"):
+    with pytest.raises(DatasetInvalid, match="tokenizer_config.json cannot be read"):
         load_special_tokens(tokenizer)
+
+
+def render(text: str, chat: Chat) -> str:
+    # Marked, so that nothing but the template's own failure stands in the way.
+    return template(text + "{% generation %}{% endgeneration %}").render(chat).text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages.__class__ }}{{ x() }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(content='Z') }}",
+        "{{ open('/etc/passwd').read() }}",
+        "{% include '/etc/passwd' %}",
+        "{{ lipsum() }}",
+        "{{ 1 // 0 }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
+    chat = turns("Q", "A")
+    with pytest.raises(ChatError, match="its template fails on: "):
+        render(text, chat)
+    assert chat == turns("Q", "A")
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "Q"}'),
+        ("{{ {'b': '<\N{SNOWMAN}>', 'a': 1} | tojson(sort_keys=true, separators=(',', ':')) }}", '{"a":1,"b":"<\N{SNOWMAN}>"}'),
+        ("{{ [1] | tojson(indent=2) }}{{ '\N{SNOWMAN}' | tojson(ensure_ascii=true) }}", '[\n  1\n]"\\u2603"'),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "2"),
+        ("{% for m in messages %}{% if loop.last %}{% continue %}{% endif %}{{ m.content }}{% endfor %}", "Q"),
+        ("a\n    {% if true %}\nb\n    {% endif %}\nc\n", "a\nb\nc\n"),
+        ("{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}", "TrueTrueFalse"),
+        ("{{ bos_token }}{{ pad_token }}{{ pad_token is defined }}{{ messages[0].name }}<&>", "<s>False<&>"),
+    ],
+)
+def test_a_template_has_what_hugging_face_gives_to_it(text: str, written: str) -> None:
+    answer = "{{ messages[-1].content }}"  # without it the row would be refused
+    assert render(text + answer, turns("Q", "A")) == written + "A"
+
+
+def test_a_lack_of_memory_makes_no_chat_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    chatml = template(CHATML)
+    monkeypatch.setattr(jinja2.Template, "render", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        chatml.render(turns("Q", "A"))

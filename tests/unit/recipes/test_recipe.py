@@ -12,10 +12,9 @@ from tokenizers import Tokenizer, models
 
 from penstock_server.catalog.snapshot import recipe_key
 from penstock_server.recipes import recipe as recipe_module
-from penstock_server.recipes.fields import Field
-from penstock_server.recipes.fitting import Column
+from penstock_server.recipes.fields import Column, Field
+from penstock_server.recipes.infer import FirstShard
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.roles import FirstShard
 from penstock_server.recipes.tokenizer import TokenizerFile
 
 NUMBER = Field("n", (("", ("n",)),))
