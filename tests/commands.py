@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
 
 from forks import Fork
 
@@ -52,6 +57,15 @@ def penstock_in_terminal(columns: int, *arguments: str, **environment: str) -> t
                 break
             received += chunk
     return process.wait(60), received.decode()
+
+
+def printed(make: Callable[[Console], Iterable[RenderableType]]) -> str:
+    """The plain text that a console of 80 columns gets."""
+    file = io.StringIO()
+    console = Console(file=file, width=80, color_system=None, markup=False, highlight=False)
+    for line in make(console):
+        console.print(line, soft_wrap=not isinstance(line, Padding))
+    return file.getvalue()
 
 
 def _plain_environment() -> dict[str, str]:

@@ -24,7 +24,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "anyio._backends._asyncio",
         "penstock.cli",
-        "penstock.commands.bench",
+        "penstock.cli.bench",
         "penstock.dataset",
         "penstock_server.app",
         "penstock_server.cli",

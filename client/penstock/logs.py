@@ -1,9 +1,13 @@
-"""The client's log. Each line names this host, and this process's rank where a job has several: ranks often share one log."""
+"""The client's log, and a progress line. Each log line names its host and rank: ranks often share one log."""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import sys
+from contextlib import suppress
+from typing import TextIO
 
 log = logging.getLogger("penstock")
 
@@ -11,9 +15,9 @@ _PREFIX = "penstock: "
 
 
 class _ProcessName(logging.Filter):
-    """Puts the name of this process in front of each line."""
+    """Puts the name of this process before each line."""
 
-    rank: int | None = None  # None: the only rank, or not known
+    rank: int | None = None  # None: the only rank, or unknown
 
     def filter(self, record: logging.LogRecord) -> bool:
         process = f"on {socket.gethostname()}" if self.rank is None else f"rank {self.rank} on {socket.gethostname()}"
@@ -26,6 +30,38 @@ log.addFilter(_process_name)
 
 
 def name_rank(rank: int, world_size: int) -> None:
-    """From now on lines name this rank of the process. A dataset of one rank, as for an evaluation, changes nothing."""
+    """Name this rank in later lines. A dataset of one rank, as for an evaluation, changes nothing."""
     if world_size > 1:
         _process_name.rank = rank
+
+
+class StatusLine:
+    """Progress line on stderr, redrawn in place; only on a terminal that can clear it."""
+
+    def __init__(self) -> None:
+        self._drawn_on: TextIO | None = None
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether a terminal shows the line."""
+        try:
+            return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        except (AttributeError, ValueError):  # stderr is missing, closed or replaced
+            return False
+
+    def draw(self, text: str) -> None:
+        """Draw or redraw the line."""
+        if self.is_seen:
+            stream = self._drawn_on = sys.stderr
+            with suppress(OSError, ValueError):  # unknown width: a long line wraps
+                text = text[: max(0, os.get_terminal_size(stream.fileno()).columns - 1) or None]
+            stream.write(f"\r{text}\x1b[K")
+            stream.flush()
+
+    def clear(self) -> None:
+        """Clear the line, if it is drawn."""
+        if stream := self._drawn_on:
+            self._drawn_on = None
+            with suppress(ValueError):  # the stream was closed since
+                stream.write("\r\x1b[K")
+                stream.flush()

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.commands.arguments import whole_number
-from penstock.display.stdout import complain, readers_may_leave, report
+from penstock.cli.arguments import whole_number
+from penstock.cli.output import allow_closed_pipe, complain, report, stdout_console
 from penstock.printable import printable
 from penstock.spec import MAX_SEQ_LEN
 from penstock_server.files import check_is_here
@@ -124,7 +124,8 @@ def _set_libraries_up() -> None:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
-    from penstock.display.terminal import Terminal
+    from rich.padding import Padding
+
     from penstock_server.inspect import inspect
     from penstock_server.opening import open_data, warn
 
@@ -135,13 +136,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
     except (SettingsError, DatasetInvalid, UnknownDataset, BadParameter) as error:
         complain("inspect", error)
         return 2
-    terminal = Terminal.of(sys.stdout)
-    with readers_may_leave():
+    console = stdout_console()
+    with allow_closed_pipe():
         for dataset in datasets:
             rows = range(arguments.row, arguments.row + arguments.rows)
             try:
-                for line in inspect(dataset, rows, terminal, arguments.lines):
-                    print(line)
+                for line in inspect(dataset, rows, console, arguments.lines):
+                    console.print(line, soft_wrap=not isinstance(line, Padding))
             except Problem as problem:
                 failed.append(f"{problem}")
         for name, mixture in () if arguments.dataset else catalog.mixtures.items():

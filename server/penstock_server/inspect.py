@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
 from penstock.batch import SIDES
-from penstock.display.batch_view import Piece
-from penstock.display.table import piece_lines
-from penstock.display.terminal import BOLD, RED, YELLOW, Terminal
+from penstock.cli.batch_view import Piece, ids_as_text, text_of
 from penstock.printable import printable
 from penstock.text import counted, size
 from penstock_server.catalog.describe import describe_dataset, lengths_told, rows_held_out, summary
@@ -17,17 +19,17 @@ from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.catalog.warnings import told_splits
 from penstock_server.lookup import show_row
 
-_MARGIN = "      "
+_MARGIN = 6
 
 
-def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> Iterator[str]:
+def inspect(served: Served, rows: range, console: Console, num_lines: int) -> Iterator[RenderableType]:
     """Describe a dataset in a few lines, then each of these rows in about `num_lines` lines of text; 0 means all lines.
 
     Rows beyond the last are skipped. Raises RowOutOfRange: the dataset has none of the rows.
     Raises the errors of a block that cannot be read.
     """
     name, recipe = summary(served)
-    yield terminal.paint(printable(name), BOLD)
+    yield Text(printable(name), "bold")
     yield printable(f"  {recipe}")
     yield f"  splits: {_splits(served.snapshot)}"
     facts = describe_dataset(served)
@@ -36,7 +38,7 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
         told = {"row": facts["row_tokens"], "prompt": facts["prompt_tokens"], "response": facts["response_tokens"]}
         yield from (f"  {line}" for line in lengths_told({name: tokens for name, tokens in told.items() if tokens}))
     for row in rows[: max(1, served.snapshot.num_rows - rows.start)]:
-        yield from _row(show_row(served, row), terminal, num_lines)
+        yield from _row(show_row(served, row), console, num_lines)
     yield ""
 
 
@@ -58,22 +60,22 @@ def _sizes(facts: Mapping[str, Any]) -> str:
     return f"{size(facts['size_bytes'])} in files; {blocks}, about {size(facts['blocks_bytes'])} in the cache; {tokens}"
 
 
-def _row(facts: Mapping[str, Any], terminal: Terminal, num_lines: int) -> Iterator[str]:
+def _row(facts: Mapping[str, Any], console: Console, num_lines: int) -> Iterator[RenderableType]:
     place = f"{facts['shard']}, row group {facts['row_group']}, row {facts['row_in_group']:,}"
     split = f", split={facts['split']}" if "split" in facts else ""
     yield printable(f"  row {facts['row']:,}: {place}{split}")
     if "filtered_by" in facts:
-        yield terminal.paint(printable(f"    left out by {facts['filtered_by']}"), YELLOW)
+        yield Text(printable(f"    left out by {facts['filtered_by']}"), "yellow")
     if "bad" in facts:
-        yield terminal.paint(printable(f"    cannot be used: {facts['bad']}"), RED)
+        yield Text(printable(f"    cannot be used: {facts['bad']}"), "red")
     for side in SIDES:
         if f"{side}tokens" in facts:
             pieces = _pieces(facts, side)
             named = f"{side.removesuffix('_')}: " if side else ""
             yield f"    {named}{counted(facts[f'{side}num_tokens'], 'token')}, {facts[f'{side}num_loss_tokens']:,} with loss"
-            yield from _indented(pieces, terminal, num_lines)
+            yield _indented(pieces, console, num_lines)
     for name, value in facts.get("columns", {}).items():
-        yield from _indented([Piece(f"{name}: {value}", 0, True)], terminal, num_lines)
+        yield _indented([Piece(f"{name}: {value}", 0, True)], console, num_lines)
 
 
 def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
@@ -83,13 +85,13 @@ def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
     pieces, end = [], 0
     for turn in facts.get(f"{side}turns", [whole]):
         start, end = end, end + turn["num_tokens"]
-        text = turn["text"] if "text" in turn else " ".join(map(str, ids[start:end]))
+        text = turn["text"] if "text" in turn else ids_as_text(ids[start:end])
         pieces.append(Piece(text, turn["num_tokens"], turn["in_loss"]))
     if more := facts[f"{side}num_tokens"] - end:  # of very many tokens or turns only the first are shown
         pieces.append(Piece(" ...", more, False))
     return pieces
 
 
-def _indented(pieces: Sequence[Piece], terminal: Terminal, num_lines: int) -> Iterator[str]:
-    for line in piece_lines(pieces, terminal, terminal.columns - len(_MARGIN), num_lines):
-        yield _MARGIN + line
+def _indented(pieces: Sequence[Piece], console: Console, num_lines: int) -> Padding:
+    columns = num_lines * (console.width - _MARGIN)
+    return Padding.indent(text_of(pieces, columns, has_styles=console.color_system is not None), _MARGIN)

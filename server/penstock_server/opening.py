@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Collection
 
-from penstock.display.stdout import complain
+from penstock.cli.output import complain
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog

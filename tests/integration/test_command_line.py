@@ -61,7 +61,7 @@ def test_without_the_servers_packages_its_commands_say_what_to_install_and_the_c
     for arguments in (["serve"], ["serve", "data", "--port", "80"], ["import", "--help"]):
         done = penstock_without(SERVER_PACKAGES, *arguments)
         assert done.returncode == 2
-        assert "the server is not installed here (there is no penstock_server, fastapi" in done.stderr
+        assert "the server is not installed (penstock_server, fastapi" in done.stderr
         assert "pip install 'penstock[server]'" in done.stderr
     write_numbered(tmp_path / "data" / "numbers", 99)
     server = serve(tmp_path / "data")
@@ -78,7 +78,7 @@ def test_where_files_cannot_be_locked_the_server_says_what_it_needs(tmp_path: Pa
     write_numbered(tmp_path / "data", 9)
     for command, *flags in (("serve", "--port", "0"), ("prepare",)):
         done = penstock_without(("fcntl",), command, str(tmp_path / "data"), *flags)
-        said = f"penstock {command} needs Linux or macOS; on Windows use Docker or WSL\n"
+        said = f"penstock {command}: needs Linux or macOS; on Windows use Docker or WSL\n"
         assert (done.returncode, done.stderr) == (2, said)
 
 
@@ -363,7 +363,7 @@ def test_a_full_disk_behind_stdout_is_an_error_and_no_answer(tmp_path: Path, num
         done = subprocess.run([sys.executable, "-m", "penstock", *command], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (
         2,
-        "penstock inspect: what is printed cannot be written: No space left on device\n",
+        "penstock inspect: the output cannot be written: No space left on device\n",
     )
 
 

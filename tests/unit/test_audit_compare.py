@@ -17,7 +17,7 @@ from audited import report_on, words, write_run
 from ledgers import append, begin_of
 from penstock import Spec
 from penstock.audit import compare
-from penstock.commands import audit as command
+from penstock.cli import audit as command
 from penstock.errors import OutOfRange, ServerUnavailable, UnknownDataset
 from penstock.ledger.begin import Begin
 from penstock.ledger.names import find_ledgers

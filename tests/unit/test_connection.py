@@ -23,8 +23,8 @@ import pytest
 import answering
 from answering import pages, response
 from penstock import PenstockError, ServerUnavailable, SpecError
-from penstock.commands.remote import greet
-from penstock.commands.server_checks import check_way
+from penstock.cli.connection import greet
+from penstock.cli.doctor import check_latency
 from penstock.transport.connection import Connection
 from penstock.transport.probe import client_aside
 from penstock.transport.responses import TransientError, UnexpectedServer
@@ -245,7 +245,7 @@ def test_password_of_an_address_is_sent_and_never_logged(
         address = f"http://me:secret@127.0.0.1:{listener.server_port}"
         fetch(connection, address)
         greet(address)
-        list(check_way(address))
+        list(check_latency(address))
         listener.shutdown()
     assert len(sent) > 2
     assert set(sent) == {f"Basic {b64encode(b'me:secret').decode()}"}

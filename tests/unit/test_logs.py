@@ -1,13 +1,21 @@
-"""The client's log: lines of several ranks in one file can be told apart."""
+"""The client's log, whose lines name host and rank, and its progress line."""
 
 from __future__ import annotations
 
+import fcntl
+import io
 import logging
+import os
+import pty
 import socket
+import struct
+import sys
+import termios
 
 import pytest
 
 from penstock import RemoteDataset, ServerUnavailable, logs
+from penstock.logs import StatusLine
 
 AWAY = "http://127.0.0.1:9"
 
@@ -48,3 +56,36 @@ def test_log_line_with_percent_signs_is_kept(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, logger="penstock"):
         logs.log.warning("penstock: %s is %d%% full", "50%disk", 99)
     assert caplog.records[-1].getMessage() == f"penstock: on {socket.gethostname()}: 50%disk is 99% full"
+
+
+def test_status_line_is_cut_to_the_terminal_and_cleared_where_it_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    reads, writes = pty.openpty()
+    fcntl.ioctl(writes, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 10, 0, 0))
+    with os.fdopen(writes, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        status = StatusLine()
+        status.draw("0123456789 and more")
+        monkeypatch.setattr(sys, "stderr", other := io.StringIO())
+        status.clear()
+        expected = b"\r012345678\x1b[K\r\x1b[K"
+        seen = b""
+        while len(seen) < len(expected):  # a read may give the line alone
+            seen += os.read(reads, 1000)
+        assert seen == expected
+        assert other.getvalue() == ""
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "dumb")  # it would show the escape sequence
+        assert not StatusLine().is_seen
+    os.close(reads)
+
+
+def test_status_line_is_not_drawn_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed, io.StringIO(), object()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        status = StatusLine()
+        assert not status.is_seen
+        status.draw("fox")
+        status.clear()

@@ -7,8 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from penstock.display.status_line import StatusLine
-from penstock.logs import log
+from penstock.logs import StatusLine, log
 from penstock.printable import printable_lines
 from penstock.text import counted, without_passwords
 from penstock.transport.responses import Busy, NotReady, TransientError

@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.display.stdout import complain, report
+from penstock.cli.output import complain, report
 from penstock.text import counted, cut
 from penstock_server.settings import byte_count
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
-from penstock.display.stdout import print_anything
+from penstock.cli.output import prepare_streams
 from penstock_server.logs import begin_log
 from penstock_server.problems import DatasetInvalid
 from penstock_server.serving.accepting import WorkerSlot
@@ -186,7 +186,7 @@ def _serve(settings: Settings, listener: socket.socket, seat: WorkerSlot, begins
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the supervisor sends SIGTERM
     _die_with_parent()
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
-    print_anything()
+    prepare_streams()
     from penstock_server.serving.serve import run
 
     def begin(cache_bytes: int) -> None:

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock import __version__
-from penstock.display.stdout import report
+from penstock.cli.output import report
 from penstock.ending import ends_at
 from penstock.printable import printable
 from penstock.text import counted

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
+from commands import printed
 from penstock import wire
-from penstock.display.terminal import Terminal
 from penstock_server import lookup as lookup_module
 from penstock_server.batches import assemble as gather_module
 from penstock_server.batches import member as member_module
@@ -365,7 +365,7 @@ def test_row_lookup_truncates_very_long_rows(tmp_path: Path, monkeypatch: pytest
     assert (short["num_tokens"], short["num_loss_tokens"], short["tokens"]) == (8, 4, list(range(8)))
     assert (long["num_tokens"], long["num_loss_tokens"], long["tokens"]) == (30, 10, list(range(10)))
     assert sum(turn["num_tokens"] for turn in long["turns"]) == 10
-    shown = "\n".join(inspect(served, range(1, 2), Terminal(80, False), 0))
+    shown = printed(lambda console: inspect(served, range(1, 2), console, 0))
     assert "30 tokens, 10 with loss" in shown
     assert "..." in shown
 

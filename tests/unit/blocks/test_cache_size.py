@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from corpora import write_tokenizer
-from penstock.commands.data_checks import check_cache
+from penstock.cli.doctor import check_cache
 from penstock.spec import Spec
 from penstock_server.batches.plan import advice_on_room, check_room
 from penstock_server.blocks.cache import CacheFolder

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 
+from commands import printed
 from corpora import write_numbered
 from penstock import wire
-from penstock.display.terminal import Terminal
 from penstock.spec import Spec
 from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
@@ -197,10 +197,9 @@ def test_answers_tell_the_rule_and_the_splits(open_named: Callable[..., Catalog]
         "train",
         "validation",
     ]
-    terminal = Terminal(80, has_colours=False)
-    shown = "\n".join(inspect(served, range(1), terminal, 1))
+    shown = printed(lambda console: inspect(served, range(1), console, 1))
     assert "  splits: by the names of the shards: train 2, validation 1, test 1\n" in shown
-    plain = "\n".join(inspect(open_named(["a"])["d"].latest, range(1), terminal, 1))
+    plain = printed(lambda console: inspect(open_named(["a"])["d"].latest, range(1), console, 1))
     assert "  splits: 0.005 of the rows held out for validation by hash\n" in plain
 
 

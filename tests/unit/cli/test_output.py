@@ -1,4 +1,4 @@
-"""What a command prints to."""
+"""Stdout of commands."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_pipe_that_does_not_wait_and_is_full_for_a_moment_loses_no_line(unbuffered: str) -> None:
+def test_non_blocking_pipe_that_is_full_for_a_moment_loses_no_line(unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     code = """
-from penstock.display.stdout import print_anything, report
-print_anything()
+from penstock.cli.output import prepare_streams, report
+prepare_streams()
 for n in range(2000): report(f"{n} " + "x" * 100)
 """
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}

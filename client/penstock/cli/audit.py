@@ -15,9 +15,8 @@ from penstock.audit.compare import Comparison, Differing, compare, num_missing_b
 from penstock.audit.copies import without_copies
 from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of
-from penstock.commands.address import parse_address
-from penstock.commands.remote import greet
-from penstock.display.stdout import tell
+from penstock.cli.connection import greet, parse_address, set_run
+from penstock.cli.output import tell
 from penstock.errors import LedgerError, PenstockError, ServerUnavailable, SpecError
 from penstock.ledger.names import find_ledgers
 from penstock.printable import printable
@@ -25,6 +24,28 @@ from penstock.text import counted
 
 _SPOT_CHECK = 100
 _MAX_DIGITS = 18
+
+
+def configure(command: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    command.description = (
+        "Reads the ledgers of a run, of all its ranks and starts, and proves that it trained on each due sample exactly once "
+        "an epoch, or lists those that it did not. It needs no server. The exit status is 0 for a proof, 1 for none, and 2 if "
+        "a ledger cannot be read or the server does not answer."
+    )
+    command.add_argument(
+        "ledgers", metavar="LEDGER", nargs="+", help="as given to RemoteDataset, for the files of all ranks; or single files"
+    )
+    command.add_argument(
+        "--assume-fresh-weights",
+        action="store_true",
+        help="treat a start without a state as a resume: what was trained before, beyond its first step, is lost",
+    )
+    command.add_argument("--server", metavar="URL", action="append", help="also compare with this server's batches")
+    command.add_argument("--spot-check", metavar="N", help="how many random batches to compare, or 'all' (default: 100)")
+    command.add_argument("--rows", action="store_true", help="also list the rows of missing batches, as the server has them")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    set_run(command, "audit", run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The judgements of `penstock doctor`: what is well, what should be looked at, what fails, and what to do."""
+"""The checks of `penstock doctor`: what passes, what is warned of, what fails, and the remedies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ import pytest
 
 from answering import pages
 from penstock import __version__, wire
-from penstock.commands import data_checks, doctor, machine_checks, remote
-from penstock.commands.check import Check
-from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
-from penstock.commands.doctor import checks
-from penstock.commands.machine_checks import check_machine
-from penstock.text import size
+from penstock.cli import connection, doctor
+from penstock.cli.doctor import Check, check_bandwidth, check_cache, check_datasets, check_machine, checks
 from penstock.transport.servers import Servers
 from penstock.transport.transport import Transport
 
@@ -52,7 +48,7 @@ def found(url: str) -> dict[str, Check]:
     return {check.name: check for check in checks(url, None)}
 
 
-def test_versions_are_compared() -> None:
+def test_server_check_compares_versions() -> None:
     with greeter(GOOD) as url:
         assert found(url)["server"] == Check(
             "ok", "server", f"penstock {__version__}, wire version {wire.VERSION}, the same as here"
@@ -62,24 +58,24 @@ def test_versions_are_compared() -> None:
         assert (older.level, older.text) == ("warn", f"penstock 9.1 there, {__version__} here")
     with greeter({**GOOD, "version": "9.1", "wire": 7}) as url:
         other = found(url)["server"]
-        assert (other.level, other.fix) == ("fail", "install the same penstock on both")
-        assert f"wire version 7, penstock {__version__} here speaks version {wire.VERSION}" in other.text
+        assert (other.level, other.remedy) == ("fail", "install the same penstock on both")
+        assert f"wire version 7, penstock {__version__} here uses {wire.VERSION}" in other.text
 
 
-def test_another_service_is_told_from_a_server() -> None:
+def test_server_check_refuses_another_service() -> None:
     with greeter({"status": "ok"}) as url:
         other = found(url)
     assert other["server"].text.startswith(f"{url} answers, but not as a penstock server does: /healthz gave no wire version.")
     assert "data" not in other
 
 
-def test_an_answer_that_comes_in_drops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_GREETING_SECONDS", 0.3)
+def test_server_check_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_GREETING_SECONDS", 0.3)
     with pages(lambda _: (200, b" " * 400), seconds_per_byte=0.01) as url:
         assert "its answer was not whole after 0.3 seconds" in found(url)["server"].text
 
 
-def test_what_is_no_json_object_is_asked_for_again_and_then_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_checks_retry_a_response_that_is_not_a_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "RETRY_SECONDS", 0.3)
     answers = chain([b"{", b"[]"], repeat(b'{"datasets": [], "mixtures": [], "refused": []}'))
     with pages(lambda path: (200, json.dumps(GOOD).encode() if path == "/healthz" else next(answers))) as url:
@@ -88,12 +84,12 @@ def test_what_is_no_json_object_is_asked_for_again_and_then_told(monkeypatch: py
         assert "the answer is not a JSON object, but a list" in found(url)["data"].text
 
 
-def test_a_server_without_data_fails() -> None:
+def test_data_checks_fail_without_a_dataset_list() -> None:
     with greeter(GOOD) as url:
         assert found(url)["data"].level == "fail"
 
 
-def test_a_clock_that_is_wrong_is_told_with_its_direction() -> None:
+def test_clock_check_names_the_direction() -> None:
     for seconds, where, level in ((3600.0, "ahead of", "warn"), (-60.0, "behind", "warn"), (2.0, "ahead of", "ok")):
         with greeter(GOOD, clock_ahead_seconds=seconds) as url:
             clock = found(url)["clock"]
@@ -102,25 +98,25 @@ def test_a_clock_that_is_wrong_is_told_with_its_direction() -> None:
         assert float(clock.text.split()[4].replace(",", "")) == pytest.approx(abs(seconds), abs=1)
 
 
-def test_a_long_way_bounds_what_can_come() -> None:
+def test_latency_check_gives_the_rate_that_it_allows() -> None:
     with greeter(GOOD, delay_seconds=0.08) as url:
         latency = found(url)["latency"]
     assert latency.level == "warn"
-    assert "8.4 MB of batches at most come in that time, " in latency.text
+    assert "at most 8.4 MB of batches arrive in that time, " in latency.text
     assert 0 < float(latency.text.split(" MB/s")[0].rpartition(" ")[2]) <= 105
 
 
-def test_a_proxy_in_between_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_check_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     away = found("http://127.0.0.1:10")
     assert away["server"].level == "fail"
     assert "refused (through HTTP_PROXY; NO_PROXY=127.0.0.1 goes past it)." in away["server"].text
-    assert away["proxy"].fix == "set NO_PROXY=127.0.0.1 where the trainer runs"
+    assert away["proxy"].remedy == "set NO_PROXY=127.0.0.1 where the trainer runs"
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert "proxy" not in found("http://127.0.0.1:10")
 
 
-def test_a_server_that_is_away_still_shows_what_is_here() -> None:
+def test_machine_is_checked_without_a_server() -> None:
     away = found("http://127.0.0.1:9")
     assert "does not answer" in away["server"].text
     assert (away["client"].level, set(away)) == ("ok", {"server", "client", "memory"})
@@ -134,15 +130,15 @@ def cache(blocks_bytes: int = 2000, **other: int | str) -> Check:
     return check
 
 
-def test_a_cache_that_is_full_lowered_or_too_small_is_told() -> None:
+def test_cache_check_warns_if_full_lowered_or_too_small() -> None:
     assert cache() == Check("ok", "cache", "50.0 MB of 1.0 GB used")
     lowered = cache(budget_bytes=60_000_000)
     assert (lowered.level, "the budget is 60.0 MB instead of 1.0 GB" in lowered.text) == ("warn", True)
-    assert "free some of the disk" in lowered.fix
+    assert "free some of the disk" in lowered.remedy
     failing = cache(failure="Read-only file system")
-    assert (failing.level, "it cannot be written to (Read-only file system): blocks are" in failing.text) == ("warn", True)
+    assert (failing.level, "it cannot be written to (Read-only file system): blocks" in failing.text) == ("warn", True)
     full = cache(used_bytes=999_000_000)
-    assert (full.level, full.fix) == ("warn", "raise --cache-bytes if the disk has room")
+    assert (full.level, full.remedy) == ("warn", "raise --cache-bytes if the disk has room")
     small = cache(2 * 10**9)
     assert (small.level, "the datasets take about 2.0 GB: blocks that do not fit are decoded again" in small.text) == (
         "warn",
@@ -166,34 +162,38 @@ ABOUT = {
 
 
 def dataset(monkeypatch: pytest.MonkeyPatch, **about: Any) -> Check:
-    monkeypatch.setattr(data_checks, "describe_dataset", lambda *_: {**ABOUT, **about})
+    monkeypatch.setattr(doctor, "describe_dataset", lambda *_: {**ABOUT, **about})
     known = {"datasets": [{"name": "wiki"}], "mixtures": [], "refused": []}
     with closing(Transport(Servers(("http://host",)), retry_seconds=0)) as transport:
         [check] = check_datasets(transport, known, None)
     return check
 
 
-def test_bad_rows_and_data_that_is_kept_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_check_reports_bad_rows_and_unserved_data(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "wiki: 1 row in 2 shards, tokens counted in 3 of 4 blocks, snapshot 3f9c"
     assert dataset(monkeypatch) == Check("ok", "dataset", text)
     masked = dataset(monkeypatch, unused_columns=["attention_mask", "labels"])
-    assert (masked.level, "; not used: attention_mask, labels" in masked.text) == ("warn", True)
+    assert (masked.level, "labels or masks: attention_mask, labels" in masked.text) == ("warn", True)
     assert "wiki: 1 row before its filter in 2 shards" in dataset(monkeypatch, rows_served=None).text
     assert "wiki: 7 of 9 rows in 2 shards" in dataset(monkeypatch, rows=9, rows_served=7).text
     assert "1,000 tokens, snapshot" in dataset(monkeypatch, tokens=1000).text
     kept_out = dataset(monkeypatch, refresh_error="half a file")
-    assert (kept_out.level, "newer data is kept out: half a file" in kept_out.text) == ("warn", True)
+    assert (kept_out.level, "newer data is not served: half a file" in kept_out.text) == ("warn", True)
     bad = dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7})
-    assert (bad.level, "7 bad rows are known" in bad.text, "quarantine" in bad.fix) == ("warn", True, True)
+    assert (bad.level, "7 bad rows" in bad.text, "quarantine" in bad.remedy) == ("warn", True, True)
     assert dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7, "on_bad_row": "replace"}).level == "ok"
     refused = dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7, "refusal": "wiki: 7 of 9 rows are bad."})
     assert refused == Check("fail", "dataset", "every batch is refused. wiki: 7 of 9 rows are bad.")
     unread = dataset(monkeypatch, bad_rows=BAD_ROWS | {"unread_row_groups": 2})
-    assert (unread.level, "2 row groups could not be read" in unread.text, "quarantine" in unread.fix) == ("fail", True, True)
+    assert (unread.level, "2 row groups" in unread.text, "quarantine" in unread.remedy) == (
+        "fail",
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(("first", "others"), [(5.0, 0.5), (5.0, 4.0), (0.5, 0.5)], ids=["cold", "a slow way", "warm"])
-def test_a_first_batch_that_took_long_is_laid_to_the_server_unless_the_next_does_too(
+def test_bandwidth_check_names_a_slow_first_batch_unless_all_are_slow(
     monkeypatch: pytest.MonkeyPatch, first: float, others: float
 ) -> None:
     seconds, now = chain([first], repeat(others)), [0.0]
@@ -212,11 +212,11 @@ def test_a_first_batch_that_took_long_is_laid_to_the_server_unless_the_next_does
             transport.num_bytes += len(steps) << 20
             return [SimpleNamespace(nbytes=1 << 20)] * len(steps)
 
-    monkeypatch.setattr(data_checks, "Source", Pulled)
-    monkeypatch.setattr(data_checks, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(doctor, "Source", Pulled)
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     known = {"datasets": [{"name": "wiki", "rows_served": 9, "size_bytes": 9}], "mixtures": []}
     [bandwidth] = check_bandwidth("http://host", cast(Transport, transport), known, None)
-    assert ("the first batch took 5.0 s, while the server made its block" in bandwidth.text) == ((first, others) == (5.0, 0.5))
+    assert ("the first batch took 5.0 s, while the server built its block" in bandwidth.text) == ((first, others) == (5.0, 0.5))
     rate = 8 * (1 << 20) / others / 1e6
     assert bandwidth.text.startswith(f"{rate:,.0f} MB/s: ")
     assert asked[2:] == [(range(8), range(8))] * len(asked[2:])  # as a loop does that is short of batches
@@ -231,18 +231,14 @@ def torch_with(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, pins: bool = True,
     version = SimpleNamespace(cuda="12.9", hip=None)
     fake = SimpleNamespace(__version__="2.9", cuda=cuda, version=version, empty=empty, uint8=None)
     monkeypatch.setitem(__import__("sys").modules, "torch", fake)
-    monkeypatch.setattr(machine_checks, "_GPU_SIGNS", (sign,))
+    monkeypatch.setattr(doctor, "_GPU_SIGNS", (sign,))
     return {check.name: check for check in check_machine()}["memory"]
 
 
-def test_pinned_memory_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_check_tries_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_with(monkeypatch, gpu=False).level == "ok"
-    assert torch_with(monkeypatch, gpu=True) == Check("ok", "memory", "H200; batches lie in pinned memory")
+    assert torch_with(monkeypatch, gpu=True) == Check("ok", "memory", "H200; batches use pinned memory")
     failed = torch_with(monkeypatch, gpu=True, pins=False)
     assert (failed.level, failed.text) == ("fail", "H200, but memory cannot be pinned: out of resources")
     hidden = torch_with(monkeypatch, gpu=False, sign="/")
-    assert (hidden.level, "built for 12.9, cannot use it" in hidden.text) == ("warn", True)
-
-
-def test_sizes_are_said_as_people_say_them() -> None:
-    assert [size(n) for n in (999, 10**6, 2.5e9, 3e12)] == ["1.0 kB", "1.0 MB", "2.5 GB", "3.0 TB"]
+    assert (hidden.level, "(build: 12.9) cannot use" in hidden.text) == ("warn", True)

@@ -9,16 +9,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.printable import printable_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PIPE_COLUMNS = 100
 
 
 class OutputFull(PenstockError):
     """A command's output does not fit on the disk."""
 
 
-def print_anything() -> None:
+def prepare_streams() -> None:
     """Make stdout and stderr accept any text: a limited encoding or a closed stream must not fail a command."""
     for number in range(3):  # otherwise the next file or socket would get a closed stream's number, and receive the output
         try:
@@ -34,8 +40,30 @@ def print_anything() -> None:
             stream.reconfigure(errors="replace")
 
 
+def stdout_console() -> Console:
+    """Return a console for stdout: colours on a terminal only, 100 columns in a pipe, no markup.
+
+    NO_COLOR turns colours off. So does a notebook cell, which passes for a terminal but does not dim text.
+    """
+    from rich.console import Console
+
+    class _Console(Console):
+        def on_broken_pipe(self) -> None:  # rich's own would change the exit status
+            _discard_stdout()
+
+    is_pipe = not sys.stdout.isatty()
+    is_plain = any(map(os.environ.get, ("NO_COLOR", "JPY_PARENT_PID")))
+    return _Console(
+        color_system=None if is_plain else "auto",
+        width=_PIPE_COLUMNS if is_pipe and "COLUMNS" not in os.environ else None,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+
+
 @contextmanager
-def readers_may_leave() -> Iterator[None]:
+def allow_closed_pipe() -> Iterator[None]:
     """End the block without an error if the reader of stdout, such as head, closes the pipe.
 
     Raises OutputFull: stdout is a file on a full disk.
@@ -44,12 +72,12 @@ def readers_may_leave() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        _give_stdout_up()
+        _discard_stdout()
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        _give_stdout_up()
-        raise OutputFull(f"what is printed cannot be written: {error.strerror}") from None
+        _discard_stdout()
+        raise OutputFull(f"the output cannot be written: {error.strerror}") from None
 
 
 def tell(text: str) -> None:
@@ -57,7 +85,7 @@ def tell(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        _give_stdout_up()
+        _discard_stdout()
 
 
 def report(text: str) -> None:
@@ -65,7 +93,7 @@ def report(text: str) -> None:
     try:
         print(printable_lines(text), flush=True)
     except OSError:
-        _give_stdout_up()
+        _discard_stdout()
 
 
 def complain(command: str, text: object) -> None:
@@ -73,6 +101,6 @@ def complain(command: str, text: object) -> None:
     print(f"penstock {command}: {printable_lines(str(text))}", file=sys.stderr)
 
 
-def _give_stdout_up() -> None:
+def _discard_stdout() -> None:
     """Discard all further output: otherwise Python would write the rest at exit, and print an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

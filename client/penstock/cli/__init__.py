@@ -1,0 +1,111 @@
+"""The console script `penstock`. Each command's module is imported only when it runs, so that --help stays quick."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+from penstock import __version__
+from penstock.ending import ExitWithoutTeardown, ends_as_usual, ends_at
+
+_COMMANDS = {
+    "peek": "show what is in a batch",
+    "bench": "measure how fast this machine can pull batches",
+    "doctor": "find what is wrong between this machine and a server",
+    "audit": "prove from its ledgers that a run trained on every sample exactly once",
+}
+_SERVER_COMMANDS = ("serve", "inspect", "prepare", "sample", "import")
+_SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")
+
+
+def main() -> int:
+    """Run one command and return the process's exit status."""
+    _restart_in_utf8_mode()
+    leaving = ExitWithoutTeardown()
+    try:
+        leaving.status = _run_unless_stopped()
+    except SystemExit as error:
+        leaving.status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    return leaving.status
+
+
+def _run_unless_stopped() -> int:
+    try:  # around most imports, too: Ctrl-C in the first moment would end in a traceback
+        from penstock.cli.output import prepare_streams
+
+        ends_as_usual()
+        prepare_streams()
+        return _run()
+    except KeyboardInterrupt:
+        ends_at(signal.SIGINT)  # otherwise another Ctrl-C would end a wait for threads with a traceback
+        print("penstock: stopped", file=sys.stderr)
+        return 130
+
+
+def _restart_in_utf8_mode() -> None:
+    """Restart Python if it reads file names in another encoding: pyarrow, recipes and URLs use UTF-8."""
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
+        if sys.stdout:
+            os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:replace")  # the terminal keeps its encoding
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def _run() -> int:
+    from penstock.cli.output import OutputFull, complain
+    from penstock.text import did_you_mean
+
+    parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    name = next(iter(sys.argv[1:]), "")
+    try:
+        _add_server_commands(commands)
+        for command, summary in _COMMANDS.items():
+            subparser = commands.add_parser(command, help=summary, allow_abbrev=False)
+            if command == name:
+                import_module(f"penstock.cli.{command}").configure(subparser)
+        chosen, unknown = parser.parse_known_args()
+        if unknown:  # parse_args would print the usage of `penstock` alone
+            subparser = commands.choices.get(chosen.command, parser)
+            hint = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", subparser.format_help()))
+            subparser.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
+        if not chosen.command:
+            parser.print_help(sys.stderr)
+            return 2
+        status: int = chosen.run(chosen)
+    except OutputFull as error:
+        complain(name, error)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name in ("fcntl", "resource"):
+            complain(name, "needs Linux or macOS; on Windows use Docker or WSL")
+        elif str(error.name).partition(".")[0] == "rich":
+            complain(name, "rich is not installed: pip install 'penstock[cli]'")
+        else:
+            raise
+        return 2
+    return status
+
+
+def _add_server_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    missing = [name for name in _SERVER_NEEDS if find_spec(name) is None]
+    if not missing:
+        # The only import of the server in the client: for a command, never for the library.
+        from penstock_server.cli import add_commands
+
+        add_commands(commands)
+        return
+    for name in _SERVER_COMMANDS:
+        text = f"penstock {name}: the server is not installed ({', '.join(missing)} missing): pip install 'penstock[server]'"
+        # It takes any arguments: `penstock serve DATA_DIR --port 80` must not fail on an unknown argument instead.
+        stub = commands.add_parser(
+            name, help="needs the server: pip install 'penstock[server]'", add_help=False, prefix_chars="\0"
+        )
+        stub.add_argument("rest", nargs="*")
+        stub.set_defaults(run=lambda _, text=text: print(text, file=sys.stderr) or 2)

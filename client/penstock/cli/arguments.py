@@ -1,0 +1,46 @@
+"""Arguments that commands share. Kept apart from their access to a server, so that --help needs no httpx."""
+
+from __future__ import annotations
+
+import argparse
+
+from penstock.spec import as_text, describe
+
+ADDRESS = "http://HOST:PORT/DATASET, or the URL of a batch"
+_METAVARS = {"integer": "N", "boolean": "true|false", "string": "TEXT"}
+
+
+def whole_number(text: str) -> int:
+    """Parse an integer >= 0 of the command line. Raises ArgumentTypeError: the text is not one."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 16):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not an integer >= 0")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Parse a number > 0, such as 10, 0.5, 250k or 1.5M. Raises ArgumentTypeError: the text is not one."""
+    scale = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:])
+    try:
+        number = float(text[:-1]) * scale if scale else float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e15:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number > 0, such as 10, 0.5 or 250k")
+    return number
+
+
+def add_spec_options(command: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
+    """Add an option for each parameter of the spec, such as --batch-size for batch_size."""
+    group = command.add_argument_group("parameters of a batch", "the same as in its URL; an option overrides the URL")
+    for parameter in describe():
+        if parameter["name"] in without:
+            continue
+        options = parameter.get("options")
+        default = "" if parameter["default"] is None else f" (default: {as_text(parameter['default'])})"
+        # The values stay text: the spec checks them, with better messages than argparse.
+        group.add_argument(
+            f"--{parameter['name'].replace('_', '-')}",
+            dest=f"spec_{parameter['name']}",
+            metavar="|".join(options) if options else _METAVARS[parameter["kind"]],
+            help=f"{parameter['doc']}{default}".replace("%", "%%"),
+        )

@@ -1,0 +1,226 @@
+"""The contents of a batch for display: samples, the rows they are made of, and which tokens have loss.
+
+`penstock inspect`, of the server's package, displays rows with it, too.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from penstock.batch import IGNORED, SIDES
+from penstock.printable import printable
+from penstock.text import counted
+
+_MIN_PIECE_COLUMNS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens, all with loss or all without: their text, or their ids if the server has no tokenizer."""
+
+    text: str
+    num_tokens: int
+    in_loss: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passage:
+    """A sample's part of one row, or of one side of a preference pair, which `side` names then."""
+
+    source: str
+    side: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return sum(piece.num_tokens for piece in self.pieces)
+
+
+class LineView(NamedTuple):
+    """One line of a tensor: its tokens, its tokens plus padding, and the tokens cut off its last row.
+
+    `noun` names its source if that is one row or one side of a row; `limit` is the parameter that cuts it.
+    """
+
+    noun: str
+    limit: str
+    num_tokens: int
+    num_positions: int
+    num_cut: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleView:
+    """One sample of a batch. It has one line, or one for each side of a pair, or one for encoder and decoder each.
+
+    columns  the passthrough columns of its row
+    """
+
+    index: int
+    lines: tuple[LineView, ...]
+    num_loss_tokens: int
+    passages: tuple[Passage, ...]
+    columns: Mapping[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return sum(line.num_tokens for line in self.lines)
+
+
+def padding_of(lines: Sequence[LineView]) -> float:
+    """Return the fraction of padding in lines."""
+    return 1 - sum(line.num_tokens for line in lines) / max(sum(line.num_positions for line in lines), 1)
+
+
+def view(batch: Mapping[str, Any], provenance: Mapping[str, Any]) -> list[SampleView]:
+    """Build the view of a batch's samples from the server's responses to format=json and .../provenance."""
+    num_positions = {name: shape[1] for name, _, shape in batch["tensors"] if len(shape) > 1}
+    samples = [sample["sources"] for sample in provenance["samples"]]
+    is_mixed = any(source["dataset"] != batch["dataset"] for sources in samples for source in sources)
+    return [_sample(facts, sources, num_positions, is_mixed) for facts, sources in zip(batch["samples"], samples, strict=True)]
+
+
+def _sample(
+    facts: Mapping[str, Any], sources: Sequence[Mapping[str, Any]], num_positions: Mapping[str, int], is_mixed: bool
+) -> SampleView:
+    names = [_source(source, is_mixed) for source in sources]
+    lengths = [source["stop"] - source["start"] for source in sources]
+    sides = [side for side in SIDES if f"{side}input_ids" in facts]
+    return SampleView(
+        index=facts["index"],
+        lines=tuple(_lines(facts, sources[-1], num_positions)),
+        num_loss_tokens=sum(sum(_mask(facts, side)) for side in sides),
+        passages=tuple(
+            Passage(source=name, side=side.removesuffix("_"), pieces=tuple(pieces))
+            for side in sides
+            for name, pieces in zip(names, _by_row(_pieces(facts, side), lengths), strict=True)
+        ),
+        columns=facts.get("columns", {}),
+    )
+
+
+def _lines(facts: Mapping[str, Any], last: Mapping[str, Any], num_positions: Mapping[str, int]) -> Iterator[LineView]:
+    def line(name: str, noun: str, limit: str, num_row_tokens: int) -> LineView:
+        num_tokens = len(facts[name])
+        return LineView(noun, limit, num_tokens, num_positions[name], num_row_tokens - num_tokens)
+
+    if "label_lengths" in facts:
+        yield line("input_ids", "prompt", "seq_len", last["prompt_tokens"])
+        yield line("labels", "response", "target_seq_len", last["row_tokens"] - last["prompt_tokens"])
+    elif sides := last["side_tokens"]:
+        for side, num_tokens in sides.items():
+            yield line(f"{side}_input_ids", "side", "seq_len", num_tokens)
+    else:  # a sample of several rows is not cut before its last row
+        num_before = len(facts["input_ids"]) - last["stop"]
+        yield line("input_ids", "row", "seq_len", num_before + last["row_tokens"])
+
+
+def _source(source: Mapping[str, Any], is_mixed: bool) -> str:
+    dataset = f"{source['dataset']}: " if is_mixed else ""
+    start = f", from token {source['start']:,}" if source["start"] else ""
+    return f"{dataset}{source['shard']}, row group {source['row_group']}, row {source['row']:,}{start}"
+
+
+def _pieces(facts: Mapping[str, Any], side: str) -> Iterator[Piece]:
+    """Yield the tokens of one side, cut where rows, turns and the loss begin."""
+    ids = facts[f"{side}input_ids"]
+    if "label_lengths" in facts:  # prompt into an encoder, response out of a decoder
+        yield Piece(facts.get("prompt", ids_as_text(ids)), len(ids), False)
+        yield Piece(facts.get("response", ids_as_text(facts["labels"])), len(facts["labels"]), True)
+        return
+    mask = _mask(facts, side)
+    end = 0
+    for num_tokens, text in _lengths_and_texts(facts, side, ids, mask):
+        start, end = end, end + num_tokens
+        yield Piece(ids_as_text(ids[start:end]) if text is None else text, num_tokens, any(mask[start:end]))
+
+
+def _lengths_and_texts(
+    facts: Mapping[str, Any], side: str, ids: Sequence[int], mask: Sequence[bool]
+) -> Iterator[tuple[int, str | None]]:
+    """Yield the number of tokens of each piece, and its text if it is known."""
+    if f"{side}pieces" in facts:
+        yield from ((piece["num_tokens"], piece.get("text")) for piece in facts[f"{side}pieces"])
+    elif f"{side}prompt" in facts:
+        prompt, response = facts[f"{side}prompt"], facts[f"{side}response"]
+        num_prompt = facts.get(f"{side}prompt_lengths", mask.index(True) if True in mask else len(ids))
+        yield from ((num_prompt, prompt), (len(ids) - num_prompt, response)) if num_prompt else ((len(ids), prompt + response),)
+    elif ids:
+        yield len(ids), facts.get(f"{side}text")
+
+
+def _mask(facts: Mapping[str, Any], side: str) -> list[bool]:
+    """Return which tokens have loss, as the trainer sees it."""
+    return [label != IGNORED for label in facts[f"{side}labels"]]
+
+
+def _by_row(pieces: Iterable[Piece], lengths: Sequence[int]) -> list[list[Piece]]:
+    """Group pieces by rows of these lengths; no piece spans two rows."""
+    ends = [*accumulate(lengths)]
+    rows: list[list[Piece]] = [[] for _ in lengths]
+    start = 0
+    for piece in pieces:
+        rows[bisect_right(ends, start)].append(piece)
+        start += piece.num_tokens
+    return rows
+
+
+def ids_as_text(ids: Sequence[int]) -> str:
+    """Spell token ids, for datasets without a tokenizer."""
+    return " ".join(map(str, ids))
+
+
+def text_of(pieces: Sequence[Piece], columns: int, *, has_styles: bool) -> Text:
+    """Return the text of pieces in about this many columns in all; 0: all of it.
+
+    Each piece keeps its beginning and its end, and the first and last pieces are shown: a long prompt must not hide the
+    response. Pieces without loss are dimmed, or stand between ⟦ and ⟧ if the console has no styles.
+    """
+    text = Text(overflow="fold")
+    num_shown = max(2, columns // _MIN_PIECE_COLUMNS) if columns else len(pieces)
+    num_first = len(pieces) if len(pieces) <= num_shown else -(-num_shown // 2)
+    last = pieces[max(num_first, len(pieces) - num_shown // 2) :]
+    shares = _shares([len(piece.text) for piece in (*pieces[:num_first], *last)], columns)
+    for number, (piece, share) in enumerate(zip((*pieces[:num_first], *last), shares, strict=True)):
+        if number == num_first:
+            text.append(f" [… {counted(len(pieces) - num_first - len(last), 'more turn')} …] ", "yellow")
+        marks = ("", "") if piece.in_loss or has_styles else ("⟦", "⟧")
+        text.append(marks[0])
+        append_abridged(text, piece.text, share, "" if piece.in_loss else "dim")
+        text.append(marks[1])
+    return text
+
+
+def _shares(lengths: Sequence[int], columns: int) -> list[int]:
+    """Divide columns among texts of these lengths: what a short one leaves goes to longer ones."""
+    shares, left = [0] * len(lengths), columns
+    for place, index in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
+        shares[index] = left // (len(lengths) - place)
+        left -= min(shares[index], lengths[index])
+    return shares
+
+
+def append_abridged(text: Text, addition: str, columns: int, style: str = "") -> None:
+    """Append a text, cut in its middle to about this many columns; 0: all of it."""
+    shown = printable(addition)
+    width = cell_len(shown)
+    if not columns or width <= columns:
+        text.append(shown, style)
+        return
+    per_column = len(shown) / width  # wide characters take two columns
+    # A part of a token id would read as another id: numbers at the cut are left out.
+    head = re.sub(r"\d{1,10}$", "", shown[: int(columns * per_column * 2 / 3)])
+    tail = re.sub(r"^\d{1,10}", "", shown[-int(columns * per_column / 3) :])
+    text.append(head, style)
+    text.append(f" [… {len(shown) - len(head) - len(tail):,} characters …] ", "yellow")
+    text.append(tail, style)

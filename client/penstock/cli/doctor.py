@@ -1,0 +1,319 @@
+"""`penstock doctor`: what is wrong between this machine and a server, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import httpx
+from rich.table import Table
+from rich.text import Text
+
+from penstock import __version__, wire
+from penstock.cli.connection import RETRY_SECONDS, describe_dataset, get_json, greet, parse_address, set_run
+from penstock.cli.output import stdout_console
+from penstock.errors import PenstockError
+from penstock.feeding.ranges import RUN_BYTES
+from penstock.printable import printable
+from penstock.source import Source
+from penstock.spec import Spec
+from penstock.text import counted, rows_kept, size
+from penstock.transport.probe import client_aside, proxy_of
+from penstock.transport.servers import Servers
+from penstock.transport.transport import Transport
+from penstock.urls import DATASETS, dataset_path
+from penstock.wire import Frame
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+_NUM_PINGS = 15
+_SLOW_PING_SECONDS = 0.05
+_CLOCK_SECONDS = 5.0
+_GPU_SIGNS = ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
+_FULL = 0.97
+_PULLED_BYTES, _PULLED_SECONDS = 4 * RUN_BYTES, 3.0
+_SEQ_LEN = 65_536  # long padded samples: usual ones of a small dataset would measure the request rate instead
+_SLOW_BYTES_PER_SECOND = 10e6
+_SLOW_FIRST_SECONDS = 2.0
+
+
+def configure(command: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    command.description = (
+        "Checks versions, clock, latency, bandwidth, pinned memory, datasets and the block cache, and says what to do. The "
+        "exit status is 1 if a check fails."
+    )
+    command.add_argument("address", metavar="ADDRESS", help="http://HOST:PORT, or http://HOST:PORT/DATASET to check only that")
+    set_run(command, "doctor", run)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check: its subject, the finding, and the remedy.
+
+    ok    no problem
+    warn  jobs run, but slower than possible, or differently
+    fail  jobs do not run
+    """
+
+    level: Literal["ok", "warn", "fail"]
+    name: str
+    text: str
+    remedy: str = ""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one line per check; return 1 if one fails. Raises SpecError: the address is invalid."""
+    address = parse_address(arguments.address)
+    console = stdout_console()
+    console.print(Text(printable(address.server), "bold"))
+    num_failed = num_warned = 0
+    for check in checks(address.server, address.dataset):
+        row = Table.grid(padding=(0, 2, 0, 0))
+        for width in (4, 9, None):
+            row.add_column(width=width, overflow="fold")
+        remedy = Text(f"\n-> {printable(check.remedy)}" if check.remedy else "", "bold")
+        row.add_row(Text(check.level, _STYLES[check.level]), check.name, Text.assemble(printable(check.text), remedy))
+        console.print(row)
+        num_failed += check.level == "fail"
+        num_warned += check.level == "warn"
+    summary = [counted(num_failed, "check") + " failed"] if num_failed else []
+    summary += [counted(num_warned, "warning")] if num_warned else []
+    console.print(", ".join(summary) or "all checks passed")
+    return 1 if num_failed else 0
+
+
+def checks(server: str, dataset: str | None) -> Iterator[Check]:
+    """Yield all checks, lazily; those of data only for `dataset` if it is given."""
+    try:
+        greeting = greet(server)
+    except PenstockError as error:
+        yield Check("fail", "server", str(error))
+        yield from _check_proxy(server)
+        yield from check_machine()
+        return
+    yield _check_versions(greeting)
+    yield from _check_proxy(server)
+    yield from check_latency(server)
+    yield from check_machine()
+    with closing(Transport(Servers((server,)), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
+        try:
+            known = get_json(transport, DATASETS)
+            yield from check_datasets(transport, known, dataset)
+            yield from check_cache(known["datasets"])
+            yield from check_bandwidth(server, transport, known, dataset)
+        except PenstockError as error:
+            yield Check("fail", "data", str(error))
+
+
+def _check_versions(greeting: Mapping[str, Any]) -> Check:
+    theirs, wire_version = greeting.get("version"), greeting.get("wire")
+    if wire_version != wire.VERSION:
+        return Check(
+            "fail",
+            "server",
+            f"penstock {theirs} there uses wire version {wire_version}, penstock {__version__} here uses {wire.VERSION}",
+            "install the same penstock on both",
+        )
+    if theirs != __version__:
+        return Check("warn", "server", f"penstock {theirs} there, {__version__} here", "install the same version on both")
+    return Check("ok", "server", f"penstock {theirs}, wire version {wire_version}, the same as here")
+
+
+def _check_proxy(server: str) -> Iterator[Check]:
+    """Warn about a proxy: it mostly comes from an overlooked environment variable."""
+    if variable := proxy_of(server):
+        yield Check(
+            "warn",
+            "proxy",
+            f"{variable} is set, so batches go through a proxy",
+            f"set NO_PROXY={urlsplit(server).hostname} where the trainer runs",
+        )
+
+
+def check_latency(server: str) -> Iterator[Check]:
+    """Measure the latency and the difference of the clocks, with a few requests over one connection."""
+    pings = []  # seconds, and how far the server's clock is ahead
+    try:
+        with client_aside(server) as client:
+            client.get(f"{server}/healthz")  # opens the connection
+            for _ in range(_NUM_PINGS):
+                sent, began = time.time(), time.perf_counter()
+                server_time = client.get(f"{server}/healthz").json()["time"]
+                seconds = time.perf_counter() - began
+                pings.append((seconds, server_time - sent - seconds / 2))
+    except (httpx.RequestError, ValueError, TypeError, LookupError) as error:
+        yield Check("fail", "latency", f"the server answered once, but not again: {error!r}", "look at its log")
+        return
+    latencies = [seconds for seconds, _ in pings]
+    yield _check_latency(median(latencies), max(latencies))
+    seconds, ahead = min(pings)
+    yield _check_clock(ahead, seconds / 2)
+
+
+def _check_latency(typical: float, longest: float) -> Check:
+    text = f"{1000 * typical:.1f} ms (median of {_NUM_PINGS}; at most {1000 * longest:.1f} ms)"
+    if typical < _SLOW_PING_SECONDS:
+        return Check("ok", "latency", text)
+    limit = RUN_BYTES / typical / 1e6  # two ranges are requested at a time, but socket buffers seldom hold more of them
+    return Check(
+        "warn",
+        "latency",
+        f"{text}: at most {size(RUN_BYTES)} of batches arrive in that time, {limit:,.0f} MB/s",
+        "run a server nearer to the trainers; its cache fills from the same shards",
+    )
+
+
+def _check_clock(ahead: float, error: float) -> Check:
+    if abs(ahead) <= error:
+        return Check("ok", "clock", f"the server's clock agrees with this one to {1000 * error:.1f} ms")
+    text = f"the server's clock is {abs(ahead):,.3f} s {'ahead of' if ahead > 0 else 'behind'} this one"
+    if abs(ahead) < _CLOCK_SECONDS:
+        return Check("ok", "clock", text)
+    return Check("warn", "clock", f"{text}: the times in their logs do not match", "let NTP set both clocks")
+
+
+def check_machine() -> Iterator[Check]:
+    """Check this machine: Python, torch, and whether batches can use pinned memory."""
+    here = f"Python {platform.python_version()}, penstock {__version__}"
+    try:
+        import torch
+    except ImportError as error:
+        yield Check("warn", "client", f"{here}, no torch ({error})", "RemoteDataset needs it: pip install 'penstock[torch]'")
+        return
+    yield Check("ok", "client", f"{here}, torch {torch.__version__}")
+    yield _check_memory(torch)
+
+
+def _check_memory(torch: Any) -> Check:
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        try:
+            torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            return Check("fail", "memory", f"{name}, but memory cannot be pinned: {first}", "check nvidia-smi and ulimit -l")
+        return Check("ok", "memory", f"{name}; batches use pinned memory")
+    if any(Path(sign).exists() for sign in _GPU_SIGNS):
+        build = torch.version.cuda or torch.version.hip or "CPU only"
+        return Check(
+            "warn",
+            "memory",
+            f"this machine has a GPU that torch (build: {build}) cannot use: batches use ordinary memory",
+            "install a torch that fits the driver, and check CUDA_VISIBLE_DEVICES",
+        )
+    return Check("ok", "memory", "no GPU here: batches use ordinary memory")
+
+
+def check_datasets(transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:
+    """Yield one check per dataset, or one for the named dataset.
+
+    Raises UnknownDataset, and the errors of describe_dataset.
+    """
+    names = [entry["name"] for kind in ("datasets", "mixtures", "refused") for entry in known[kind]]
+    if dataset is not None and dataset not in names:
+        describe_dataset(transport, dataset)  # raises, and suggests similar names
+    for entry in known["datasets"]:
+        if dataset in (None, entry["name"]):
+            yield _check_dataset(describe_dataset(transport, entry["name"]))
+    for mixture in known["mixtures"]:
+        if dataset in (None, mixture["name"]):
+            yield Check("ok", "dataset", f"{mixture['name']}: a mixture, {mixture['mix']}")
+    for refused in known["refused"]:
+        if dataset in (None, refused["name"]):
+            yield Check("fail", "dataset", f"{refused['name']} is not served: {refused['error']}")
+
+
+def _check_dataset(about: Mapping[str, Any]) -> Check:
+    name, index, bad = about["name"], about["index"], about["bad_rows"]
+    tokens = f"tokens counted in {index['blocks_done']:,} of {index['blocks']:,} blocks"
+    if about["tokens"] is not None:
+        tokens = counted(about["tokens"], "token")
+    rows = rows_kept(about["rows"], about["rows_served"])
+    text = f"{name}: {rows} in {counted(about['shards'], 'shard')}, {tokens}, snapshot {about['snapshot']}"
+    quarantine = f"GET {dataset_path(name)}/quarantine lists them"
+    if refusal := bad["refusal"]:
+        return Check("fail", "dataset", f"every batch is refused. {refusal}")
+    if about["rows_served"] == 0:
+        return Check("fail", "dataset", f"{text}; its filter keeps no row", "correct the filter in its penstock.toml")
+    if unread := bad["unread_row_groups"]:
+        text = f"{text}; {counted(unread, 'row group')} could not be read, and batches that need one fail"
+        return Check("fail", "dataset", text, f"{quarantine}; repair the shards, or move them out of the folder")
+    if error := about.get("refresh_error"):
+        text = f"{text}; newer data is not served: {error}"
+        return Check("warn", "dataset", text, "repair the files; until then this snapshot is served")
+    if bad["known"] and bad["on_bad_row"] == "fail":
+        text = f"{text}; {counted(bad['known'], 'bad row')}, and a batch with a bad row fails"
+        return Check("warn", "dataset", text, f'{quarantine}; remove them, or set on_bad_row = "replace" in penstock.toml')
+    if unused := about["unused_columns"]:
+        text = f"{text}; not used, though their names suggest labels or masks: {', '.join(unused)}"
+        return Check("warn", "dataset", text, "the server's log shows how to name them in penstock.toml")
+    return Check("ok", "dataset", f"{text}; {counted(bad['known'], 'bad row')} replaced" if bad["known"] else text)
+
+
+def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """Check the block cache, which all datasets share."""
+    if not datasets:
+        return
+    cache = datasets[0]["cache"]
+    used, budget, configured = cache["used_bytes"], cache["budget_bytes"], cache["configured_bytes"]
+    text, again = f"{size(used)} of {size(budget)} used", "blocks that do not fit are decoded again each time"
+    needed = sum(dataset["blocks_bytes"] for dataset in datasets)
+    if failure := cache.get("failure"):
+        text = f"{text}; it cannot be written to ({failure}): blocks are decoded again each time"
+        yield Check("warn", "cache", text, "repair the disk of --cache-dir")
+    elif budget < configured:
+        text = f"{text}; its disk was full, so the budget is {size(budget)} instead of {size(configured)}: {again}"
+        yield Check("warn", "cache", text, "free some of the disk of --cache-dir: the budget rises with the next blocks")
+    elif used >= _FULL * budget or needed > budget:
+        text = f"{text}; the datasets take about {size(needed)}: {again}"
+        yield Check("warn", "cache", text, "raise --cache-bytes if the disk has room")
+    else:
+        yield Check("ok", "cache", text)
+
+
+def check_bandwidth(server: str, transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:
+    """Measure the bandwidth of a few MiB of batches of the largest dataset, fetched as the client does."""
+    largest = sorted(known["datasets"], key=lambda entry: -entry["size_bytes"])
+    entries = [entry for entry in (*largest, *known["mixtures"]) if entry.get("rows_served") != 0]
+    names = [entry["name"] for entry in entries if dataset in (None, entry["name"])]
+    if names:
+        try:
+            yield _pull(server, transport, names[0])
+        except PenstockError as error:
+            yield Check("fail", "bandwidth", f"{names[0]} gives no batches: {error}")
+
+
+def _pull(server: str, transport: Transport, dataset: str) -> Check:
+    source = Source(server, dataset, rank=0, retry_seconds=RETRY_SECONDS)
+    resolved = source.resolve(Spec(seq_len=_SEQ_LEN, drop_last=False))
+    if not resolved.num_steps:
+        return Check("warn", "bandwidth", f"{dataset} holds no sample", "check its filter and its shards")
+
+    def pull(steps: range, then: range = range(0)) -> tuple[list[Frame], float]:
+        began = time.perf_counter()
+        frames = source.frames(transport, resolved.spec, 0, steps, then)
+        return frames, time.perf_counter() - began
+
+    [frame], first = pull(range(1))
+    _, second = pull(range(1))
+    steps = range(min(resolved.num_steps, max(2, RUN_BYTES // max(frame.nbytes, 1))))
+    pull(steps, steps)  # warms the server's cache
+    before, elapsed = transport.num_bytes, 0.0
+    while transport.num_bytes - before < _PULLED_BYTES and elapsed < _PULLED_SECONDS:
+        elapsed += pull(steps, steps)[1]
+    pulled = transport.num_bytes - before
+    text = f"{pulled / elapsed / 1e6:,.0f} MB/s: {size(pulled)} of {dataset} in {elapsed:.2f} s"
+    if first - second > _SLOW_FIRST_SECONDS:  # the network is not the cause: the second fetch was fast
+        text += f"; the first batch took {first:.1f} s, while the server built its block"
+    if pulled / elapsed < _SLOW_BYTES_PER_SECOND:
+        remedy = "a million tokens per second take 2 to 4 MB/s; look for a slow link, a busy server, or a small block cache"
+        return Check("warn", "bandwidth", text, remedy)
+    return Check("ok", "bandwidth", text)
