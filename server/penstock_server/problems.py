@@ -1,23 +1,11 @@
 """Problems: the errors that the server raises on purpose, each an RFC 9457 problem+json with a stable `type`.
 
 Problem
-├── BadParameter      422  a query or path parameter is unknown, of the wrong kind or out of bounds
-├── UnknownDataset    404  no dataset of that name
-├── StepOutOfRange    404  the epoch has fewer steps
-├── RankOutOfRange    404  the spec has fewer ranks
-├── RowOutOfRange     404  the dataset has fewer rows
-├── SnapshotGone      409  the requested snapshot is not, or no longer, on this server
-├── DatasetInvalid    500  the dataset could not be opened; the message says why
-├── DatasetUnavailable       503  the same, for a request with a snapshot: it may be served again
-├── ShardUnreadable   500  a shard cannot be decoded
-├── ShardUnavailable  503  the storage fails; a retry may succeed
-├── OutOfMemory       503  out of memory or of threads; a retry may succeed
-├── Busy              503  responses in flight use their whole budget, or new data is being checked
-├── NotReady          503  the server is still making the result
-│   ├── IndexNotReady      token counts that the packing needs are still being made
-│   └── BlocksNotReady     rows that the batches need are still being read or tokenized; sent to clients with `Prefer: wait`
-├── IndexFailed       500  token counts cannot be made
-└── BadRow            500  a row cannot be used, and the recipe says on_bad_row = "fail"
+├── 404  UnknownDataset, StepOutOfRange, RankOutOfRange, RowOutOfRange
+├── 409  SnapshotGone
+├── 422  BadParameter
+├── 500  DatasetInvalid, ShardUnreadable, IndexFailed, BadRow
+└── 503  DatasetUnavailable, ShardUnavailable, OutOfMemory, Busy, NotReady (IndexNotReady, BlocksNotReady)
 
 Faults of stored data are a 5xx, never a 404: a client that took them for "does not exist" would train on a shorter epoch.
 """
@@ -107,16 +95,14 @@ class ShardUnavailable(Problem):
 class OutOfMemory(Problem):
     """The server is out of memory or of threads; a retry may succeed.
 
-    `what` names the purpose, `error` is Python's error, and `advice` a remedy other than more memory.
+    `purpose` begins with "for" or "to", `error` is Python's error, and `remedy` another remedy than more memory.
     """
 
-    status, slug, title = 503, "out-of-memory", "There is not the memory for it"
+    status, slug, title = 503, "out-of-memory", "Out of memory"
 
-    def __init__(self, what: str, error: Exception, advice: str) -> None:
-        super().__init__(
-            f"there is not the memory {what}: {str(error) or 'it ran out'}. Whoever asks may try again; if it stays so, give "
-            f"the server more memory, or {advice}."
-        )
+    def __init__(self, purpose: str, error: Exception, remedy: str) -> None:
+        reason = str(error) or "an allocation failed"
+        super().__init__(f"Out of memory {purpose}: {reason}. Retry; if it persists, give the server more memory, or {remedy}.")
 
 
 MORE_THREADS = "raise its limit of processes (ulimit -u, pids.max)"

@@ -24,9 +24,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from penstock import wire
-from penstock.spec import Spec
 from penstock_server.api.parameters import spec_of
-from penstock_server.api.service import InThread, Requested, service_of
+from penstock_server.api.service import InThread, Requested, Service, service_of
 from penstock_server.batches.assemble import chunks, steps_per_chunk
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import as_json
@@ -76,66 +75,81 @@ async def respond(request: Request, batches: BatchRange) -> Response:
         ClientDisconnect: the client has left.
         Problem: see BatchRange.steps, Catalog.plan and Blocks.get.
     """
-    stream = BatchStream(request, batches)
+    in_thread, makes_chunks = _choose_threads(request, batches)
+    response: Response = await in_thread(partial(_open, request, batches, in_thread, makes_chunks))
+    if not isinstance(response, BatchStream):
+        return response
     # The first chunk is made before the status line is sent, so its errors are problem+json. A later error closes the
     # connection; the client then requests fewer steps and gets the reason.
     try:
-        if not await stream.begin():
-            return Response(status_code=304, headers=stream.headers)
-        await stream.make_first()
+        await response.make_first(request)
     except BaseException:
-        stream.release()
+        response.release()
         raise
     if request.method != "HEAD":
-        return stream
-    stream.release()
-    head = Response(headers=stream.headers)
-    if "Content-Length" not in stream.headers:
+        return response
+    response.release()
+    head = Response(headers=response.headers)
+    if "Content-Length" not in response.headers:
         del head.headers["Content-Length"]  # Starlette sets 0
     return head
 
 
-class BatchStream(StreamingResponse):
-    """The response for a range of batches. It holds its bytes until the client has them, disconnects or fails."""
+def _choose_threads(request: Request, batches: BatchRange) -> tuple[InThread, bool]:
+    """Returns where the steps before a chunk run, and whether they also make the chunk if all its blocks are mapped.
 
-    def __init__(self, request: Request, batches: BatchRange) -> None:
-        super().__init__((), media_type="application/json" if batches.format == "json" else wire.MEDIA_TYPE)
-        self._request, self._batches, self._service = request, batches, service_of(request)
-        self._in_thread, self._is_inline = self._choose_threads()
+    Waiting for a second thread takes longer than making most chunks. But chunks are not made in the many threads of work that
+    may block: each would hold the temporary memory of a chunk.
+    """
+    service = service_of(request)
+    if batches.format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
+        return service.executors.block, False
+    spec = spec_of(request)
+    # Sorting a window by length takes long, and any request of an epoch may do it.
+    if spec.length_bucket_size or service.catalog.may_block(batches.dataset, spec):
+        return service.executors.block, False
+    return partial(service.executors.make_of_epoch, (batches.dataset, spec, batches.epoch)), True
+
+
+def _open(request: Request, batches: BatchRange, in_thread: InThread, makes_chunks: bool) -> Response:
+    """Returns the stream of a range of batches, or a 304."""
+    service, spec = service_of(request), spec_of(request)
+    plan = service.catalog.plan(batches.dataset, spec)
+    steps = batches.steps(plan)
+    address = f"{plan.identity} {batches.epoch} {batches.rank} {steps} {batches.format}"
+    etag = f'"{blake2b(address.encode(), digest_size=16).hexdigest()}"'
+    # A cacheable URL pins snapshot and mix; otherwise a cache could mix two snapshots in one epoch.
+    cache_control = "public, max-age=31536000, immutable" if plan.is_named_by(spec) else "no-cache"
+    headers = {"ETag": etag, "Cache-Control": cache_control}
+    tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
+    if etag in tags or "*" in tags:
+        return Response(status_code=304, headers=headers)
+    return BatchStream(service, plan, batches, steps, headers, in_thread, makes_chunks)
+
+
+class BatchStream(StreamingResponse):
+    """The response for a range of batches. It holds its bytes until the client has them, disconnects or fails.
+
+    `in_thread` and `makes_chunks`: see _choose_threads. Raises Busy: the budget has no room now.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        plan: Plan,
+        batches: BatchRange,
+        steps: range,
+        headers: dict[str, str],
+        in_thread: InThread,
+        makes_chunks: bool,
+    ) -> None:
+        super().__init__((), headers=headers, media_type="application/json" if batches.format == "json" else wire.MEDIA_TYPE)
+        self._service, self._batches, self._steps = service, batches, steps
+        self._in_thread, self._makes_chunks = in_thread, makes_chunks
         self._body: memoryview | None = None
         self._is_left = False  # the client has disconnected: no more chunks are made
-        self._reservation: Any = None
-
-    def _choose_threads(self) -> tuple[InThread, bool]:
-        """Returns where steps before a chunk run, and whether they also make the chunk if all its blocks are mapped.
-
-        Waiting for a second thread takes longer than making most chunks. But chunks are not made in the many threads of work
-        that may block: each would hold the temporary memory of a chunk.
-        """
-        executors, batches = self._service.executors, self._batches
-        if batches.format == "json" or len(self._request.scope["query_string"]) > _LONG_QUERY:
-            return executors.block, False
-        spec = spec_of(self._request)
-        # A conditional request may get a 304 without a plan.
-        is_conditional = "If-None-Match" in self._request.headers
-        if spec.length_bucket_size or is_conditional or self._service.catalog.may_block(batches.dataset, spec):
-            return executors.block, False
-        return partial(executors.make_of_epoch, (batches.dataset, spec, batches.epoch)), True
-
-    async def begin(self) -> bool:
-        """Plans the range and begins its first chunk. Returns False if the client's copy is current."""
-        return bool(await self._in_thread(self._begin))
-
-    def _begin(self) -> bool:
-        batches, spec = self._batches, spec_of(self._request)
-        plan = self._service.catalog.plan(batches.dataset, spec)
-        steps = batches.steps(plan)
-        self.headers["ETag"] = _etag(plan, batches, steps)
-        self.headers["Cache-Control"] = _cache_control(plan, spec)
-        if _matches(self._request, self.headers["ETag"]):
-            return False
         per_chunk = steps_per_chunk(plan)
-        self._steps, self._is_one_chunk = steps, len(steps) <= per_chunk
+        self._is_one_chunk = len(steps) <= per_chunk
         nbytes = None
         if not self._is_one_chunk and batches.format == "msgpack":
             nbytes = frames_nbytes(plan, batches.epoch, batches.rank, steps)
@@ -143,30 +157,37 @@ class BatchStream(StreamingResponse):
             self.headers["Content-Length"] = str(nbytes)
         # While the client reads slowly: a chunk being sent and the next; without a length uvicorn copies the first.
         num_chunks = 1 if self._is_one_chunk else 2 if nbytes is not None else 3
-        self._reservation = self._service.in_flight.reserve(num_chunks, min(len(steps), per_chunk) * plan.step_nbytes)
+        self._reservation = service.in_flight.reserve(num_chunks, min(len(steps), per_chunk) * plan.step_nbytes)
         self._chunks = chunks(plan, batches.epoch, batches.rank, steps)
-        self._next_chunk()
-        return True
+        try:
+            self._next_chunk()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Returns the bytes to the budget. Idempotent."""
+        self._reservation.release()
 
     def _next_chunk(self) -> None:
         """Moves to the next chunk, and makes it if that is quick."""
         self._chunk = next(self._chunks)
-        if self._is_inline:
+        if self._makes_chunks:
             blocks = self._chunk.mapped()
             if blocks is not None and not _may_block(blocks):
                 self._chunk.read_ahead()
                 self._make(blocks)
 
-    async def make_first(self) -> None:
+    async def make_first(self, request: Request) -> None:
         """Makes the first chunk as soon as its blocks are loaded. Raises BlocksNotReady, ClientDisconnect."""
         if self._body is not None:
             return
         unclaimed, etag = self._service.unclaimed, self.headers["ETag"]
-        requested = unclaimed.take(etag) or Requested(self._chunk, await self._in_thread(self._chunk.request))
+        requested = unclaimed.take(etag) or await self._request_blocks()
         is_over = when_done(requested.futures)
-        watching = asyncio.create_task(self._watch(self._request.receive, is_over))
+        watching = asyncio.create_task(self._watch(request.receive, is_over))
         try:
-            await self._wait(is_over, requested.futures)
+            await self._wait(is_over, requested.futures, preferred_wait(request.headers.get("Prefer", "")))
             await self._make_from(requested)
         except BlocksNotReady:
             unclaimed.keep(etag, requested)
@@ -178,11 +199,14 @@ class BatchStream(StreamingResponse):
             watching.cancel()
         requested.forget()
 
-    async def _wait(self, is_over: asyncio.Event, futures: Sequence[Future[Any]]) -> None:
-        """Waits for the blocks of the first chunk. Raises BlocksNotReady: see respond."""
+    async def _request_blocks(self) -> Requested:
+        return Requested(self._chunk, await self._in_thread(self._chunk.request))
+
+    async def _wait(self, is_over: asyncio.Event, futures: Sequence[Future[Any]], limit: float | None) -> None:
+        """Waits for the blocks of the first chunk. Raises BlocksNotReady: that takes more than `limit` seconds."""
         began_at, num_before = time.monotonic(), _num_done(futures)
         try:
-            async with asyncio.timeout(preferred_wait(self._request.headers.get("Prefer", ""))):
+            async with asyncio.timeout(limit):
                 await is_over.wait()
         except TimeoutError:
             total, num_done = len(futures), _num_done(futures)
@@ -236,7 +260,7 @@ class BatchStream(StreamingResponse):
             await self._in_thread(self._next_chunk)
             if self._body is None:
                 # No thread waits for blocks: warm requests need the few threads.
-                requested = Requested(self._chunk, await self._in_thread(self._chunk.request))
+                requested = await self._request_blocks()
                 try:
                     await when_done(requested.futures).wait()
                     await self._make_from(requested)
@@ -262,11 +286,6 @@ class BatchStream(StreamingResponse):
                     await super().__call__(scope, receive, send)
         finally:
             self.release()
-
-    def release(self) -> None:
-        """Returns the bytes to the budget. Idempotent."""
-        if self._reservation:
-            self._reservation.release()
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
         """Waits until the client disconnects; also stops the thread that makes its text."""
@@ -318,19 +337,3 @@ def _num_done(futures: Sequence[Future[Any]]) -> int:
 def _may_block(blocks: Sequence[Block | PickedRows]) -> bool:
     """Returns whether making a chunk of these may load the blocks of replacement rows."""
     return any(isinstance(block, Block) and block.bad for block in blocks)
-
-
-def _etag(plan: Plan, batches: BatchRange, steps: range) -> str:
-    """Derives the ETag from the address alone."""
-    address = f"{plan.identity} {batches.epoch} {batches.rank} {steps} {batches.format}"
-    return f'"{blake2b(address.encode(), digest_size=16).hexdigest()}"'
-
-
-def _cache_control(plan: Plan, spec: Spec) -> str:
-    """A cacheable URL pins snapshot and mix; otherwise a cache could mix two snapshots in one epoch."""
-    return "public, max-age=31536000, immutable" if plan.is_named_by(spec) else "no-cache"
-
-
-def _matches(request: Request, etag: str) -> bool:
-    tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
-    return etag in tags or "*" in tags

@@ -11,22 +11,20 @@ from unittest.mock import Mock
 import pytest
 from starlette.testclient import TestClient
 
-from penstock_server import app as app_module
 from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import Chunk
 from penstock_server.blocks.block import Block
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.watch import watching
-from penstock_server.logs import Seldom
 from penstock_server.problems import ShardUnavailable
 
 
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (MemoryError(), "there is not the memory for this answer: it ran out. Whoever asks may try again"),
-        (RuntimeError("can't start new thread"), "there is not the memory for another thread: can't start new thread. "),
+        (MemoryError(), "Out of memory for this response: "),
+        (RuntimeError("can't start new thread"), "Out of memory for another thread: can't start new thread. "),
     ],
 )
 def test_who_meets_a_lack_of_memory_or_of_threads_may_ask_again(
@@ -36,7 +34,6 @@ def test_who_meets_a_lack_of_memory_or_of_threads_may_ask_again(
     error: Exception,
     told: str,
 ) -> None:
-    monkeypatch.setattr(app_module, "_telling_of_memory", Seldom())
     monkeypatch.setattr(Chunk, "request", Mock(side_effect=error))
     with TestClient(create_app(open_all(), InFlight(1 << 30))) as client:
         answer = client.get("/v1/datasets/d/epochs/0/ranks/0/batches/0?batch_size=3&seq_len=4&shuffle=none")
