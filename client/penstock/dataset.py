@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from penstock.brief import hide_internal_traceback
+from penstock.client import Client
+from penstock.cuda import Destination, check_device, find_destination
 from penstock.distributed import (
     PeerCheck,
     SnapshotConsensus,
@@ -24,11 +25,7 @@ from penstock.distributed import (
     find_worker,
 )
 from penstock.errors import PenstockError, SpecError
-from penstock.feeding.batch_iterator import BatchIterator
-from penstock.feeding.device import Destination, check_device, find_destination
-from penstock.feeding.ranges import PREFETCH_BYTES
-from penstock.feeding.stats_aggregator import StatsAggregator
-from penstock.iteration import NOT_GIVEN, Iteration
+from penstock.iteration import NOT_GIVEN, BatchIterator, Iteration, hide_internal_traceback
 from penstock.ledger.recorder import Ledger, Recorder
 from penstock.lint import (
     Advice,
@@ -45,7 +42,7 @@ from penstock.lint import (
 from penstock.logs import name_rank
 from penstock.mix import spell_mix
 from penstock.numbers import check_amount, check_whole, plain
-from penstock.source import Source
+from penstock.prefetch import PREFETCH_BYTES
 from penstock.spec import (
     MAX_COUNT,
     LossOn,
@@ -60,7 +57,7 @@ from penstock.spec import (
 from penstock.state.progress import Pass, Progress
 from penstock.state.resuming import stretch_behind
 from penstock.state.state import write_state
-from penstock.stats import Stats
+from penstock.stats import Stats, StatsAggregator
 from penstock.tensors import ALL, Batch, names_of
 
 
@@ -161,7 +158,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._rank, self._world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
         name_rank(self._rank, self._world_size)
-        self._source = Source(servers, dataset, rank=self._rank, retry_seconds=retry_seconds)
+        self._client = Client(servers, dataset, rank=self._rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
         asked = Spec(
             batch_size=batch_size,
@@ -188,22 +185,22 @@ class RemoteDataset(IterableDataset[Batch]):
         )
         # Before the server is asked, which may be away, or have rows to count: either may take minutes.
         self._book = None if ledger is None else Recorder(ledger, dataset, self.rank)
-        resolved = self._source.resolve(asked)
+        resolved = self._client.resolve(asked)
         self._consensus = None if snapshot else SnapshotConsensus(f"{dataset}/{asked.digest}")
         if self._consensus and (first := self._consensus.propose(str(resolved.spec.snapshot))) != resolved.spec.snapshot:
-            resolved = self._source.resolve(replace(asked, snapshot=first))
+            resolved = self._client.resolve(replace(asked, snapshot=first))
         if self.rank == 0:
             warn_as_advised(resolved.advice)
         self._resolved = resolved
         self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
         self._has_asked = False  # the server how long rows are: once is enough
-        self._tally = StatsAggregator()
+        self._stats = StatsAggregator()
 
     @property
     def dataset(self) -> str:
         """The name of the data on the server."""
-        return self._source.dataset
+        return self._client.dataset
 
     @property
     def datasets(self) -> tuple[str, ...]:
@@ -314,14 +311,14 @@ class RemoteDataset(IterableDataset[Batch]):
                 warn_of_repetition(spec, at.epoch)
             if round_.is_stuck and self._replay is None:
                 warn_of_same_batch(spec, at.epoch)
-            with self._recording(spec, round_) as ledger, self._feeding(spec, at.epoch, round_.steps, destination) as feed:
+            with self._recording(spec, round_) as ledger, self._fetching(spec, at.epoch, round_.steps, destination) as items:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
                 trains = self._replay is None and is_trained_on(spec) and not worker
                 is_shared = self._rank_was_found and self.world_size > 1  # who names a rank may have others in this job
                 peers = PeerCheck(self.dataset, spec, at.epoch, at.step, self.rank) if trains and is_shared else None
-                advice = Advice(self._source if asks else None, spec, at.epoch, peers, len(round_.steps))
-                for number, item in enumerate(feed, start=1):
+                advice = Advice(self._client if asks else None, spec, at.epoch, peers, len(round_.steps))
+                for number, item in enumerate(items, start=1):
                     if number == 1:
                         self._progress.take(round_)
                     advice.look_at(item.batch, number, has_place=self._progress.counts(round_))
@@ -358,20 +355,21 @@ class RemoteDataset(IterableDataset[Batch]):
             return nullcontext()
         return self._book.recording(spec, self._resolved.num_samples, round_, self._progress)
 
-    def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> AbstractContextManager[BatchIterator]:
-        """A feed of these steps, whose figures count among this dataset's."""
-        return self._tally.counting(
-            lambda: BatchIterator(
-                self._source,
-                spec,
-                epoch,
-                steps,
-                prefetch_bytes=self._prefetch_bytes,
-                destination=destination,
-                replay=self._replay,
-                tensors=self._tensors,
-            )
+    @contextmanager
+    def _fetching(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> Iterator[BatchIterator]:
+        """Open an iterator over these steps, and count it among this dataset's statistics."""
+        batches = BatchIterator(
+            self._client,
+            spec,
+            epoch,
+            steps,
+            prefetch_bytes=self._prefetch_bytes,
+            destination=destination,
+            replay=self._replay,
+            tensors=self._tensors,
         )
+        with self._stats.counting(batches), closing(batches):
+            yield batches
 
     def __repr__(self) -> str:
         at = self._progress.position
@@ -387,7 +385,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def stats(self) -> Stats:
         """Batches, tokens, retries and waiting times of all iterations in this process."""
-        return self._tally.total()
+        return self._stats.total()
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes along to a loader worker. Raises PenstockError: see _check_rank."""
@@ -424,7 +422,7 @@ class RemoteDataset(IterableDataset[Batch]):
         Raises ServerUnavailable, or what says why it refuses: in mid-epoch it is asked how many other steps are left.
         """
         worker = find_worker()
-        stretch = stretch_behind(state_dict, self._source, self._resolved, worker, strict=strict)
+        stretch = stretch_behind(state_dict, self._client, self._resolved, worker, strict=strict)
         self._progress.go_to(stretch, worker)
 
 

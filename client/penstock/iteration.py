@@ -1,23 +1,40 @@
-"""An iteration as the loop has it: it ends with the epoch, or with an error that every further step meets again."""
+"""Iteration of a training loop: the batches of some steps, and how it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import suppress
+import atexit
+import sys
+import time
+from collections.abc import Callable, Container, Generator, Iterator
+from contextlib import closing, suppress
+from functools import partial, wraps
 from inspect import GEN_CLOSED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
+from itertools import cycle, islice, repeat
+from typing import ParamSpec, TypeVar
 
+import torch
+
+from penstock.client import Client
+from penstock.cuda import Destination, OnDevice, allocate_pinned
 from penstock.errors import PenstockError
-from penstock.tensors import Batch
+from penstock.prefetch import fetch_ahead
+from penstock.spec import Spec
+from penstock.stats import Stats
+from penstock.tensors import CPU, Batch, Item, expand
+from penstock.wire import Frame
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NOT_GIVEN = "the batch that was given last did not reach the loop"  # sent to a generator of batches
-_EXECUTING = "generator already executing"  # what Python says of one that another thread runs
+_EXECUTING = "generator already executing"  # Python's message if another thread runs the generator
 _OTHER_THREAD = "another thread is taking a batch of this iteration: give each a dataset of its own."
 
 
 class Iteration(Iterator[Batch]):
     """The batches of a generator. After an error a generator only ends, which would pass for the epoch's end; this raises.
 
-    Where the loop does not get the batch that the generator gave last, that is sent NOT_GIVEN, and ends.
+    It sends NOT_GIVEN to the generator if the loop does not get the last batch; the generator then ends.
     """
 
     def __init__(self, batches: Generator[Batch, object, None]) -> None:
@@ -42,15 +59,132 @@ class Iteration(Iterator[Batch]):
                 with suppress(StopIteration):
                     self._batches.send(NOT_GIVEN)
             if isinstance(error, PenstockError):
-                # Its message says all, and would stand below some twenty frames.
-                raise error.with_traceback(None) from error.__cause__
+                raise error.with_traceback(None) from error.__cause__  # see hide_internal_traceback
             raise
 
     def close(self) -> None:
-        """Stops the fetching, as dropping it does. Raises PenstockError: another thread is taking a batch just now."""
+        """Stop fetching, as dropping the iterator does. Raises PenstockError: another thread is taking a batch now."""
         state = getgeneratorstate(self._batches)
         if state == GEN_RUNNING:
             raise PenstockError(_OTHER_THREAD)
         if state != GEN_CLOSED:
             self._ended_by = "close()"
         self._batches.close()
+
+
+class BatchIterator:
+    """Iterator over the batches of `steps`; with `replay`, the first `replay` batches repeat for len(steps) steps.
+
+    It opens connections and starts a thread; `close` ends them, and an exit of the interpreter calls it.
+    Raises what Client.frames raises.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        spec: Spec,
+        epoch: int,
+        steps: range,
+        *,
+        prefetch_bytes: int,
+        destination: Destination,
+        replay: int | None,
+        tensors: Container[str],
+    ) -> None:
+        self._destination, self._num_steps, self._replay = destination, len(steps), replay
+        self._tensors = tensors
+        self._num_batches = self._num_tokens = 0
+        self._compute_seconds = 0.0
+        # (seconds waited so far, start of the current wait or None). One tuple: another thread must not count a wait twice.
+        self._waits: tuple[float, float | None] = (0.0, None)
+        device = destination.device
+        self._client = client
+        self._transport = client.connect(None if device == CPU else partial(allocate_pinned, device))
+        self._frames = fetch_ahead(client, self._transport, spec, epoch, steps[:replay], prefetch_bytes)
+        # Without atexit, an iterator that is still referenced is closed only when the interpreter clears modules. Daemon
+        # threads no longer run then: a wait for one never ends.
+        atexit.register(self.close)
+
+    def __iter__(self) -> Iterator[Item]:
+        items = self._items()
+        asked_at = time.perf_counter()
+        while True:
+            waited, _ = self._waits
+            self._waits = waited, asked_at
+            try:
+                item = next(items, None)
+            finally:
+                given_at = time.perf_counter()
+                self._waits = waited + given_at - asked_at, None
+            if item is None:
+                return
+            self._num_batches += 1
+            self._num_tokens += item.num_tokens
+            yield item
+            asked_at = time.perf_counter()
+            self._compute_seconds += asked_at - given_at
+
+    def _items(self) -> Iterator[Item]:
+        device = self._destination.device
+        if device == CPU:
+            items = map(_uncompiled(self._expanded), self._frames)
+        else:
+            items = map(_uncompiled(_next), repeat(OnDevice(self._frames, device, self._tensors)))
+        if self._replay is None:
+            return items
+        # Copy the dict: a loop that removes tensors from its batch must find them again in the next repeat.
+        again = (item._replace(batch=dict(item.batch)) for item in cycle(items))
+        return islice(again, self._num_steps)
+
+    def _expanded(self, frame: Frame) -> Item:
+        # Expand as late as possible: the loop then reads from the CPU cache, and waiting batches stay as small as on the wire.
+        return Item.of(frame, expand(frame, pin_memory=self._destination.pin_memory, tensors=self._tensors))
+
+    def stats(self) -> Stats:
+        """Return the statistics so far. Any thread may call it, such as one that detects hangs of the loop."""
+        waited, asked_at = self._waits
+        waits = 0.0 if asked_at is None else time.perf_counter() - asked_at
+        return Stats(
+            num_batches=self._num_batches,
+            num_tokens=self._num_tokens,
+            num_bytes=self._transport.num_bytes,
+            num_retries=self._transport.num_retries,
+            num_corrupted=self._transport.num_corrupted,
+            wait_seconds=waited + waits,
+            compute_seconds=self._compute_seconds,
+            buffered_bytes=self._frames.buffered_bytes,
+        )
+
+    def close(self) -> None:
+        """Stop fetching and drop the buffer. Idempotent."""
+        with closing(self._transport), closing(self._frames):
+            atexit.unregister(self.close)
+        self._client.trim()
+
+
+def _next(items: Iterator[Item]) -> Item:
+    return next(items)
+
+
+def _uncompiled(make: Callable[P, T]) -> Callable[P, T]:
+    """Exclude a function from torch.compile: inductor's C++ for its work on a packed batch does not compile.
+
+    If nothing has been compiled yet, it returns the function unchanged: the import of torch._dynamo is slow.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return make
+    excluded: Callable[P, T] = torch.compiler.disable(make)  # type: ignore[no-untyped-call]
+    return excluded
+
+
+def hide_internal_traceback(function: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a function so that a PenstockError shows its message and the call, without pages of inner frames."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except PenstockError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return call

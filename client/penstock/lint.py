@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from penstock.batch import IGNORED, SIDES
+from penstock.client import Client
 from penstock.distributed import PeerCheck
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, way_out_of_prompts
-from penstock.source import Source
 from penstock.spec import Spec
 from penstock.state.state import Position
 from penstock.tensors import Batch
@@ -34,9 +34,9 @@ class Advice:
     """
 
     def __init__(
-        self, source: Source | None, spec: Spec, epoch: int, peers: PeerCheck | None = None, num_batches: int = 2
+        self, client: Client | None, spec: Spec, epoch: int, peers: PeerCheck | None = None, num_batches: int = 2
     ) -> None:
-        self._source, self._spec, self._epoch, self._peers = source, spec, epoch, peers
+        self._client, self._spec, self._epoch, self._peers = client, spec, epoch, peers
         # Check the second batch if there is one: a check of the first would delay the start of training.
         self._checked = min(2, num_batches)
         self._had_labels = self._had_place = True
@@ -45,8 +45,8 @@ class Advice:
         """Check batch `number` of the iteration; `has_place`: state_dict returns the position of this loop."""
         if self._had_labels and number <= _MAX_CHECKED:
             self._had_labels = self._check_labels(batch, number)
-        if self._source and number == self._checked:
-            self._check_rows(self._source, batch)
+        if self._client and number == self._checked:
+            self._check_rows(self._client, batch)
             self._check_runs(batch)
             self._check_lines(batch)
         if self._peers and (differences := self._peers.differences(number)):
@@ -83,12 +83,12 @@ class Advice:
             )
         return is_fine
 
-    def _check_rows(self, source: Source, batch: Batch) -> None:
+    def _check_rows(self, client: Client, batch: Batch) -> None:
         spec = self._spec
         if not spec.cuts_rows:
             return
-        data = (spec.mix or source.dataset) + ("" if spec.split in (None, "all") else f", split={spec.split}")
-        rows = source.some_lengths(spec, self._epoch)
+        data = (spec.mix or client.dataset) + ("" if spec.split in (None, "all") else f", split={spec.split}")
+        rows = client.sample_lengths(spec, self._epoch)
         told = [*advice_on_lengths(spec, rows, batch.keys())]
         has_labels = any(name.endswith("labels") for name in batch)  # without them the loop makes its own
         if has_labels and self._had_labels:  # otherwise _check_labels has warned already

@@ -1,22 +1,25 @@
-"""Stats: what the training loop got, and how long it waited for it."""
+"""Statistics of a training loop: what it got, and how long it waited for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
-    """What the iterations of this process have done so far.
+    """Statistics of the iterations of this process.
 
-    num_batches     batches that the loop was given
-    num_tokens      tokens in them, without the padding
-    num_bytes       bytes fetched, batches ahead of the loop included
-    num_retries     fetches that failed, and were tried again if there was time
-    num_corrupted     those among them whose answer was damaged on the way, or was not what was asked for
-    wait_seconds    how long the loop waited for batches, a wait that is under way included
-    compute_seconds    how long the loop worked with batches, each time until it asked for the next
-    buffered_bytes  host memory of batches that are ready and wait for the loop, as they travelled
+    num_batches      batches that the loop got
+    num_tokens       tokens in them, without padding
+    num_bytes        bytes fetched, batches ahead of the loop included
+    num_retries      failed fetches; others follow until retry_seconds have passed
+    num_corrupted    failed fetches whose response arrived, but was damaged or for another request
+    wait_seconds     time that the loop waited for batches, a current wait included
+    compute_seconds  time that the loop worked with batches, each until its request for the next
+    buffered_bytes   host memory of batches that are ready and wait for the loop, as they were received
     """
 
     num_batches: int = 0
@@ -30,7 +33,7 @@ class Stats:
 
     @property
     def wait_fraction(self) -> float:
-        """The share of its time that the loop waited for batches, from 0 to 1."""
+        """Fraction of its time that the loop waited for batches, from 0 to 1."""
         return self.wait_seconds / (self.wait_seconds + self.compute_seconds) if self.wait_seconds else 0.0
 
     def __repr__(self) -> str:
@@ -39,3 +42,40 @@ class Stats:
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+class Counted(Protocol):
+    """An iterator with statistics."""
+
+    def stats(self) -> Stats:
+        """Return the statistics so far."""
+        ...
+
+
+class StatsAggregator:
+    """Sum of the statistics of running iterators and of ended ones. A pickled or copied aggregator has no iterators."""
+
+    def __init__(self) -> None:
+        # (sum of the ended ones, running iterators). One tuple: a thread that reads must not count an iterator twice.
+        self._counted: tuple[Stats, tuple[Counted, ...]] = (Stats(), ())
+
+    @contextmanager
+    def counting(self, iterator: Counted) -> Iterator[None]:
+        """Count an iterator, which runs until the end of the block."""
+        ended, running = self._counted
+        self._counted = ended, (*running, iterator)
+        try:
+            yield
+        finally:
+            last = replace(iterator.stats(), buffered_bytes=0)
+            ended, running = self._counted
+            self._counted = ended + last, tuple(other for other in running if other is not iterator)
+
+    def total(self) -> Stats:
+        """Return the current statistics of all iterators together."""
+        ended, running = self._counted
+        return sum((iterator.stats() for iterator in running), ended)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return only the statistics: the threads of an iterator stay in this process."""
+        return {"_counted": (replace(self.total(), buffered_bytes=0), ())}

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.batch import IGNORED, SIDES, Parts
+from penstock.batch import IGNORED, SIDES, Parts, count_tokens
 from penstock.errors import SpecError
 from penstock.wire import Frame
 
@@ -20,6 +20,20 @@ Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
 # Torch has no arithmetic on these types. It has none on uint64 either, but no wider type can hold all its values.
 _WIDENED = {"uint16": np.int32, "uint32": np.int64}
+
+
+class Item(NamedTuple):
+    """A batch, the step and digest of its frame, and its tokens without the padding. It does not hold the frame's memory."""
+
+    batch: Batch
+    step: int
+    digest: str
+    num_tokens: int
+
+    @classmethod
+    def of(cls, frame: Frame, batch: Batch) -> Item:
+        """Build the item of a frame and the batch made from it."""
+        return cls(batch, frame.step, frame.digest, count_tokens(frame))
 
 
 class _All(Container[str]):
@@ -46,7 +60,7 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
     names and values: tensors [batch_size, ...], and lists of str or bytes. Torch cannot calculate with uint16 and uint32, so
     they become int32 and int64. uint64 stays: convert small numbers with `.to(torch.int64)`.
 
-    On a GPU, penstock.feeding.device.unpack builds the same tensors.
+    On a GPU, penstock.cuda.unpack builds the same tensors.
     """
     kind = kind_of(frame.alike.names)
     arrays, made = travelled(frame, kind), Batch()

@@ -15,8 +15,7 @@ import httpx
 import pyarrow as pa
 import pytest
 
-import penstock.transport.servers
-import penstock.transport.transport
+import penstock.transport
 from answering import pages
 from chaos_proxy import KINDS, ChaosProxy, Kind
 from corpora import write_numbered, write_shards
@@ -40,10 +39,10 @@ SPECS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits of a run of weeks would make a test of hours."""
-    monkeypatch.setattr(penstock.transport.transport, "_FIRST_DELAY_SECONDS", 0.001)
-    monkeypatch.setattr(penstock.transport.transport, "_MAX_DELAY_SECONDS", 0.005)
-    monkeypatch.setattr(penstock.transport.transport, "_READ_SECONDS", 1.0)
-    monkeypatch.setattr(penstock.transport.servers, "_AWAY_SECONDS", 0.1)
+    monkeypatch.setattr(penstock.transport, "_FIRST_DELAY_SECONDS", 0.001)
+    monkeypatch.setattr(penstock.transport, "_MAX_DELAY_SECONDS", 0.005)
+    monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 1.0)
+    monkeypatch.setattr(penstock.transport, "_AWAY_SECONDS", 0.1)
 
 
 def write_docs(data: Path, factor: int) -> Path:
@@ -107,7 +106,7 @@ def test_an_epoch_through_chaos_is_the_same_bytes(server: Server, spec: dict[str
 def test_an_epoch_through_any_one_kind_of_fault_is_the_same_bytes(
     server: Server, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(penstock.transport.transport, "_READ_SECONDS", 0.3)  # what waits for a hang waits for so long
+    monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 0.3)  # what waits for a hang waits for so long
     # Some connections must get further than that kind lets them.
     others: list[Kind] = ["truncate"]
     assert epoch_through(server, 0, [kind, *others * (6 if kind == "hang" else 1)])[kind] > 1
@@ -173,7 +172,7 @@ def test_a_server_that_is_stopped_in_its_tracks_gives_way_and_is_asked_again(
     server: Server, serve: Callable[..., Server], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: its kernel still accepts connections."""
-    monkeypatch.setattr(penstock.transport.transport, "_READ_SECONDS", 0.5)
+    monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 0.5)
     expected = list(contents(dataset(server.url)))
     with serve(data_dir) as frozen:
         data = dataset(frozen.url, server.url, prefetch_bytes=1)

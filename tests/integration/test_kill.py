@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch
 
-import penstock.transport.transport
+import penstock.transport
 from corpora import write_numbered
 from penstock import RemoteDataset
 from serving import Server
@@ -52,7 +52,7 @@ class Killer:
 
 def test_killed_servers_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop leaves some batches for after each kill, and little is fetched ahead of it."""
-    monkeypatch.setattr(penstock.transport.transport, "_MAX_DELAY_SECONDS", 0.2)
+    monkeypatch.setattr(penstock.transport, "_MAX_DELAY_SECONDS", 0.2)
     write_numbered(tmp_path / "data" / "numbers", NUM_ROWS, row_group_size=500)
     with Server(tmp_path / "data", tmp_path / "cache") as server:
         expected = [contents(batch) for batch in dataset(server)]

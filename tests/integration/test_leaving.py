@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from corpora import write_numbered, write_shards, write_tokenizer
 from leftovers import held, nothing_left
 from penstock import RemoteDataset
-from penstock.feeding.batch_iterator import BatchIterator
-from penstock.source import Source
+from penstock.client import Client
+from penstock.iteration import BatchIterator
 from serving import Server
 
 
@@ -100,7 +100,7 @@ def test_an_iterator_may_be_collected_in_the_thread_that_fetches_for_it(
             self.itself = self
 
     num_fetches, dropped, collected = 0, threading.Event(), threading.Event()
-    frames = Source.frames
+    frames = Client.frames
 
     def collect_and_fetch(*args: Any) -> Any:
         nonlocal num_fetches
@@ -111,7 +111,7 @@ def test_an_iterator_may_be_collected_in_the_thread_that_fetches_for_it(
             collected.set()
         return frames(*args)
 
-    monkeypatch.setattr(Source, "frames", collect_and_fetch)
+    monkeypatch.setattr(Client, "frames", collect_and_fetch)
     gc.collect()
     gc.disable()
     try:
@@ -122,7 +122,7 @@ def test_an_iterator_may_be_collected_in_the_thread_that_fetches_for_it(
             dropped.set()
             assert collected.wait(30)
             for thread in threading.enumerate():
-                if thread.name in ("penstock-close", "penstock-ledger"):  # nobody waits for these, but they end
+                if thread.name in ("penstock-fetch", "penstock-ledger"):  # nobody waits for these, but they end
                     thread.join(30)
     finally:
         gc.enable()

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import penstock.feeding.batch_iterator
+import penstock.iteration
 from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SpecError
-from penstock.feeding.ranges import OBJECT_BYTES
-from penstock.source import Source
+from penstock.client import Client
+from penstock.prefetch import OBJECT_BYTES
 from penstock.stats import Stats
 from penstock.tensors import Batch, expand
 from penstock.wire import Frame, Layout
@@ -202,7 +202,7 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
         assert warnings_of(seq_len=2000, pad="longest") == []
         data = RemoteDataset(long.url, "long", batch_size=8, seq_len=20, retry_seconds=0.1)
         long.kill()
-        assert Source(long.url, "long", rank=0, retry_seconds=0.1).some_lengths(data.spec, 0) == []
+        assert Client(long.url, "long", rank=0, retry_seconds=0.1).sample_lengths(data.spec, 0) == []
 
 
 def test_who_cuts_preference_pairs_is_told_of_no_packing_that_they_cannot_have(
@@ -426,7 +426,7 @@ def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytes
         are_traced.append(torch.compiler.is_compiling())
         return expand(frame, **settings)
 
-    monkeypatch.setattr(penstock.feeding.batch_iterator, "expand", expanded)
+    monkeypatch.setattr(penstock.iteration, "expand", expanded)
 
     @torch.compile(backend="eager")
     def step(batches: Any) -> torch.Tensor:

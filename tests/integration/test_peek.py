@@ -27,8 +27,7 @@ from penstock import RemoteDataset, Spec
 from penstock.cli.batch_view import SampleView, view
 from penstock.cli.connection import get_json
 from penstock.text import counted
-from penstock.transport.servers import Servers
-from penstock.transport.transport import Transport
+from penstock.transport import Servers, Transport
 from penstock.urls import batches_path
 from serving import Server
 

@@ -119,7 +119,7 @@ def rows_of(data: RemoteDataset) -> list[dict[str, Any]]:
                 if name != "cu_seqlens"
             }
             rows.append(row | {name: row[name][:real] for name in ("input_ids", "labels")})
-    return rows[: data._source.resolve(data.spec).num_samples]
+    return rows[: data._client.resolve(data.spec).num_samples]
 
 
 def test_a_template_a_filter_and_columns_that_travel(server: Server, tokenizer: Tokenizer) -> None:

@@ -11,14 +11,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
+import penstock.cuda
 import penstock.dataset
-import penstock.feeding.batch_iterator
-import penstock.feeding.device
+import penstock.iteration
 from chaos_proxy import ChaosProxy
 from corpora import write_numbered, write_pairs, write_tokenizer
 from penstock import RemoteDataset
-from penstock.feeding.device import Destination, OnDevice, unpack
-from penstock.feeding.pinned import tensor_over
+from penstock.cuda import Destination, OnDevice, tensor_over, unpack
 from penstock.tensors import CPU
 from serving import Server
 
@@ -53,8 +52,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(penstock.dataset, "check_device", lambda device: device)
     monkeypatch.setattr(penstock.dataset, "find_destination", lambda device, _: destinations[device])
-    monkeypatch.setattr(penstock.feeding.batch_iterator, "allocate_pinned", allocate)
-    monkeypatch.setattr(penstock.feeding.batch_iterator, "OnDevice", lambda frames, _, columns: OnDevice(frames, CPU, columns))
+    monkeypatch.setattr(penstock.iteration, "allocate_pinned", allocate)
+    monkeypatch.setattr(penstock.iteration, "OnDevice", lambda frames, _, columns: OnDevice(frames, CPU, columns))
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, bool]]:
         found[array.ndim, tensor is not None and np.shares_memory(tensor.numpy(), array)] += 1
         return tensor
 
-    monkeypatch.setattr(penstock.feeding.device, "tensor_over", look)
+    monkeypatch.setattr(penstock.cuda, "tensor_over", look)
     return found
 
 
@@ -117,7 +116,7 @@ def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytes
         are_traced.append(torch.compiler.is_compiling())
         return unpack(*arguments)
 
-    monkeypatch.setattr(penstock.feeding.device, "unpack", unpacked)
+    monkeypatch.setattr(penstock.cuda, "unpack", unpacked)
     data = RemoteDataset(server.url, batch_size=4, seq_len=16, seed=3, device="cuda", **KINDS[kind])
     expected = [sum(tensor.sum() for tensor in batch.values()) for batch, _ in zip(data, range(3), strict=False)]
     are_traced.clear()

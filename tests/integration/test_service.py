@@ -333,7 +333,7 @@ def test_any_address_of_a_batch_is_a_frame_with_that_address(server: Server) -> 
 def test_the_client_needs_neither_torch_nor_the_server_until_it_is_asked_to() -> None:
     """A trainer installs the client alone; a process that only decodes frames has no torch."""
     script = (
-        "import sys, penstock, penstock.wire, penstock.transport.transport\n"
+        "import sys, penstock, penstock.wire, penstock.transport\n"
         "heavy = ('torch', 'penstock_server', 'fastapi', 'pyarrow', 'tokenizers', 'uvicorn')\n"
         "assert not [name for name in heavy if name in sys.modules]\n"
         "penstock.RemoteDataset\n"

@@ -9,22 +9,22 @@ import torch
 
 from penstock import Spec
 from penstock.batch import IGNORED
+from penstock.client import Client
 from penstock.lint import Advice, warn_of_repetition
 from penstock.row_lengths import RowLength
-from penstock.source import Source
 from penstock.tensors import Batch
 
 LEARNED, NOT_LEARNED = torch.tensor([[3, IGNORED]]), torch.tensor([[IGNORED, IGNORED]])
 
 
-class Rows(Source):
+class Rows(Client):
     """Knows how long the first rows of an epoch are, without a server."""
 
     def __init__(self, lengths: Sequence[RowLength]) -> None:
         super().__init__("http://nowhere", "docs", rank=0, retry_seconds=0.0)
         self._lengths = list(lengths)
 
-    def some_lengths(self, *_: Any) -> list[RowLength]:
+    def sample_lengths(self, *_: Any) -> list[RowLength]:
         return self._lengths
 
 

@@ -15,14 +15,13 @@ from unittest.mock import Mock
 
 import pytest
 
-import penstock.feeding.prefetch
 import penstock.ledger.file
 import penstock.ledger.recorder
 from ledger_files import open_files
 from ledgers import begin_of
-from penstock.feeding.prefetch import Prefetch
 from penstock.ledger import held
 from penstock.ledger.file import LedgerFile
+from penstock.prefetch import Prefetch
 from penstock.threads import Flag, own_thread, start
 
 pytestmark = [
@@ -132,27 +131,6 @@ def test_a_thread_that_is_started_when_a_signal_comes_is_given_up(
                 time.sleep(0.001)  # it has begun, and Python has not noted that yet
             threads[-1].join(20)
             assert not threads[-1].is_alive()
-
-
-def test_a_thread_that_fetches_ends_though_its_start_was_broken_off_once_it_had_fetched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    threads = list[threading.Thread]()
-
-    def start_slowly(thread: threading.Thread, give_up: Callable[[], None]) -> None:
-        def broken() -> None:
-            thread.start()
-            threads.append(thread)
-            time.sleep(0.3)  # in a handler, while the thread fills the budget
-            raise KeyboardInterrupt
-
-        start(Mock(start=broken), give_up)
-
-    monkeypatch.setattr(penstock.feeding.prefetch, "start", start_slowly)
-    with pytest.raises(KeyboardInterrupt):
-        Prefetch(([n] for n in range(10**9)), nbytes=lambda _: 1, budget_bytes=3, interrupt=lambda: None)
-    threads[0].join(20)
-    assert not threads[0].is_alive()
 
 
 def test_a_ledger_whose_start_was_broken_off_is_not_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

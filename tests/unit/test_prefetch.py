@@ -1,31 +1,43 @@
+"""The thread that fetches ahead: order, budget, failures, ends; and the ranges that it fetches."""
+
+from __future__ import annotations
+
 import gc
 import os
 import signal
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.process import BaseProcess
+from typing import cast
 from weakref import ref
 
 import pytest
 
-import penstock.feeding.prefetch
-from penstock import PenstockError
-from penstock.feeding.prefetch import Prefetch
+import penstock.prefetch
+from penstock import PenstockError, Spec
+from penstock.client import Client
+from penstock.prefetch import OBJECT_BYTES, Prefetch, fetch_ahead, fetch_ranges
+from penstock.transport import Transport
+from penstock.wire import Frame
 
 KIB = 1 << 10
-
-
-def nbytes(group: Sequence[bytes]) -> int:
-    return sum(map(len, group))
+TARGET = 16 * (KIB + OBJECT_BYTES)
 
 
 def prefetch(
     groups: Generator[list[bytes], None, None], budget_bytes: int, gate: threading.Event | None = None
 ) -> Prefetch[bytes]:
-    return Prefetch(groups, nbytes=nbytes, budget_bytes=budget_bytes, interrupt=(gate or threading.Event()).set)
+    return Prefetch(
+        groups,
+        nbytes=lambda group: sum(map(len, group)),
+        budget_bytes=budget_bytes,
+        interrupt=(gate or threading.Event()).set,
+    )
 
 
 def item(number: int) -> bytes:
@@ -42,9 +54,10 @@ def groups_of(*sizes: int) -> Generator[list[bytes], None, None]:
 def test_items_come_in_order_whatever_their_groups_are() -> None:
     assert list(prefetch(groups_of(1, 2, 0, 40, 1), 8 * KIB)) == [item(number) for number in range(44)]
     assert list(prefetch(groups_of(), KIB)) == []
+    assert list(prefetch(groups_of(*[3] * 7), 0)) == [item(number) for number in range(21)]
 
 
-def test_it_works_ahead_within_the_budget_and_no_further() -> None:
+def test_thread_works_ahead_within_the_budget() -> None:
     made = 0
 
     def groups() -> Generator[list[bytes], None, None]:
@@ -64,88 +77,40 @@ def test_it_works_ahead_within_the_budget_and_no_further() -> None:
     ahead.close()
 
 
-def test_a_failure_arrives_after_what_was_made_before_it() -> None:
+@pytest.mark.parametrize("failure", [ValueError("item 7 is cursed"), SystemExit(3)])
+def test_failure_arrives_after_the_items_before_it(failure: BaseException) -> None:
     def groups() -> Generator[list[bytes], None, None]:
         yield from groups_of(1, 6)
-        raise ValueError("item 7 is cursed")
+        raise failure
 
     ahead = prefetch(groups(), 64 * KIB)
     assert [next(ahead) for _ in range(7)] == [item(number) for number in range(7)]
     for _ in range(2):
-        with pytest.raises(ValueError, match="cursed") as raised:
+        with pytest.raises(type(failure)) as raised:
             next(ahead)
-        assert raised.value.__context__ is None  # nothing that happened in here stands before it in a log
+        assert raised.value.__context__ is None
 
 
-def test_whatever_ends_the_thread_does_not_pass_for_the_end_of_the_epoch() -> None:
-    def groups() -> Generator[list[bytes], None, None]:
-        yield from groups_of(1)
-        raise SystemExit(3)
-
-    ahead = prefetch(groups(), 64 * KIB)
-    assert next(ahead) == item(0)
-    with pytest.raises(SystemExit):
-        next(ahead)
-
-
-def test_what_is_made_while_it_is_closed_is_dropped() -> None:
+def test_close_interrupts_the_thread_and_drops_what_it_still_makes() -> None:
     gate, entered = threading.Event(), threading.Event()
 
     def groups() -> Generator[list[bytes], None, None]:
         entered.set()
         assert gate.wait(30)
         yield from groups_of(1)
-
-    ahead = prefetch(groups(), 64 * KIB, gate)
-    assert entered.wait(30)
-    ahead.close()
-    assert (ahead.has_next, ahead.buffered_bytes) == (False, 0)
-
-
-def test_closing_interrupts_what_the_thread_is_in_and_leaves_no_thread() -> None:
-    gate, entered = threading.Event(), threading.Event()
-
-    def groups() -> Generator[list[bytes], None, None]:
-        entered.set()
-        assert gate.wait(30)
-        raise ConnectionError
-        yield []
 
     before = threading.active_count()
-    ahead = prefetch(groups(), KIB, gate)
+    ahead = prefetch(groups(), 64 * KIB, gate)
     assert entered.wait(30)
     ahead.close()
     ahead.close()
     assert threading.active_count() == before
+    assert ahead.buffered_bytes == 0
+    with pytest.raises(PenstockError, match="was closed"):
+        next(ahead)
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_what_failed_does_not_wait_for_the_garbage_collector_once_it_is_closed(is_told: bool) -> None:
-    gate, entered = threading.Event(), threading.Event()
-
-    def groups() -> Generator[list[bytes], None, None]:
-        yield from groups_of(1)
-        entered.set()
-        assert is_told or gate.wait(30)
-        raise ConnectionError
-
-    gc.disable()
-    try:
-        ahead = prefetch(groups(), 8 * KIB, gate)
-        assert next(ahead) == item(0)
-        assert entered.wait(30)
-        if is_told:
-            with suppress(ConnectionError):
-                next(ahead)
-        ahead.close()
-        kept = ref(ahead)
-        del ahead
-        assert kept() is None
-    finally:
-        gc.enable()
-
-
-def test_closing_wakes_a_thread_that_waits_for_room_and_a_loop_that_waits_for_a_batch() -> None:
+def test_close_wakes_a_thread_that_waits_for_room() -> None:
     before = threading.active_count()
     ahead = prefetch(groups_of(*[1] * 9), KIB)
     while ahead.buffered_bytes < KIB:
@@ -154,11 +119,13 @@ def test_closing_wakes_a_thread_that_waits_for_room_and_a_loop_that_waits_for_a_
     ahead.close()
     assert threading.active_count() == before
 
+
+def test_close_wakes_a_loop_that_waits_for_a_batch() -> None:
     gate, ended = threading.Event(), threading.Event()
 
     def groups() -> Generator[list[bytes], None, None]:
         gate.wait(30)
-        ended.wait(30)  # longer than closing waits for it
+        ended.wait(2)
         yield []
 
     def loop() -> None:
@@ -173,6 +140,25 @@ def test_closing_wakes_a_thread_that_waits_for_room_and_a_loop_that_waits_for_a_
     ahead.close()
     waiting.join(30)
     assert ended.is_set()
+
+
+def test_closed_failure_leaves_nothing_to_the_garbage_collector() -> None:
+    def groups() -> Generator[list[bytes], None, None]:
+        yield from groups_of(1)
+        raise ConnectionError
+
+    gc.disable()
+    try:
+        ahead = prefetch(groups(), 8 * KIB)
+        assert next(ahead) == item(0)
+        with suppress(ConnectionError):
+            next(ahead)
+        ahead.close()
+        kept = ref(ahead)
+        del ahead
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_groups_are_closed_by_the_thread_that_made_them() -> None:
@@ -190,11 +176,7 @@ def test_groups_are_closed_by_the_thread_that_made_them() -> None:
     assert closed_by == ["penstock-fetch"]
 
 
-def test_a_budget_of_nothing_still_has_room_for_one_group() -> None:
-    assert list(prefetch(groups_of(*[3] * 7), 0)) == [item(number) for number in range(21)]
-
-
-def test_what_is_there_is_told_and_its_bytes_until_it_is_closed() -> None:
+def test_next_item_and_its_bytes_are_reported() -> None:
     gate = threading.Event()
 
     def groups() -> Generator[list[bytes], None, None]:
@@ -203,53 +185,18 @@ def test_what_is_there_is_told_and_its_bytes_until_it_is_closed() -> None:
         assert gate.wait(30)
         yield rest
 
-    ahead = prefetch(groups(), 64 * KIB, gate)
-    assert next(ahead) == item(0)
-    assert (ahead.has_next, ahead.buffered_bytes) == (False, 0)
-    gate.set()
-    assert next(ahead) == item(1)
-    assert (ahead.has_next, ahead.buffered_bytes) == (True, KIB)
-    ahead.close()
-    assert (ahead.has_next, ahead.buffered_bytes) == (False, 0)
-
-
-def test_an_iteration_that_was_closed_does_not_pass_for_one_that_ended() -> None:
-    ahead = prefetch(groups_of(1, 1, 1), 64 * KIB)
-    assert next(ahead) == item(0)
-    ahead.close()
-    with pytest.raises(PenstockError, match="was closed"):
-        next(ahead)
+    with closing(prefetch(groups(), 64 * KIB, gate)) as ahead:
+        assert next(ahead) == item(0)
+        assert (ahead.has_next, ahead.buffered_bytes) == (False, 0)
+        gate.set()
+        assert next(ahead) == item(1)
+        assert (ahead.has_next, ahead.buffered_bytes) == (True, KIB)
 
 
 @pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded, says Python 3.12
-def test_an_interrupt_at_the_lock_of_a_wait_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Condition.wait takes its lock again at its end; interrupted there, it leaves one to be released that nobody has."""
-
-    def interrupted(self: threading.Condition, *_: object) -> None:
-        self.release()
-        raise KeyboardInterrupt
-
-    with closing(prefetch(groups_of(1), 9 * KIB)) as ahead:
-        ahead._thread.join(60)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Condition, "wait_for", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                next(ahead)
-        assert list(ahead) == [item(0)]
-
-
-def test_a_fork_is_refused_and_closes_nothing_even_if_the_lock_was_held_when_it_was_made() -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    def count(group: Sequence[bytes]) -> int:  # called with the lock held when a group is handed over
-        if item(1) in group:
-            entered.set()
-            go_on.wait(30)
-        return nbytes(group)
-
+def test_fork_is_refused_and_closes_nothing() -> None:
     interrupted = threading.Event()
-    ahead = Prefetch(groups_of(1, 8), nbytes=count, budget_bytes=2 * KIB, interrupt=interrupted.set)
-    assert entered.wait(30)
+    ahead = prefetch(groups_of(1, 8), 2 * KIB, interrupted)
     child = os.fork()
     if child == 0:
         signal.alarm(30)
@@ -259,18 +206,17 @@ def test_a_fork_is_refused_and_closes_nothing_even_if_the_lock_was_held_when_it_
         except PenstockError as error:
             os._exit(7 if "was forked off it" in str(error) and not interrupted.is_set() else 8)
         os._exit(9)
-    go_on.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert list(ahead) == [item(number) for number in range(9)]
 
 
-def test_a_worker_whose_loader_was_killed_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.feeding.prefetch, "_ORPHAN_SECONDS", 0.05)
+def test_worker_whose_loader_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.prefetch, "_ORPHAN_SECONDS", 0.05)
     context = get_context("fork")
-    heard, told = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
 
     def wait_for_ever(gate: threading.Event) -> Generator[list[bytes], None, None]:
-        told.send(os.getpid())
+        sender.send(os.getpid())
         gate.wait()
         yield []
 
@@ -279,7 +225,7 @@ def test_a_worker_whose_loader_was_killed_waits_no_longer(monkeypatch: pytest.Mo
         try:
             next(prefetch(wait_for_ever(gate), KIB, gate))
         except PenstockError as error:
-            told.send(str(error))
+            sender.send(str(error))
 
     def load() -> None:
         context.Process(target=work, daemon=True).start()
@@ -287,22 +233,21 @@ def test_a_worker_whose_loader_was_killed_waits_no_longer(monkeypatch: pytest.Mo
 
     loader = context.Process(target=load)
     loader.start()
-    assert heard.poll(30)
-    worker = heard.recv()
-    assert not heard.poll(0.3)  # it waits as long as its loader lives
+    assert receiver.poll(30)
+    worker = receiver.recv()
+    assert not receiver.poll(0.3)  # it waits as long as its loader lives
     loader.kill()
     loader.join()
     try:
-        assert heard.poll(30)
-        assert "has ended" in heard.recv()
+        assert receiver.poll(30)
+        assert "has ended" in receiver.recv()
     finally:
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
 
 
-def test_who_is_no_loader_worker_outlives_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a run does whose shell was closed."""
-    monkeypatch.setattr(penstock.feeding.prefetch, "_ORPHAN_SECONDS", 0.01)
+def test_run_outlives_the_shell_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.prefetch, "_ORPHAN_SECONDS", 0.01)
     gate = threading.Event()
 
     def groups() -> Generator[list[bytes], None, None]:
@@ -315,5 +260,93 @@ def test_who_is_no_loader_worker_outlives_the_process_that_started_it(monkeypatc
 
     ahead = prefetch(groups(), KIB)
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    monkeypatch.setattr(penstock.feeding.prefetch, "current_process", look)
+    monkeypatch.setattr(penstock.prefetch, "current_process", look)
     assert list(ahead) == [item(0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The part of a frame that ranges depend on."""
+
+    number: int
+    nbytes: int = KIB
+
+
+def frames(steps: range, then: range = range(0), *, nbytes: int = KIB) -> list[Frame]:
+    return [cast(Frame, Step(step, nbytes)) for step in steps]
+
+
+def test_ranges_grow_from_one_frame_to_the_target() -> None:
+    steps = range(3, 500, 7)
+    ranges = list(fetch_ranges(frames, steps, TARGET))
+    assert [len(each) for each in ranges] == [1, 1, 2, 4, 8, 16, 16, 16, 7]
+    assert [frame for each in ranges for frame in each] == frames(steps)
+
+
+def test_range_has_at_least_one_frame() -> None:
+    large = partial(frames, nbytes=64 * KIB)
+    assert [len(each) for each in fetch_ranges(large, range(4), TARGET)] == [1] * 4
+    assert [len(each) for each in fetch_ranges(frames, range(3), 0)] == [1] * 3
+    assert list(fetch_ranges(frames, range(0), KIB)) == []
+
+
+def test_next_range_is_announced() -> None:
+    asked: list[tuple[range, range]] = []
+
+    def fetch(steps: range, then: range) -> list[Frame]:
+        asked.append((steps, then))
+        return frames(steps)
+
+    list(fetch_ranges(fetch, range(3, 500, 7), TARGET))
+    assert [then for _, then in asked] == [*(steps for steps, _ in asked[1:]), range(500, 500, 7)]
+
+
+def test_ranges_begin_small_again_after_an_incomplete_one() -> None:
+    asked: list[int] = []
+
+    def fetch(steps: range, then: range) -> list[Frame]:
+        asked.append(len(steps))
+        return frames(steps[: 1 if len(asked) == 5 else None])
+
+    ranges = list(fetch_ranges(fetch, range(40), TARGET))
+    assert [frame for each in ranges for frame in each] == frames(range(40))
+    assert asked[:8] == [1, 1, 2, 4, 8, 1, 1, 2]
+
+
+class Recorded:
+    """A client and a transport that record the requested steps."""
+
+    def __init__(self, nbytes: int = KIB) -> None:
+        self.steps: list[tuple[range, range]] = []
+        self.is_interrupted = False
+        self._nbytes = nbytes
+
+    def frames(self, _transport: Transport, _spec: Spec, _epoch: int, steps: range, then: range) -> list[Frame]:
+        time.sleep(0.002)  # as any response takes
+        self.steps.append((steps, then))
+        return frames(steps, nbytes=self._nbytes)
+
+    def interrupt(self) -> None:
+        self.is_interrupted = True
+
+
+def test_next_range_is_requested_ahead_while_the_buffer_is_low() -> None:
+    recorded = Recorded()
+    with closing(fetch_ahead(cast(Client, recorded), cast(Transport, recorded), Spec(), 0, range(10_000), 4 * TARGET)) as ahead:
+        for turn in range(2):
+            while ahead.buffered_bytes < 4 * TARGET:
+                time.sleep(0.001)
+            assert turn == 0 or not recorded.steps[-1][1]  # the buffer is full
+            begun = len(recorded.steps)
+            assert [cast(Step, next(ahead)).number for _ in range(500)] == list(range(500 * turn, 500 * turn + 500))
+            assert any(then for _, then in recorded.steps[begun:])
+        assert recorded.steps[0] == (range(1), range(1, 2))
+        assert not recorded.is_interrupted
+    assert recorded.is_interrupted
+
+
+def test_range_is_a_few_mib_however_large_the_budget() -> None:
+    recorded = Recorded(1 << 20)
+    with closing(fetch_ahead(cast(Client, recorded), cast(Transport, recorded), Spec(), 0, range(64), 1 << 40)) as ahead:
+        assert len(list(ahead)) == 64
+    assert max(len(steps) for steps, _ in recorded.steps) == 7

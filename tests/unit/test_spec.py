@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock import RemoteDataset, Spec, SpecError
+from penstock.client import Client
 from penstock.numbers import check_amount, check_whole
-from penstock.source import Source
 from penstock.spec import describe
 
 DEFAULTS = {parameter["name"]: parameter["default"] for parameter in describe()}
@@ -124,11 +124,11 @@ def test_the_dataset_describes_every_parameter_in_the_same_words() -> None:
 def test_the_dataset_hands_every_parameter_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Spec] = []
 
-    def resolve(_: Source, spec: Spec) -> None:
+    def resolve(_: Client, spec: Spec) -> None:
         asked.append(spec)
         raise SpecError("far enough")
 
-    monkeypatch.setattr(Source, "resolve", resolve)
+    monkeypatch.setattr(Client, "resolve", resolve)
     given: list[dict[str, Any]] = [
         {"batch_size": 3, "seq_len": 64, "world_size": 2, "seed": 1, "shuffle": "none", "window": 9, "split": "train"},
         {"packing": "concat", "mark_documents": True, "loss_on": "all", "drop_last": False, "skip": "1-2", "snapshot": "a+b"},

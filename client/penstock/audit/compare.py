@@ -12,9 +12,9 @@ from typing import Any
 
 from penstock.audit.reading import read_ledger
 from penstock.audit.report import Report
+from penstock.client import Client
 from penstock.errors import DataError, OutOfRange, SnapshotGone, UnknownDataset
 from penstock.ledger.begin import Begin
-from penstock.source import Source
 
 _RETRY_SECONDS = 30.0
 _STEPS_AT_ONCE = 16
@@ -74,12 +74,12 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
     batches = ((number, gap, rank, step) for number, gap in gaps for step in range(*gap.steps) for rank in gap.ranks)
     for (number, gap, rank, step), _ in zip(batches, range(_MAX_BATCHES_SHOWN), strict=False):
         begin = gap.leg.begin
-        source = _source(begin, servers, rank)
-        with closing(source.connect(is_awaited=False)) as transport:
+        client = _client(begin, servers, rank)
+        with closing(client.connect(first_contact=True)) as transport:
             of_order = f"order {number} ({begin.dataset}), " if len(report.orders) > 1 else ""
             name = f"{of_order}epoch {gap.epoch}, step {step:,} of start {gap.leg.started.number + 1}, rank {rank}"
             try:
-                yield name, source.provenance(transport, begin.spec, gap.epoch, step)
+                yield name, client.provenance(transport, begin.spec, gap.epoch, step)
             except _REFUSALS as error:
                 yield name, {"reason": str(error)}
 
@@ -104,13 +104,13 @@ def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Beg
 
 
 def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) -> Iterator[Differing]:
-    source = _source(begin, servers, begin.rank)
-    with closing(source.connect(is_awaited=False)) as transport:
+    client = _client(begin, servers, begin.rank)
+    with closing(client.connect(first_contact=True)) as transport:
         steps = range(min(digests), max(digests) + 1)
         while steps:
             is_refused = True
             try:
-                frames = source.frames(transport, begin.spec, begin.epoch, steps)
+                frames = client.frames(transport, begin.spec, begin.epoch, steps)
                 found, is_refused = {frame.step: frame.digest for frame in frames}, False
             except DataError as error:  # of the first step, and perhaps of no other
                 found = {steps[0]: str(error)}
@@ -122,5 +122,5 @@ def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) ->
             steps = steps[len(found) :]
 
 
-def _source(begin: Begin, servers: Sequence[str], rank: int) -> Source:
-    return Source(servers, begin.dataset, rank=rank, retry_seconds=_RETRY_SECONDS)
+def _client(begin: Begin, servers: Sequence[str], rank: int) -> Client:
+    return Client(servers, begin.dataset, rank=rank, retry_seconds=_RETRY_SECONDS)

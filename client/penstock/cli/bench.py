@@ -22,13 +22,13 @@ from penstock.batch import IGNORED, SIDES, count_tokens
 from penstock.cli.arguments import ADDRESS, add_spec_options, amount, whole_number
 from penstock.cli.connection import connected, dataset_of, describe_dataset, first_given, parse_address, set_run, spec_query
 from penstock.cli.output import stdout_console
+from penstock.client import Client, Resolved
 from penstock.errors import PenstockError, SpecError
-from penstock.feeding.ranges import PREFETCH_BYTES, fetch_ahead
+from penstock.prefetch import PREFETCH_BYTES, fetch_ahead
 from penstock.printable import printable
-from penstock.source import Resolved, Source
 from penstock.spec import Spec
 from penstock.text import size
-from penstock.transport.transport import Transport
+from penstock.transport import Transport
 from penstock.wire import Frame
 
 Tick = Callable[[float, int, int], None]  # takes the seconds, tokens and bytes so far
@@ -123,16 +123,16 @@ def tensors(server: str, dataset: str, query: Mapping[str, str], rank: int, epoc
 
 
 def frames(server: str, dataset: str, query: Mapping[str, str], rank: int, epoch: int) -> Supply:
-    """Supply frames that are fetched ahead and checked, without tensors. Raises what Source raises."""
-    source = Source(server, dataset, rank=rank, retry_seconds=_RETRY_SECONDS)
-    resolved = source.resolve(_spec(query))
+    """Supply frames that are fetched ahead and checked, without tensors. Raises what Client raises."""
+    client = Client(server, dataset, rank=rank, retry_seconds=_RETRY_SECONDS)
+    resolved = client.resolve(_spec(query))
     _check_steps(resolved.num_steps, resolved.spec)
     transports: list[Transport] = []
 
     def batches() -> Generator[Frame, None, None]:
         for number in count(epoch):
-            transports.append(source.connect())
-            yield from _epoch(source, transports[-1], resolved, number)
+            transports.append(client.connect())
+            yield from _epoch(client, transports[-1], resolved, number)
 
     return Supply(
         spec=resolved.spec,
@@ -146,8 +146,8 @@ def frames(server: str, dataset: str, query: Mapping[str, str], rank: int, epoch
     )
 
 
-def _epoch(source: Source, transport: Transport, resolved: Resolved, epoch: int) -> Iterator[Frame]:
-    ahead = fetch_ahead(source, transport, resolved.spec, epoch, range(resolved.num_steps), PREFETCH_BYTES)
+def _epoch(client: Client, transport: Transport, resolved: Resolved, epoch: int) -> Iterator[Frame]:
+    ahead = fetch_ahead(client, transport, resolved.spec, epoch, range(resolved.num_steps), PREFETCH_BYTES)
     with closing(transport), closing(ahead):
         yield from ahead
 

@@ -14,14 +14,13 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 import httpx
 
 from penstock.cli.output import allow_closed_pipe, complain
+from penstock.client import decode_object, is_address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError
-from penstock.source import decode_object, is_address
+from penstock.http import by_proxy, tls_remedy
+from penstock.responses import remedy
 from penstock.spec import Spec
 from penstock.text import listed
-from penstock.transport.probe import ask_aside, by_proxy, tls_refusal
-from penstock.transport.responses import doubt
-from penstock.transport.servers import Servers
-from penstock.transport.transport import Transport
+from penstock.transport import Servers, Transport
 from penstock.urls import DATASETS, dataset_path
 
 RETRY_SECONDS = 2.0  # a user waits: long enough for a hiccup, too short for a restart
@@ -137,9 +136,9 @@ def greet(server: str) -> dict[str, Any]:
         PenstockError: the response is not a penstock server's.
     """
     try:
-        response = ask_aside(f"{server}/healthz", _GREETING_SECONDS)
+        response = httpx.get(f"{server}/healthz", timeout=_GREETING_SECONDS)
     except httpx.RequestError as error:
-        if refusal := tls_refusal(server, str(error)):
+        if refusal := tls_remedy(server, str(error)):
             raise PenstockError(refusal) from error
         raise ServerUnavailable(
             f"{server} does not answer: {error or type(error).__name__}{by_proxy(server)}. Start a server there (penstock "
@@ -150,7 +149,7 @@ def greet(server: str) -> dict[str, Any]:
     except ValueError:
         greeting = None
     if response.status_code in (401, 407):
-        raise PenstockError(f"{server} answers {response.status_code}. {doubt(server, response.status_code, '')}")
+        raise PenstockError(f"{server} answers {response.status_code}. {remedy(server, response.status_code)}")
     if response.status_code != 200 or not isinstance(greeting, dict) or "wire" not in greeting:
         what = "no wire version" if response.status_code == 200 else f"status {response.status_code}{by_proxy(server)}"
         raise PenstockError(

@@ -20,15 +20,14 @@ from rich.text import Text
 from penstock import __version__, wire
 from penstock.cli.connection import RETRY_SECONDS, describe_dataset, get_json, greet, parse_address, set_run
 from penstock.cli.output import stdout_console
+from penstock.client import Client
 from penstock.errors import PenstockError
-from penstock.feeding.ranges import RUN_BYTES
+from penstock.http import proxy_of
+from penstock.prefetch import RANGE_BYTES
 from penstock.printable import printable
-from penstock.source import Source
 from penstock.spec import Spec
 from penstock.text import counted, rows_kept, size
-from penstock.transport.probe import client_aside, proxy_of
-from penstock.transport.servers import Servers
-from penstock.transport.transport import Transport
+from penstock.transport import Servers, Transport
 from penstock.urls import DATASETS, dataset_path
 from penstock.wire import Frame
 
@@ -38,7 +37,7 @@ _SLOW_PING_SECONDS = 0.05
 _CLOCK_SECONDS = 5.0
 _GPU_SIGNS = ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 _FULL = 0.97
-_PULLED_BYTES, _PULLED_SECONDS = 4 * RUN_BYTES, 3.0
+_PULLED_BYTES, _PULLED_SECONDS = 4 * RANGE_BYTES, 3.0
 _SEQ_LEN = 65_536  # long padded samples: usual ones of a small dataset would measure the request rate instead
 _SLOW_BYTES_PER_SECOND = 10e6
 _SLOW_FIRST_SECONDS = 2.0
@@ -142,7 +141,7 @@ def check_latency(server: str) -> Iterator[Check]:
     """Measure the latency and the difference of the clocks, with a few requests over one connection."""
     pings = []  # seconds, and how far the server's clock is ahead
     try:
-        with client_aside(server) as client:
+        with httpx.Client() as client:
             client.get(f"{server}/healthz")  # opens the connection
             for _ in range(_NUM_PINGS):
                 sent, began = time.time(), time.perf_counter()
@@ -162,11 +161,11 @@ def _check_latency(typical: float, longest: float) -> Check:
     text = f"{1000 * typical:.1f} ms (median of {_NUM_PINGS}; at most {1000 * longest:.1f} ms)"
     if typical < _SLOW_PING_SECONDS:
         return Check("ok", "latency", text)
-    limit = RUN_BYTES / typical / 1e6  # two ranges are requested at a time, but socket buffers seldom hold more of them
+    limit = RANGE_BYTES / typical / 1e6  # two ranges are requested at a time, but socket buffers seldom hold more of them
     return Check(
         "warn",
         "latency",
-        f"{text}: at most {size(RUN_BYTES)} of batches arrive in that time, {limit:,.0f} MB/s",
+        f"{text}: at most {size(RANGE_BYTES)} of batches arrive in that time, {limit:,.0f} MB/s",
         "run a server nearer to the trainers; its cache fills from the same shards",
     )
 
@@ -292,19 +291,19 @@ def check_bandwidth(server: str, transport: Transport, known: Mapping[str, Any],
 
 
 def _pull(server: str, transport: Transport, dataset: str) -> Check:
-    source = Source(server, dataset, rank=0, retry_seconds=RETRY_SECONDS)
-    resolved = source.resolve(Spec(seq_len=_SEQ_LEN, drop_last=False))
+    client = Client(server, dataset, rank=0, retry_seconds=RETRY_SECONDS)
+    resolved = client.resolve(Spec(seq_len=_SEQ_LEN, drop_last=False))
     if not resolved.num_steps:
         return Check("warn", "bandwidth", f"{dataset} holds no sample", "check its filter and its shards")
 
     def pull(steps: range, then: range = range(0)) -> tuple[list[Frame], float]:
         began = time.perf_counter()
-        frames = source.frames(transport, resolved.spec, 0, steps, then)
+        frames = client.frames(transport, resolved.spec, 0, steps, then)
         return frames, time.perf_counter() - began
 
     [frame], first = pull(range(1))
     _, second = pull(range(1))
-    steps = range(min(resolved.num_steps, max(2, RUN_BYTES // max(frame.nbytes, 1))))
+    steps = range(min(resolved.num_steps, max(2, RANGE_BYTES // max(frame.nbytes, 1))))
     pull(steps, steps)  # warms the server's cache
     before, elapsed = transport.num_bytes, 0.0
     while transport.num_bytes - before < _PULLED_BYTES and elapsed < _PULLED_SECONDS:

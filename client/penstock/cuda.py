@@ -1,4 +1,4 @@
-"""Batches on a GPU: copies the received tensors on a separate stream and expands them there, one batch ahead."""
+"""Batches on a GPU: bodies in pinned memory, copied on a side stream and expanded there, one batch ahead."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from penstock.batch import IGNORED
 from penstock.distributed import Worker
 from penstock.errors import PenstockError, SpecError
-from penstock.feeding.item import Item
-from penstock.feeding.pinned import tensor_over
-from penstock.feeding.prefetch import Prefetch
+from penstock.http import MAX_BUFFER
 from penstock.numbers import plain
-from penstock.tensors import ALL, CPU, Batch, Lines, as_tensor, kind_of, travelled
+from penstock.prefetch import Prefetch
+from penstock.tensors import ALL, CPU, Batch, Item, Lines, as_tensor, kind_of, travelled
 from penstock.text import counted
 from penstock.wire import Frame
 
@@ -75,6 +75,37 @@ def find_destination(device: torch.device | None, worker: Worker | None) -> Dest
         return Destination(device=CPU, pin_memory=False)
     index = torch.cuda.current_device() if device.index is None else device.index
     return Destination(device=torch.device("cuda", index), pin_memory=True)
+
+
+def allocate_pinned(gpu: torch.device, nbytes: int) -> memoryview:
+    """Allocate pinned memory for a GPU. Torch reuses it once no reference and no running copy to a GPU is left.
+
+    It takes the next power of two of bytes, and torch never frees it: so memory above MAX_BUFFER is not pinned. Raises what
+    torch raises if no memory is left.
+    """
+    if nbytes > MAX_BUFFER:
+        return memoryview(bytearray(nbytes))
+    # A new thread uses GPU 0: every rank that has not used its GPU yet would take some memory there.
+    with torch.cuda.device(gpu):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
+
+
+def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor | None:
+    """Return a tensor over an array's memory if a tensor owns it; None otherwise, or if torch cannot view it.
+
+    Torch tracks by a tensor's storage which pinned memory a copy reads from. It does not for a tensor made from an array: the
+    next body would overwrite bytes that are still to be copied.
+    """
+    owner: Any = array
+    while isinstance(owner, (np.ndarray, memoryview)):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    if not isinstance(owner, torch.Tensor) or not array.flags.c_contiguous:
+        return None
+    begin = array.ctypes.data - owner.data_ptr()
+    if begin % array.itemsize:
+        return None
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    return owner[begin : begin + array.nbytes].view(dtype).view(array.shape)
 
 
 def pack(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> Batch:

@@ -1,32 +1,33 @@
-"""Source: requests of one rank for one dataset on its servers."""
+"""Client: requests of one rank for one dataset on its servers."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 import httpx
 
 from penstock import wire
 from penstock.errors import SpecError, VersionMismatch, WireError
+from penstock.http import Buffers
 from penstock.row_lengths import RowLength
 from penstock.spec import Spec
-from penstock.text import without_login
-from penstock.transport.probe import ask_aside
-from penstock.transport.servers import Servers
-from penstock.transport.transport import Transport
+from penstock.transport import Servers, Transport
 from penstock.urls import batches_path, dataset_path
 
-_AT_ONCE_SECONDS = 1.0
-_FEW = 64  # rows
+_LENGTHS_SECONDS = 1.0
+_SAMPLED_ROWS = 64
 _MAX_QUERY = 60_000  # bytes; a request may have 64 KiB in all
-_SCHEMES = ("http", "https")
+_ADDRESS = re.compile(
+    r"https?://(?:[\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[\da-f:.%]+\])(?::(\d{1,5}))?(?:/[!-~]*)?", re.ASCII | re.IGNORECASE
+)
 _CACHE = "Does a cache on the way to the server leave the query out of what it knows an answer by?"
 
 
@@ -49,7 +50,7 @@ class Resolved:
     advice: tuple[str, ...]
 
 
-class Source:
+class Client:
     """One dataset on servers that hold the same data. Raises SpecError: an address is invalid."""
 
     def __init__(self, servers: str | Sequence[str], dataset: str, *, rank: int, retry_seconds: float) -> None:
@@ -58,6 +59,7 @@ class Source:
         self.dataset = str.__str__(dataset)  # str() of a str enum's member would give another text
         self._addresses = _addresses(servers)
         self._servers = Servers(self._addresses, rank)  # kept here so that epochs share which servers fail
+        self._buffers = Buffers()  # kept here so that epochs share their memory
         self._rank = rank
         self._retry_seconds = retry_seconds
 
@@ -65,9 +67,18 @@ class Source:
         """Return the state without the servers' health: its clock times mean nothing on another machine."""
         return {**self.__dict__, "_servers": Servers(self._addresses, self._rank)}
 
-    def connect(self, allocate: Callable[[int], memoryview] | None = None, *, is_awaited: bool = True) -> Transport:
-        """Return a transport for one thread of this process. `allocate`: see Connection; `is_awaited`: see Transport."""
-        return Transport(self._servers, retry_seconds=self._retry_seconds, is_awaited=is_awaited, allocate=allocate)
+    def connect(self, allocate: Callable[[int], memoryview] | None = None, *, first_contact: bool = False) -> Transport:
+        """Return a transport for one thread of this process. `allocate`: see HttpClient; `first_contact`: see Transport."""
+        return Transport(
+            self._servers,
+            retry_seconds=self._retry_seconds,
+            first_contact=first_contact,
+            allocate=allocate or self._buffers.allocate,
+        )
+
+    def trim(self) -> None:
+        """Free most of the memory for bodies: an iteration has ended."""
+        self._buffers.trim()
 
     def resolve(self, spec: Spec) -> Resolved:
         """Resolve every parameter of a spec. Raises the PenstockError that fits the failure."""
@@ -75,9 +86,7 @@ class Source:
         servers = self._servers if spec.snapshot else Servers(self._addresses)
         target = f"{dataset_path(self.dataset)}/spec?{_query_of(spec)}"
         with closing(Transport(servers, retry_seconds=self._retry_seconds, first_contact=True)) as transport:
-            resolved = transport.get(target, partial(_decode_resolved, spec))
-        self._servers.learn_from(servers)
-        return resolved
+            return transport.get(target, partial(_decode_resolved, spec))
 
     def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range, then: range = range(0)) -> list[wire.Frame]:
         """Fetch the frames of `steps` in order: all, or the first few, but at least one. `spec` must be resolved.
@@ -89,24 +98,26 @@ class Source:
         path = batches_path(self.dataset, epoch, self._rank)
         if len(steps) > 1 or then:
             ahead = path + _query(spec, then) if then else None
-            alike = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
-            if alike:
-                return list(chain.from_iterable(alike))
+            runs = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
+            if runs:
+                return list(chain.from_iterable(runs))
         # Only a late step may fail, and a response that has begun can no longer carry a reason. A request for the first step
         # alone delivers the steps before the failing one, and its refusal carries the reason.
         decode = self._decoder(spec, epoch, steps[:1])
         return transport.get(path + _query(spec, steps[:1]), lambda body: list(chain.from_iterable(decode(body))))
 
-    def some_lengths(self, spec: Spec, epoch: int) -> list[RowLength]:
+    def sample_lengths(self, spec: Spec, epoch: int) -> list[RowLength]:
         """Return the uncut lengths of an epoch's first rows; empty if the server does not answer within a second."""
         # Independent of the batch size, and unsorted: length buckets would give the shortest or longest rows of a window.
-        few = replace(spec, batch_size=_FEW, world_size=1, drop_last=False, offset=0, skip=None, length_bucket_size=0)
-        target = f"{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(few.to_query())}"
+        first = replace(
+            spec, batch_size=_SAMPLED_ROWS, world_size=1, drop_last=False, offset=0, skip=None, length_bucket_size=0
+        )
+        url = f"{self._servers.current}{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(first.to_query())}"
         try:
-            answer = ask_aside(self._servers.current + target, _AT_ONCE_SECONDS).raise_for_status().json()
-            rows = [row for sample in answer["samples"] for row in sample["sources"]]
+            samples = httpx.get(url, timeout=_LENGTHS_SECONDS).raise_for_status().json()["samples"]
+            rows = [row for sample in samples for row in sample["sources"]]
             places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): RowLength.of_source(row) for row in rows}
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
             return []
         return list(places.values())
 
@@ -119,7 +130,7 @@ class Source:
         return transport.get(f"{path}/{step}/provenance?{_query_of(spec)}", decode_object)
 
     def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[list[wire.Frame]]]:
-        own = (self.dataset, spec.snapshot, spec.digest, epoch, self._rank)
+        expected = wire.Address(self.dataset, str(spec.snapshot), spec.digest, epoch, self._rank, 0)
 
         def decode(body: memoryview) -> Iterator[list[wire.Frame]]:
             """Yield the requested frames. Raises WireError after the last valid ones."""
@@ -127,8 +138,9 @@ class Source:
             for frames in wire.decode_alike(body, steps):
                 if not missing:
                     raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
-                if frames[0].address != (*own, missing[0]):
-                    why = "" if frames[0].address.spec_digest == spec.digest else ", of other parameters"
+                address = frames[0].address
+                if address != expected._replace(step=missing[0]):
+                    why = "" if address.spec_digest == spec.digest else ", of other parameters"
                     raise WireError(f"the batch of step {missing[0]} was asked for, but another came{why}. {_CACHE}")
                 yield frames
                 missing = missing[len(frames) :]
@@ -159,12 +171,12 @@ def _query_of(spec: Spec) -> str:
 def decode_object(body: memoryview) -> dict[str, Any]:
     """Decode a JSON object. Raises WireError: the body is not a JSON object."""
     try:
-        found = json.loads(bytes(body))
+        value = json.loads(bytes(body))
     except ValueError as error:
         raise WireError(f"the answer is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise WireError(f"the answer is not a JSON object, but a {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise WireError(f"the answer is not a JSON object, but a {type(value).__name__}")
+    return value
 
 
 def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
@@ -200,9 +212,9 @@ def _unlike(asked: Spec, resolved: Spec) -> list[str]:
     A requested None lets the server choose, except for skip: None means that nothing is skipped.
     """
     is_same = {"skip": asked.skipped() == resolved.skipped(), "mix": asked.mixed() == resolved.mixed()}
-    found = {field.name: getattr(resolved, field.name) for field in fields(Spec)}
-    given = {name: getattr(asked, name) for name in found if name == "skip" or getattr(asked, name) is not None}
-    return [f"{name}={found[name]}" for name, value in given.items() if not is_same.get(name, value == found[name])]
+    values = {field.name: getattr(resolved, field.name) for field in fields(Spec)}
+    given = {name: getattr(asked, name) for name in values if name == "skip" or getattr(asked, name) is not None}
+    return [f"{name}={values[name]}" for name, value in given.items() if not is_same.get(name, value == values[name])]
 
 
 def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
@@ -211,27 +223,20 @@ def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
         raise SpecError("servers must be a list: a set has no order, by which ranks are spread over servers", ("servers",))
     try:
         named = [address.strip() for address in ((servers,) if isinstance(servers, str) else servers)]
-        given = [address if "://" in address else f"http://{address}" for address in named]
-        sound = bool(given) and all(map(is_address, given))
     except (TypeError, AttributeError):
-        sound = False
-    if not sound:
-        wrong = without_login(servers)
-        raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {wrong}', ("servers",))
-    parts = [address.rstrip("/").partition("://") for address in given]
+        named = []
+    addresses = [address if "://" in address else f"http://{address}" for address in named]
+    if any("@" in address for address in addresses):
+        raise SpecError("an address of a server must not contain a user name or a password", ("servers",))
+    if not addresses or not all(map(is_address, addresses)):
+        raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
+    parts = [address.rstrip("/").partition("://") for address in addresses]
     return tuple(dict.fromkeys(f"{scheme.lower()}://{rest}" for scheme, _, rest in parts))
 
 
 def is_address(text: str) -> bool:
     """Whether a text is a server address: a socket can be opened to it, and a path appended to it."""
-    try:
-        url = httpx.URL(text)
-        is_host = bool(url.host.encode("idna"))
-        port = urlsplit(text).port  # not httpx's: it accepts digits of any script
-        is_named_twice = url.host in _SCHEMES and port is None  # http:/host and http://http://host
-    except (httpx.InvalidURL, ValueError):  # for example a host with empty labels, a..b
+    match = _ADDRESS.fullmatch(text)
+    if not match or {"?", "#", "@"} & {*text}:
         return False
-    # The socket truncates a port to 16 bits: the request would go to another server.
-    is_port = url.port is None or 0 < url.port < 1 << 16
-    is_open = not any(letter in "?#" or letter.isspace() for letter in text)
-    return url.scheme in _SCHEMES and is_host and is_port and is_open and not is_named_twice
+    return match[1] is None or 0 < int(match[1]) < 1 << 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -15,15 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import penstock.cuda
 from penstock import PenstockError, SpecError, wire
+from penstock.cuda import Destination, OnDevice, allocate_pinned, check_device, find_destination, pack, tensor_over, unpack
 from penstock.distributed import Worker
-from penstock.feeding import device
-from penstock.feeding.device import Destination, OnDevice, check_device, find_destination, pack, unpack
-from penstock.feeding.item import Item
-from penstock.feeding.pinned import allocate_pinned
-from penstock.feeding.prefetch import Prefetch
-from penstock.tensors import CPU, Batch, expand, names_of
-from penstock.wire.layout import Layout
+from penstock.http import MAX_BUFFER
+from penstock.prefetch import Prefetch
+from penstock.tensors import CPU, Batch, Item, expand, names_of
+from penstock.wire.layout import DTYPES, Layout, TensorLayout, strided
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -84,12 +84,12 @@ def assert_equal(found: Batch, expected: Batch) -> None:
 
 
 @given(frames())
-def test_torch_makes_of_what_travelled_what_numpy_makes(frame: wire.Frame) -> None:
+def test_torch_expands_as_numpy_does(frame: wire.Frame) -> None:
     assert_equal(unpack(pack(frame, pin_memory=False)), expand(frame, pin_memory=False))
 
 
 @given(frames(), st.data())
-def test_tensors_that_are_asked_for_are_what_they_are_among_all(frame: wire.Frame, data: st.DataObject) -> None:
+def test_selected_tensors_equal_those_among_all(frame: wire.Frame, data: st.DataObject) -> None:
     every = expand(frame, pin_memory=False)
     assert set(names_of([*frame.tensors, *frame.texts])) == set(every)
     columns = data.draw(st.sets(st.sampled_from(sorted(every))))
@@ -130,7 +130,7 @@ def ordinary(nbytes: int) -> memoryview:
     return torch.empty(nbytes, dtype=torch.uint8).numpy().data
 
 
-def test_batches_come_in_order_and_a_failure_behind_them() -> None:
+def test_batches_come_in_order_and_a_failure_after_them() -> None:
     def groups() -> Generator[list[wire.Frame], None, None]:
         for begin in range(0, 30, 3):
             yield received(range(begin, begin + 3), ordinary)
@@ -144,7 +144,7 @@ def test_batches_come_in_order_and_a_failure_behind_them() -> None:
         assert_equal(item.batch, expand(frame_of(tensors_of(item.step), texts={}), pin_memory=False))
 
 
-def test_a_batch_is_handed_over_though_the_next_one_is_not_there() -> None:
+def test_batch_is_given_before_the_next_one_arrives() -> None:
     gate = threading.Event()
 
     def groups() -> Generator[list[wire.Frame], None, None]:
@@ -159,7 +159,7 @@ def test_a_batch_is_handed_over_though_the_next_one_is_not_there() -> None:
         assert [item.step for item in batches] == [1]
 
 
-def test_what_is_sent_ahead_while_a_loop_evaluates_can_be_trained_on() -> None:
+def test_batch_copied_in_inference_mode_can_be_trained_on() -> None:
     with closing(ahead(group for group in [received(range(2), ordinary)])) as frames:
         batches = OnDevice(frames, CPU)
         with torch.inference_mode():
@@ -171,13 +171,13 @@ def test_what_is_sent_ahead_while_a_loop_evaluates_can_be_trained_on() -> None:
     assert torch.equal(weights.grad, ids.float())
 
 
-def test_a_batch_is_given_though_the_next_one_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_is_given_before_the_failure_of_the_next_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def sent(frame: wire.Frame, **settings: Any) -> Batch:
         if frame.step == 2:
             raise torch.OutOfMemoryError("no more")
         return pack(frame, **settings)
 
-    monkeypatch.setattr(device, "pack", sent)
+    monkeypatch.setattr(penstock.cuda, "pack", sent)
     found: list[int] = []
     with (
         closing(ahead(group for group in [received(range(4), ordinary)])) as frames,
@@ -193,7 +193,7 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_what_is_sent_lies_where_it_was_received() -> None:
+def test_packed_tensors_are_views_of_the_received_body() -> None:
     bodies: list[memoryview] = []
 
     def allocate(nbytes: int) -> memoryview:
@@ -210,7 +210,7 @@ def test_what_is_sent_lies_where_it_was_received() -> None:
 
 
 @no_gpu_here
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_missing_gpu_is_refused() -> None:
     numbers: Any = (1, 256, np.int64(0))
     for named in ("cuda", "cuda:3", "cuda:256", *numbers, torch.device("cuda")):
         with pytest.raises(SpecError, match="torch sees 0 GPUs here"):
@@ -219,19 +219,19 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta", "", 1.5, 10**30, -1])
-def test_what_is_no_device_is_refused(device: str) -> None:
+def test_invalid_device_is_refused(device: str) -> None:
     with pytest.raises(SpecError, match="device must be 'cpu', or a GPU such as 'cuda'"):
         check_device(device)
 
 
-def test_a_process_that_was_forked_off_one_with_a_gpu_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_of_a_process_with_a_gpu_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for is_bad in (False, True):
         monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda is_bad=is_bad: is_bad)
         assert find_destination(None, None) == Destination(device=CPU, pin_memory=not is_bad)
 
 
-def test_workers_leave_the_gpu_alone() -> None:
+def test_loader_workers_do_not_use_the_gpu() -> None:
     worker = Worker(0, 2, 7)
     for host in (None, CPU):
         assert find_destination(host, worker) == Destination(device=CPU, pin_memory=False)
@@ -250,7 +250,7 @@ def sync_is_an_error() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("sync_is_an_error")
 @pytest.mark.parametrize("late", ["copies", "loop"])
-def test_batches_on_a_gpu_are_the_same_however_late_the_gpu_reads_them_and_nothing_waits_for_it(late: str) -> None:
+def test_late_gpu_reads_the_same_batches_without_synchronization(late: str) -> None:
     gpu = torch.device("cuda", torch.cuda.current_device())
     places: list[int] = []
 
@@ -282,7 +282,7 @@ def test_batches_on_a_gpu_are_the_same_however_late_the_gpu_reads_them_and_nothi
 
 @needs_gpu
 @given(frames())
-def test_a_gpu_makes_of_what_travelled_what_numpy_makes(frame: wire.Frame) -> None:
+def test_gpu_expands_as_numpy_does(frame: wire.Frame) -> None:
     packed = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in pack(frame, pin_memory=True).items()
     }
@@ -292,10 +292,54 @@ def test_a_gpu_makes_of_what_travelled_what_numpy_makes(frame: wire.Frame) -> No
 @needs_gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @given(frames())
-def test_expanding_any_batch_waits_for_no_gpu(frame: wire.Frame) -> None:
+def test_expanding_a_batch_does_not_synchronize(frame: wire.Frame) -> None:
     packed = pack(frame, pin_memory=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
         unpack({n: v.to("cuda", non_blocking=True) if isinstance(v, torch.Tensor) else v for n, v in packed.items()})
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@given(
+    dtype=st.sampled_from([*DTYPES]),
+    shape=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    begin=st.integers(0, 70),
+    gap=st.integers(0, 20),
+    count=st.integers(1, 3),
+)
+def test_tensor_over_is_a_view_of_the_array(dtype: str, shape: list[int], begin: int, gap: int, count: int) -> None:
+    layout = TensorLayout(name="x", dtype=dtype, shape=tuple(shape), offset=0)
+    itemsize = np.dtype(dtype).itemsize
+    stride = math.prod(shape) * itemsize + gap
+    owner = torch.randint(0, 2, (begin + count * stride,), dtype=torch.uint8)
+    for array in strided(layout, np.frombuffer(owner.numpy().data, np.uint8), begin, stride, count):
+        tensor = tensor_over(array)
+        at = array.ctypes.data - owner.data_ptr()
+        if at % itemsize:
+            assert tensor is None
+            continue
+        assert tensor is not None
+        assert tensor.numpy().dtype == array.dtype
+        assert tensor.shape == array.shape
+        assert tensor.numpy().tobytes() == array.tobytes()
+        assert tensor.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros(4),
+        np.frombuffer(bytearray(8), np.uint8),
+        torch.zeros(4, 4).numpy()[:, :2],
+        torch.zeros(4, 4).numpy().T,
+    ],
+    ids=["numpy's own", "python's", "with gaps", "transposed"],
+)
+def test_tensor_over_refuses_memory_without_a_tensor_or_with_gaps(array: np.ndarray) -> None:
+    assert tensor_over(array) is None
+
+
+def test_large_body_is_not_pinned() -> None:
+    memory = allocate_pinned(torch.device("cuda", 0), MAX_BUFFER + 1)
+    assert tensor_over(np.frombuffer(memory, np.uint8)) is None

@@ -1,0 +1,354 @@
+"""HTTP connections that receive bodies into reused or pinned memory, and the proxies and certificates of the environment.
+
+httpx copies a body four times on its way through Python; http.client reads it straight into the memory of its tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
+from ipaddress import ip_address, ip_network
+from itertools import accumulate
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+from penstock import __version__
+from penstock.errors import SpecError, WireError
+from penstock.responses import TransientError, UnexpectedServer, failure_of
+from penstock.wire import content_digest
+
+MAX_BUFFER = 16 << 20  # larger than most bodies
+_KEPT_BUFFERS = 12  # one receives, the others hold frames that wait for the loop
+_SPARE_BYTES = 32 << 20  # kept between epochs: a loop that waits for data cycles through three ranges
+_READ_BYTES = 1 << 20  # per read: small enough that the next reader finds the bytes in the CPU cache
+_MAX_BODY = 2 << 30  # twice the largest batch
+_CONNECT_SECONDS = 4.0  # less than a loop that ends waits for its thread
+_PAUSE_SECONDS = 60.0  # without requests ahead, after one failed
+_HEADERS = {
+    "Accept": "*/*",
+    "Prefer": "wait=2",  # seconds until a server that still reads or tokenizes reports its progress
+    "User-Agent": f"penstock/{__version__}",
+}
+
+
+class HttpClient:
+    """GETs, one at a time, over connections that stay open between them.
+
+    A body of known length goes into the memory that `allocate(nbytes)` returns. The default reuses memory once no view of it
+    is left. A server may be silent for `silence_seconds`; a lookup of its name takes as long as the system's resolver allows.
+
+    Other threads may call `interrupt`. A fork must not use or close its parent's client.
+    """
+
+    def __init__(self, silence_seconds: float, allocate: Callable[[int], memoryview] | None = None) -> None:
+        self.is_interrupted = False
+        self._interrupts = SimpleQueue[None]()
+        self._silence_seconds = silence_seconds
+        self._allocate = allocate or Buffers().allocate
+        self._routes: dict[str, _Route] = {}
+        self._idle: dict[str, HTTPConnection] = {}  # by server
+        self._sockets: list[socket.socket] = []
+        self._ahead: tuple[str, HTTPConnection] | None = None  # URL of the request sent ahead, and its connection
+        self._paused_until = 0.0  # monotonic time; no request is sent ahead before
+
+    def get(self, server: str, target: str, *, then: str | None = None) -> memoryview:
+        """Return the body of `target` (path and query) if the status is 200.
+
+        `then` is the likely next target. Its request is sent ahead over a second connection: the server prepares that response
+        while this one is received.
+
+        Raises:
+            TransientError: no response arrived, or only a part of it.
+            WireError: the body does not match the checksum sent with it.
+            PenstockError: the subclass that fits the refusal.
+        """
+        url = server + target.partition("?")[0]
+        response: HTTPResponse | None = None
+        try:
+            connection, response = self._respond(server, target)
+            if response.status == 200 and then:
+                self._send_ahead(server, then)
+            body = _receive(response, self._allocate)
+        except BaseException as error:
+            self.close()  # the rest of the body would pass for the next response
+            if not isinstance(error, OSError | HTTPException):
+                raise
+            reason = str(error) or type(error).__name__
+            if hint := tls_remedy(server, reason):
+                raise UnexpectedServer(hint) from error
+            raise TransientError(reason + by_proxy(server), is_silence=isinstance(error, OSError)) from error
+        finally:
+            if response:
+                response.close()
+        if response.will_close or server in self._idle:
+            connection.close()
+        else:
+            self._idle[server] = connection
+        checksum = response.headers.get("Content-Digest", "")
+        if checksum.startswith("sha-256=:") and checksum != content_digest(body):
+            raise WireError(f"the answer of {url} was damaged on the way: it does not match its checksum")
+        if response.status == 200:
+            return body
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        raise failure_of(url, response.status, headers, bytes(body), by_proxy(server))
+
+    def interrupt(self) -> None:
+        """Make a running `get` or `wait` in another thread fail now; later ones fail, too."""
+        self.is_interrupted = True
+        self._interrupts.put(None)
+        for opened in self._sockets:
+            _shut_down(opened)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for `seconds` or until an interrupt."""
+        with suppress(Empty):
+            self._interrupts.get(timeout=seconds)
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        self._ahead = None
+        self._idle.clear()
+        for opened in self._sockets:
+            _shut_down(opened)  # a response that is not read to its end keeps its socket open
+            opened.close()
+        self._sockets = []
+
+    def _respond(self, server: str, target: str) -> tuple[HTTPConnection, HTTPResponse]:
+        """Return the head of the response, and its connection."""
+        (ahead_url, ahead), self._ahead = self._ahead or ("", None), None
+        if ahead:
+            if ahead_url == server + target:
+                with suppress(ConnectionError):
+                    response = ahead.getresponse()
+                    # Retry-After: 0 means that the server prepares this response. Any other failure may be due to the response
+                    # that the client was reading then: ask again.
+                    if response.status == 200 or response.headers.get("Retry-After") == "0":
+                        return ahead, response
+                    self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            ahead.close()
+        if kept := self._idle.pop(server, None):
+            try:
+                self._send(kept, server, target)
+                return kept, kept.getresponse()
+            except ConnectionError:  # the server has closed the idle connection
+                kept.close()
+        connection = self._connect(server)
+        self._send(connection, server, target)
+        return connection, connection.getresponse()
+
+    def _send_ahead(self, server: str, target: str) -> None:
+        if time.monotonic() < self._paused_until:
+            return
+        try:
+            connection = self._idle.pop(server, None) or self._connect(server)
+            self._send(connection, server, target)
+            self._ahead = (server + target, connection)
+        except OSError:  # a connect may have taken seconds, while a response waits
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+
+    def _send(self, connection: HTTPConnection, server: str, target: str) -> None:
+        route = self._routes[server]
+        connection.request("GET", route.prefix + target, headers=_HEADERS | route.headers)
+
+    def _connect(self, server: str) -> HTTPConnection:
+        if server not in self._routes:
+            self._routes[server] = _route_to(server)
+        connection = self._routes[server].connection(min(_CONNECT_SECONDS, self._silence_seconds))
+        connection.connect()
+        opened: socket.socket = connection.sock
+        opened.settimeout(self._silence_seconds)
+        self._sockets = [*(known for known in self._sockets if known.fileno() >= 0), opened]
+        if self.is_interrupted:  # while it connected
+            _shut_down(opened)
+        return connection
+
+
+def _receive(response: HTTPResponse, allocate: Callable[[int], memoryview]) -> memoryview:
+    """Return the body. Raises TransientError: it is incomplete. Raises HTTPException: it is larger than any batch."""
+    if response.length is None:
+        return _receive_pieces(response)
+    length = response.length
+    _check_size(length)
+    memory = allocate(length)
+    num_bytes = 0
+    while num_bytes < length:
+        try:
+            count = response.readinto(memory[num_bytes : num_bytes + _READ_BYTES])
+        except OSError as error:
+            raise TransientError(str(error), received=memory[:num_bytes]) from error
+        if not count:
+            reason = f"the connection ended {length - num_bytes} bytes before the end of the response"
+            raise TransientError(reason, received=memory[:num_bytes])
+        num_bytes += count
+    return memory
+
+
+def _receive_pieces(response: HTTPResponse) -> memoryview:
+    """Return a chunked body. Raises as _receive does."""
+    body = bytearray()
+    try:
+        while piece := response.read(_READ_BYTES):
+            body += piece
+            _check_size(len(body))
+    except IncompleteRead as error:
+        body += error.partial
+        raise TransientError("the connection ended before the last chunk", received=memoryview(body)) from error
+    except OSError as error:
+        raise TransientError(str(error), received=memoryview(body)) from error
+    return memoryview(body)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > _MAX_BODY:
+        raise HTTPException(f"the response has {num_bytes:,} bytes or more, and no batch has")
+
+
+def _shut_down(opened: socket.socket) -> None:
+    # close() does not wake a thread that is blocked in the socket. SSLSocket.shutdown would remove the encryption while that
+    # thread still uses it.
+    with suppress(OSError):
+        socket.socket.shutdown(opened, socket.SHUT_RDWR)
+
+
+class Buffers:
+    """Reused memory for bodies: fresh pages cost as much as a copy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffers: list[bytearray] = []
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Return `nbytes` of memory that no other view uses. Buffers above MAX_BUFFER are not kept."""
+        if not nbytes or nbytes > MAX_BUFFER:
+            return memoryview(bytearray(nbytes))
+        with self._lock:
+            for buffer in self._buffers:
+                if nbytes <= len(buffer) and _is_free(buffer):
+                    return memoryview(buffer)[:nbytes]
+            made = bytearray(nbytes)
+            self._buffers = [buffer for buffer in self._buffers if nbytes <= len(buffer) or not _is_free(buffer)]
+            if len(self._buffers) < _KEPT_BUFFERS:
+                self._buffers.append(made)
+            return memoryview(made)
+
+    def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
+        """A pickled or copied object has no memory yet."""
+        return Buffers, ()
+
+    def trim(self) -> None:
+        """Drop the buffers that the start of the next epoch would rarely need."""
+        with self._lock:
+            totals = accumulate(map(len, self._buffers))
+            self._buffers = [buffer for buffer, total in zip(self._buffers, totals, strict=True) if total <= _SPARE_BYTES]
+
+
+def _is_free(buffer: bytearray) -> bool:
+    """Whether no view of a buffer exists: with one, Python refuses to change its length."""
+    try:
+        last = buffer.pop()
+    except (BufferError, IndexError):
+        return False
+    buffer.append(last)  # pop did not release the memory
+    return True
+
+
+class _Route(NamedTuple):
+    """How to reach a server: a factory of connections with a connect timeout, the start of each target, and headers."""
+
+    connection: Callable[[float], HTTPConnection]
+    prefix: str
+    headers: dict[str, str]
+
+
+def _route_to(server: str) -> _Route:
+    """Raises SpecError: the environment names an unusable proxy, or certificates that cannot be read."""
+    address = urlsplit(server)
+    context = tls_context() if address.scheme == "https" else None
+    name = proxy_of(server)
+    if name is None:
+        return _Route(lambda seconds: _connection(address.hostname, address.port, seconds, context), address.path, {})
+    proxy = urlsplit(getproxies()[name.removesuffix("_PROXY").lower()])
+    try:
+        host, port = proxy.hostname, proxy.port or 80
+    except ValueError:
+        host, port = None, 0
+    if proxy.scheme != "http" or not host:
+        raise SpecError(f"{name} is not a proxy that can be used: give http://HOST:PORT, or unset it", ("servers",))
+    login = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}"
+    headers = {"Proxy-Authorization": f"Basic {b64encode(login.encode()).decode()}"} if proxy.username else {}
+    if context is None:
+        return _Route(lambda seconds: HTTPConnection(host, port, timeout=seconds), server, headers)
+
+    def tunnel(seconds: float) -> HTTPConnection:
+        connection = _connection(host, port, seconds, context)
+        connection.set_tunnel(str(address.hostname), address.port or 443, headers)
+        return connection
+
+    return _Route(tunnel, address.path, {})
+
+
+def _connection(host: str | None, port: int | None, seconds: float, context: ssl.SSLContext | None) -> HTTPConnection:
+    if context is None:
+        return HTTPConnection(str(host), port or 80, timeout=seconds)
+    return HTTPSConnection(str(host), port or 443, timeout=seconds, context=context)
+
+
+def proxy_of(server: str) -> str | None:
+    """Return the environment variable of the proxy for this server; None without a proxy."""
+    address, known = urlsplit(server), getproxies()
+    host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
+    if proxy_bypass(host) or proxy_bypass(f"{host}:{port}") or _is_in_networks(host, known.get("no", "")):
+        return None
+    return next((f"{name.upper()}_PROXY" for name in (address.scheme, "all") if name in known), None)
+
+
+def _is_in_networks(host: str, no_proxy: str) -> bool:
+    """Whether a host is an address in a network of NO_PROXY, such as 10.0.0.0/8, which urllib does not understand."""
+    with suppress(ValueError):
+        address = ip_address(host)
+        for item in no_proxy.split(","):
+            with suppress(ValueError):
+                if address in ip_network(item.strip(), strict=False):
+                    return True
+    return False
+
+
+def by_proxy(server: str) -> str:
+    """Return a hint at the proxy to append to a failure; "" without a proxy."""
+    variable = proxy_of(server)
+    return f" (through {variable}; NO_PROXY={urlsplit(server).hostname} goes past it)" if variable else ""
+
+
+def tls_remedy(server: str, reason: str) -> str:
+    """Return the remedy for a TLS failure that a retry cannot cure; "" for any other failure."""
+    if "WRONG_VERSION_NUMBER" in reason:
+        return f"{server} does not speak TLS: is {server.replace('https:', 'http:', 1)} meant?"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        why = reason.partition("certificate verify failed: ")[2].partition(" (_ssl")[0].rstrip(".") or "it cannot be verified"
+        return (
+            f"the certificate of {server} is not trusted: {why}. If a private authority issued it, set SSL_CERT_FILE to a PEM "
+            f"file with the certificate of that authority."
+        )
+    return ""
+
+
+def tls_context() -> ssl.SSLContext:
+    """Return the trusted certificates. Raises SpecError: those that the environment names cannot be read."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        names = ", ".join(name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ)
+        raise SpecError(
+            f"the certificates to trust cannot be read: {error}. Correct or unset {names}.", ("servers",)
+        ) from error

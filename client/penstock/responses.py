@@ -1,0 +1,145 @@
+"""Map a response other than 200 to an exception.
+
+PenstockError         the server refuses, and says why. Final once every server has refused
+TransientError        this attempt failed. The next server is asked at once, then all of them again for up to retry_seconds
+├── NotReady          the server counts tokens; it is asked again for as long as that takes
+│   └── Preparing     the server reads or tokenizes the rows of the batch; the same server is asked again at once
+├── Busy              the server has no memory for another response; it is asked again, and retry_seconds does not run
+├── Unavailable       the data cannot be opened now. At the start of a run this is a refusal, later a transient error
+└── UnexpectedServer  no penstock server responds. At the start of a run this is a refusal, later a transient error
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from urllib.parse import urljoin
+
+from penstock.errors import DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset
+from penstock.urls import DATASETS
+
+_REFUSALS: Mapping[str, type[PenstockError]] = {
+    "bad-parameter": SpecError,
+    "unknown-dataset": UnknownDataset,
+    "step-out-of-range": OutOfRange,
+    "rank-out-of-range": OutOfRange,
+    "snapshot-gone": SnapshotGone,
+    "dataset-invalid": DataError,
+    "shard-unreadable": DataError,
+    "bad-row": DataError,
+    "index-failed": DataError,
+}
+_MAX_AFTER_SECONDS = 3600.0
+
+
+class TransientError(Exception):
+    """This attempt failed, and another may succeed.
+
+    after_seconds  delay that the server requests before the next attempt
+    received       the bytes of the body that arrived
+    is_silence     no response arrived
+    """
+
+    def __init__(
+        self, reason: str, *, after_seconds: float = 0.0, received: bytes | memoryview = b"", is_silence: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.after_seconds = after_seconds
+        self.received = received
+        self.is_silence = is_silence
+
+
+class NotReady(TransientError):
+    """The server counts the tokens that the request needs; `share` of the work is done, from 0 to 1."""
+
+    def __init__(self, reason: str, *, after_seconds: float, share: float) -> None:
+        super().__init__(reason, after_seconds=after_seconds)
+        self.share = share
+
+
+class Preparing(NotReady):
+    """The server reads or tokenizes the requested rows. Only this server holds that work."""
+
+
+class Busy(TransientError):
+    """The server has no memory for another response until clients have read others."""
+
+
+class Unavailable(TransientError):
+    """The server cannot open the data now."""
+
+
+class UnexpectedServer(TransientError):
+    """The response is not a penstock server's, but another program's or a load balancer's."""
+
+
+def failure_of(
+    url: str, status: int, headers: Mapping[str, str], body: bytes, by_proxy: str = ""
+) -> TransientError | PenstockError:
+    """Return the exception for a response with a status other than 200.
+
+    `by_proxy` follows the reason if the response has no problem type: a proxy may have sent it.
+    """
+    after_seconds = _seconds(headers.get("retry-after", ""))
+    problem = _problem(body)
+    slug = problem.get("type", "").rpartition(":")[2]
+    detail = problem.get("detail") or f"HTTP status {status}"
+    if refusal := _REFUSALS.get(slug):
+        return refusal(detail)
+    if slug in ("index-not-ready", "blocks-not-ready"):
+        kind = NotReady if slug == "index-not-ready" else Preparing
+        return kind(detail, after_seconds=after_seconds, share=_share(problem))
+    if slug in ("dataset-unavailable", "busy"):
+        return (Busy if slug == "busy" else Unavailable)(detail, after_seconds=after_seconds)
+    reason = detail if slug else detail.rstrip(".") + by_proxy
+    if status in (408, 425, 429) or status >= 500:
+        return TransientError(reason, after_seconds=after_seconds)
+    return UnexpectedServer(
+        f"{url} answered {status}: {reason.rstrip('.')}. {remedy(url, status, headers.get('location', ''))}"
+    )
+
+
+def remedy(url: str, status: int, location: str = "") -> str:
+    """Return a hint for a user whose address leads to an unexpected server. `location` is where a redirect leads."""
+    address = url.rsplit(DATASETS, 1)[0]
+    if location:
+        root, api, _ = urljoin(url, location).partition(DATASETS)
+        is_server = api and root != address and "?" not in root
+        return f"It leads to {root}: give that address." if is_server else f"It redirects to {location}: a login page?"
+    if status == 401:
+        return "It requires a password, and this client sends none."
+    if status == 407:
+        return "The proxy requires a name and a password: give them in HTTP_PROXY or HTTPS_PROXY."
+    scheme, _, rest = address.partition("://")
+    host, _, path = rest.partition("/")
+    if path:
+        return f"The address has a path, /{path}: is {scheme}://{host} meant?"
+    return "Is there a penstock server at this address?"
+
+
+def _problem(body: bytes) -> dict[str, str]:
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return {str(name): str(value) for name, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _share(problem: Mapping[str, str]) -> float:
+    """Return the share of the work that is done, from 0 to 1; 0 if the problem does not say."""
+    try:
+        return min(max(int(problem["done"]) / int(problem["total"]), 0.0), 1.0)
+    except (KeyError, ValueError, ZeroDivisionError):
+        return 0.0
+
+
+def _seconds(retry_after: str) -> float:
+    """Parse a Retry-After header, seconds or a date, to seconds from now: an hour at most, 0 if it is invalid."""
+    try:
+        number = retry_after.isascii() and retry_after.isdigit()
+        seconds = float(retry_after) if number else parsedate_to_datetime(retry_after).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(max(seconds, 0.0), _MAX_AFTER_SECONDS)

@@ -1,0 +1,362 @@
+"""Transport: one GET, tried on all servers in turn until one answers, all refuse, or the deadline passes."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from random import uniform
+from typing import TypeVar
+
+from penstock.errors import DataError, PenstockError, ServerUnavailable, WireError
+from penstock.http import HttpClient
+from penstock.logs import StatusLine, log
+from penstock.printable import printable_lines
+from penstock.responses import Busy, NotReady, Preparing, TransientError, Unavailable, UnexpectedServer
+from penstock.text import counted
+
+T = TypeVar("T")
+
+_FIRST_DELAY_SECONDS = 0.1
+_MAX_DELAY_SECONDS = 10.0
+# A server that reads or tokenizes reports it every two seconds: see Preparing. A server that sends nothing for 30 s hangs.
+_READ_SECONDS = 30.0
+_STUCK_SECONDS = 120.0  # of preparation without progress, before the next server is tried
+_AWAY_SECONDS = 30.0  # before a rank tries its home server again; doubled after each failed try
+_MAX_AWAY_SECONDS = 300.0
+_QUIET_SECONDS = 10.0  # between log lines of one kind: otherwise a network that flips bits would log each failure
+_BAR_WIDTH = 20
+
+
+class _Interrupted(ServerUnavailable):
+    """The caller interrupted the transport."""
+
+
+class Transport:
+    """GETs from servers that hold the same data. `servers` records their failures, and may outlive the transport.
+
+    After a failure the transport tries the next server at once; it waits only after all have failed. It does the same after a
+    refusal: that server may have another snapshot, or a broken disk. At the `first_contact` of a run, data that cannot be
+    opened and responses that no penstock server sends are refusals. A running loop waits for such servers.
+
+    Create the transport in the process that uses it; in a fork `close` does nothing. One thread uses it at a time; only
+    `interrupt` may be called from another thread. For `allocate` see HttpClient.
+
+    num_retries    failed attempts; others follow until the deadline
+    num_corrupted  failed attempts whose body arrived, but was invalid
+    num_bytes      bytes of bodies received, truncated bodies included
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        retry_seconds: float,
+        first_contact: bool = False,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> None:
+        self.num_retries = self.num_corrupted = self.num_bytes = 0
+        self._servers = servers
+        self._retry_seconds, self._first_contact = retry_seconds, first_contact
+        self._process = os.getpid()
+        self._log = RetryLog(retry_seconds, first_contact=first_contact)
+        self._http = HttpClient(min(_READ_SECONDS, max(retry_seconds, 1.0)), allocate)
+
+    def get(self, target: str, decode: Callable[[memoryview], T]) -> T:
+        """Return `decode(body)` for `target` (path and query). A WireError from `decode` is a failed attempt.
+
+        Raises:
+            ServerUnavailable: for retry_seconds no attempt succeeded and no server answered "not ready" or "busy", or the
+                transport was interrupted.
+            PenstockError: all servers refused the request; the subclass fits the refusal.
+        """
+        failures: dict[str, Exception] = {}
+        try:
+            return self._get(target, decode, failures)
+        finally:
+            failures.clear()  # their tracebacks refer to this frame: the cycle would keep the body in memory
+
+    def _get(self, target: str, decode: Callable[[memoryview], T], failures: dict[str, Exception]) -> T:
+        """Implement `get`. `failures` holds the last failure of each server."""
+        deadline = time.monotonic() + self._retry_seconds
+        delay = _FIRST_DELAY_SECONDS
+        is_last = False
+        while True:
+            for server in self._servers.turn(also_busy=is_last):
+                try:
+                    return self._attempt(server, target, decode)
+                except _Interrupted:
+                    raise
+                except (NotReady, Busy) as alive:
+                    # The server answers, so retry_seconds starts again, however long it works.
+                    deadline = time.monotonic() + alive.after_seconds + self._retry_seconds
+                    is_last = False
+                    if isinstance(alive, NotReady):
+                        delay = _FIRST_DELAY_SECONDS
+                        failures.pop(server, None)
+                    else:
+                        failures[server] = alive
+                except (TransientError, PenstockError) as failure:
+                    failures[server] = failure
+                if sum(isinstance(failure, PenstockError) for failure in failures.values()) == len(self._servers):
+                    raise _refusal(failures)
+            left = deadline - time.monotonic()
+            if is_last or (failures and left <= 0):
+                raise self._unavailable(failures)
+            if len(failures) > 1:
+                self._log.all_failed(failures)
+            # Full jitter: otherwise a thousand ranks would return at once, also after the same Retry-After. The last attempt
+            # is made at the deadline.
+            wait = self._servers.seconds_until_ready() + uniform(0, delay)
+            is_last = wait >= left
+            self._http.wait(max(0.0, min(wait, left)))
+            if self._http.is_interrupted:
+                raise _Interrupted(f"interrupted while waiting for {self._servers.current}")
+            delay = min(2 * delay, _MAX_DELAY_SECONDS)
+
+    def get_some(self, target: str, decode: Callable[[memoryview], Iterable[T]], *, then: str | None = None) -> list[T]:
+        """Make one attempt; return the items that `decode` yields before the first missing or corrupted one.
+
+        `then` is the likely next target: its request is sent ahead. The list is empty if the attempt fails, is refused, or no
+        server may be asked now: call `get` to retry or to learn the reason.
+
+        Raises ServerUnavailable: the transport was interrupted.
+        """
+        items: list[T] = []
+
+        def collect(body: memoryview) -> None:
+            for item in decode(body):
+                items.append(item)  # noqa: PERF402 (extend promises nothing where its argument raises)
+
+        turn = self._servers.turn()
+        if not turn:
+            return []
+        try:
+            self._attempt(turn[0], target, collect, then)
+        except _Interrupted:
+            raise
+        except TransientError as fault:
+            with suppress(PenstockError):
+                collect(memoryview(fault.received))
+        except PenstockError:
+            pass
+        return items
+
+    def interrupt(self) -> None:
+        """Make a `get` in another thread fail now, whether it reads or waits; later calls fail, too."""
+        if os.getpid() == self._process:
+            self._http.interrupt()
+
+    def close(self) -> None:
+        """Close the connections."""
+        if os.getpid() == self._process:  # a fork would close its parent's connections
+            self._http.close()
+            self._log.end_bar()
+
+    def _attempt(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None = None) -> T:
+        """Try one server. Raises TransientError: retry on another server. Raises PenstockError: the server refused."""
+        try:
+            result = self._ask_until_prepared(server, target, decode, then)
+        except NotReady as progress:
+            self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
+            self._log.progress(progress)
+            raise
+        except (TransientError, PenstockError) as failure:
+            if self._http.is_interrupted:
+                raise _Interrupted(f"interrupted while reading from {server}") from failure
+            if isinstance(failure, TransientError) or len(self._servers) > 1:
+                self.num_retries += 1
+                after_seconds = failure.after_seconds if isinstance(failure, TransientError) else 0.0
+                self._log.failed(server, failure, self._servers.failed(server, after_seconds))
+            raise
+        is_back_home = self._servers.answered(server)
+        self._log.answered(server, is_back_home=is_back_home)
+        return result
+
+    def _ask_until_prepared(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None) -> T:
+        share, since = -1.0, 0.0
+        while True:
+            try:
+                return self._ask(server, target, decode, then)
+            except Preparing as progress:
+                self._log.progress(progress)
+                if progress.share != share:
+                    share, since = progress.share, time.monotonic()
+                elif time.monotonic() - since > _STUCK_SECONDS:
+                    raise TransientError(f"{progress} It has made no progress for {_STUCK_SECONDS:.0f} seconds") from None
+
+    def _ask(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None) -> T:
+        try:
+            body = self._http.get(server, target, then=then)
+            self.num_bytes += len(body)
+            return decode(body)
+        except WireError as damage:
+            self.num_corrupted += 1
+            raise TransientError(str(damage)) from damage
+        except (Unavailable, UnexpectedServer) as failure:
+            if not self._first_contact:
+                raise
+            kind = DataError if isinstance(failure, Unavailable) else PenstockError
+            raise kind(str(failure)) from None
+        except TransientError as fault:
+            self.num_bytes += len(fault.received)
+            raise
+
+    def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
+        reasons = "; ".join(f"{server}: {failure}".rstrip(".") for server, failure in failures.items())
+        is_silent = any(isinstance(failure, TransientError) and failure.is_silence for failure in failures.values())
+        end = "" if reasons.endswith("?") else "."
+        advice = "Start the server (penstock serve DATA_DIR) or correct the address; a" if is_silent else "A"
+        return ServerUnavailable(
+            f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers.addresses)}; the last "
+            f"attempts failed with {reasons}{end} {advice} run resumes from its last checkpoint."
+        )
+
+
+def _refusal(failures: Mapping[str, Exception]) -> Exception:
+    """Return the error to raise after all servers refused."""
+    first, *others = failures.values()
+    if not others:
+        return first
+    lines = "\n".join(f"{server}: {refusal}" for server, refusal in failures.items())
+    return type(first)(f"all {len(failures)} servers refuse.\n{lines}")
+
+
+class Servers:
+    """Addresses in the order that one rank tries them, and the health of each.
+
+    The home of rank r is address r modulo the number of addresses. If a home is down, its ranks spread over the others, and
+    try it again after a while.
+    """
+
+    def __init__(self, addresses: Sequence[str], rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        home = rank % len(addresses)
+        others = [*addresses[home + 1 :], *addresses[:home]]
+        first = rank // len(addresses) % max(len(others), 1)
+        self.addresses = (addresses[home], *others[first:], *others[:first])
+        self.current = self.home
+        self._clock = clock
+        self._not_before = dict.fromkeys(self.addresses, 0.0)
+        self._away_seconds = _AWAY_SECONDS
+        self._return_at = math.inf
+
+    @property
+    def home(self) -> str:
+        """The address that this rank prefers while it answers."""
+        return self.addresses[0]
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def turn(self, *, also_busy: bool = False) -> list[str]:
+        """Return the addresses to try now, each once, in order, without those whose Retry-After has not passed.
+
+        If the home server failed a while ago, it comes first, to find out whether it is back.
+        """
+        first = self.home if self._clock() >= self._return_at else self.current
+        order = [first, *(address for address in self.addresses if address != first)]
+        return [address for address in order if also_busy or self._not_before[address] <= self._clock()]
+
+    def seconds_until_ready(self) -> float:
+        """Return the seconds until an address may be asked; 0 for now."""
+        return max(0.0, min(self._not_before.values()) - self._clock())
+
+    def leave_alone(self, address: str, seconds: float) -> None:
+        """Record that an address requests no retry for `seconds`."""
+        self._not_before[address] = self._clock() + seconds
+
+    def failed(self, address: str, after_seconds: float = 0.0) -> str:
+        """Record that an address failed and requests no retry for `after_seconds`. Return the next address."""
+        self.leave_alone(address, after_seconds)
+        if address == self.home:
+            self._return_at = math.inf  # until another server has answered
+        if address == self.current:
+            self.current = self.addresses[(self.addresses.index(address) + 1) % len(self)]
+        return self.current
+
+    def answered(self, address: str) -> bool:
+        """Record an answer; the address becomes the current one. Return whether the rank came back home."""
+        is_back_home = address == self.home != self.current and self._return_at < math.inf
+        self.current = address
+        self._not_before[address] = 0.0
+        if address == self.home:
+            self._away_seconds, self._return_at = _AWAY_SECONDS, math.inf
+        elif self._return_at == math.inf:
+            # Ranks that lost their home together must not come back to it together.
+            self._return_at = self._clock() + self._away_seconds * uniform(0.5, 1.5)
+            self._away_seconds = min(2 * self._away_seconds, _MAX_AWAY_SECONDS)
+        return is_back_home
+
+
+class RetryLog:
+    """Log of one transport: a line for each stage of an outage, and a progress bar while a server prepares data.
+
+    An outage begins with the first failure and ends with the next answer. At the `first_contact` of a run no server has
+    answered yet, and the address may be wrong.
+    """
+
+    def __init__(self, retry_seconds: float, *, first_contact: bool = False) -> None:
+        self._first_contact = first_contact
+        self._retrying = f"trying again for up to {retry_seconds:g} seconds"
+        self._num_failures = 0
+        self._stages: set[str] = set()  # logged in this outage
+        self._logged_at: dict[str, float] = {}
+        self._bar = StatusLine()
+        self._is_bar_drawn = False
+
+    def failed(self, server: str, failure: Exception, next_server: str) -> None:
+        """Log a failed attempt and the next server, which may be the same."""
+        self._num_failures += 1
+        again = "asking again until it has room" if isinstance(failure, Busy) else self._retrying
+        follows = again if next_server == server else f"failing over to {next_server}"
+        if self._first_contact and isinstance(failure, TransientError) and failure.is_silence:
+            follows += ". Is it started (penstock serve DATA_DIR), and is this its address?"
+        self._log_once("failed", f"{server}: {failure}; {follows}")
+
+    def all_failed(self, failures: Mapping[str, Exception]) -> None:
+        """Log that all servers failed, with their failures."""
+        reasons = "; ".join(f"{server}: {failure}" for server, failure in failures.items())
+        self._log_once("all failed", f"no server has answered ({reasons}); {self._retrying}")
+
+    def answered(self, server: str, *, is_back_home: bool) -> None:
+        """Log the end of an outage: a server answered."""
+        self.end_bar()
+        if self._stages:
+            _log(f"{server} answers after {counted(self._num_failures, 'failed attempt')}")
+            self._stages.clear()
+        self._num_failures = 0
+        if is_back_home:
+            self._log("home", f"{server} answers again: back to it")
+
+    def progress(self, progress: NotReady) -> None:
+        """Draw a progress bar on the terminal of the first rank; log a line now and then elsewhere."""
+        if self._bar.is_seen and os.environ.get("RANK", "0") == "0":
+            done = round(_BAR_WIDTH * progress.share)
+            self._bar.draw(f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}")
+            self._is_bar_drawn = True
+        else:
+            self._log("progress", str(progress))
+
+    def end_bar(self) -> None:
+        """Clear the progress bar, if it is drawn."""
+        if self._is_bar_drawn:
+            self._bar.clear()
+            self._is_bar_drawn = False
+
+    def _log_once(self, stage: str, text: str) -> None:
+        if stage not in self._stages and self._log(stage, text):
+            self._stages.add(stage)
+
+    def _log(self, stage: str, text: str) -> bool:
+        now = time.monotonic()
+        if now - self._logged_at.get(stage, -math.inf) < _QUIET_SECONDS:
+            return False
+        self._logged_at[stage] = now
+        _log(text)
+        return True
+
+
+def _log(text: str) -> None:
+    log.warning("penstock: %s", printable_lines(text))
