@@ -1,10 +1,5 @@
-"""`penstock import`: convert CSV, JSON lines, Arrow and Parquet files to Parquet shards that suit the server.
+"""`penstock import`: convert CSV, JSON lines, Arrow, Parquet and files of token ids to Parquet shards.
 
-files ──▶ a source each   jsonl, delimited with rows, columnar; stream under the first two
-│ survey: one pass that finds the types
-▼
-one schema for all        columns
-│ tables: a second pass, some MiB at a time
-▼
-shards                    shards; run puts it all together, command is what a person types
+The readers of `tables` and `token_files` report the columns of their files; `schema` merges these into one schema; a second
+pass reads the rows, casts them, and `shards` writes them.
 """

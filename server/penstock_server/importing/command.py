@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.output import complain, report
-from penstock.text import counted, cut
+from penstock.text import counted
 from penstock_server.settings import byte_count
 
 if TYPE_CHECKING:
@@ -27,8 +25,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "import",
         help="turn CSV, JSON lines, Arrow, Parquet or files of token ids into shards",
         description="Writes the rows of all FILEs, in their order, as Parquet shards of one schema into OUT_DIR. A file's "
-        "format follows from its ending: .csv, .tsv, .jsonl, .ndjson, .json (an object a line), each also with .gz or .zst; "
-        ".arrow, .feather, .ipc, .parquet; .bin, .npy, .ds (token ids: of Megatron-LM, llm.c, nanoGPT, datatrove).",
+        "ending gives its format: .csv, .tsv, .jsonl, .ndjson, .json (an object a line), each also with .gz or .zst; "
+        ".arrow, .feather, .ipc, .parquet; .bin, .npy, .ds (token ids of Megatron-LM, llm.c, nanoGPT, datatrove).",
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder of the dataset")
@@ -38,7 +36,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="A,B",
         type=_names,
         default=[],
-        help="columns to keep as text: of CSV even if they look like numbers, of JSON lines the JSON that is written there",
+        help="columns to keep as text: in CSV even if they look like numbers, in JSON lines as JSON",
     )
     parser.add_argument(
         "--delimiter", metavar="C", type=_delimiter, help="separator of CSV columns (default: a comma, in .tsv a tab)"
@@ -47,19 +45,23 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--quoting",
         choices=["doubled", "backslash", "none"],
         default="doubled",
-        help="how CSV has a quote within quotes: doubled (default), or behind a backslash; none: quotes are but characters",
+        help="how CSV escapes a quote within quotes: doubled (default), or with a backslash; none: quotes are plain characters",
     )
-    parser.add_argument("--ids", choices=_ID_TYPES, help="type of the token ids of .bin and .npy, where they do not tell it")
+    parser.add_argument("--ids", choices=_ID_TYPES, help="type of the token ids of .bin files without a header or index")
     border = parser.add_mutually_exclusive_group()
     border.add_argument(
         "--document-end",
         metavar="ID",
         type=_id,
-        help="token id that ends a document, where no .idx tells (default: none, a file is one stream)",
+        help="token id that ends a document, for files without an index (default: none, a file is one stream)",
     )
-    border.add_argument("--document-start", metavar="ID", type=_id, help="token id that begins a document, likewise")
+    border.add_argument(
+        "--document-start", metavar="ID", type=_id, help="token id that begins a document, for files without an index"
+    )
     parser.add_argument("--shard-bytes", metavar="N", default="256MB", help="size of a shard, uncompressed (default: 256MB)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR once all is written")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR once all rows are written"
+    )
     parser.set_defaults(run=_import)
 
 
@@ -82,9 +84,9 @@ def _delimiter(text: str) -> str:
 
 def _import(arguments: argparse.Namespace) -> int:
     from penstock_server.importing.run import Import
+    from penstock_server.importing.schema import ImportRefused
     from penstock_server.importing.shards import Shape
-    from penstock_server.importing.source import ImportRefused
-    from penstock_server.importing.token_formats import Documents
+    from penstock_server.importing.token_files import Documents
 
     shard_bytes = byte_count(arguments.shard_bytes)
     if shard_bytes is None or shard_bytes < _MIN_SHARD_BYTES:
@@ -109,57 +111,33 @@ def _import(arguments: argparse.Namespace) -> int:
         complain("import", refusal)
         return 2
     except MemoryError as error:
-        print(f"penstock import: there is not the memory for it ({error}). Nothing was written.", file=sys.stderr)
+        print(f"penstock import: out of memory ({error}). Nothing was written.", file=sys.stderr)
         return 2
     report(_summary(done, task.out_dir))
-    for path, name, number in done.rounded:
-        complain("import", f"{path}: {_loss(name, number)}")
     return 0
 
 
 def _summary(done: Imported, out_dir: Path) -> str:
-    from penstock_server.importing.token_formats import STREAM_ROW_IDS
+    from penstock_server.importing.token_files import STREAM_ROW_IDS
 
     written = done.written
     lines = [
         f"{out_dir}: {counted(written.num_rows, 'row')} in {counted(written.num_shards, 'shard')}, "
         f"{counted(written.num_groups, 'row group')}; {written.data_bytes / 1e6:,.1f} MB of data, "
-        f"{written.file_bytes / 1e6:,.1f} MB on disk",
-        *(
-            f"  {field.name}: {field.type}{_values(written.lists.get(field.name))}{_nulls(done.lacking[field.name])}"
-            for field in done.schema
-        ),
+        f"{written.file_bytes / 1e6:,.1f} MB on disk"
     ]
-    if done.left_out:
-        lines.append(
-            f"  left out, since their objects never have a field, and Parquet cannot hold that: {', '.join(done.left_out)}"
-        )
+    for field in done.schema:
+        line = f"  {field.name}: {field.type}"
+        if field.name in written.lists:  # these numbers reveal a wrong id type, or a wrong end of documents
+            total, longest = written.lists[field.name]
+            line += f", {counted(total, 'value')}, {longest:,} in the longest row"
+        if null_in := done.null_in[field.name]:
+            line += f"; null in all rows of {counted(len(null_in), 'file')}, such as {null_in[0]}"
+        lines.append(line)
     if done.streams:
         lines.append(
             f"  one stream of ids, in rows of {STREAM_ROW_IDS:,}: nothing marks documents in "
-            f"{counted(len(done.streams), 'file')}, such as {done.streams[0]}. Read it with packing=concat. If an id does mark "
+            f"{counted(len(done.streams), 'file')}, such as {done.streams[0]}. Read it with packing=concat. If an id marks "
             f"documents, name it: --document-end ID."
         )
     return "\n".join(lines)
-
-
-def _values(lists: tuple[int, int] | None) -> str:
-    """Describe the lengths of a column's lists: they reveal a wrong id type, or a wrong end of documents."""
-    if lists is None:
-        return ""
-    total, longest = lists
-    return f", {counted(total, 'value')}, {longest:,} in the longest row"
-
-
-def _nulls(lacking: Sequence[Path]) -> str:
-    if not lacking:
-        return ""
-    return f"; null in all rows of {counted(len(lacking), 'file')} without this column, such as {lacking[0]}"
-
-
-def _loss(name: str, number: Decimal) -> str:
-    before, after = map(cut, (f"{number:f}", f"{float(number):.0f}"))
-    return (
-        f"column {name!r} has whole numbers beyond 64 bits, or beside decimal ones. They are stored as float64, which rounds "
-        f"large ones: {before} is now {after}. To keep every digit, import its column as text, with --text."
-    )

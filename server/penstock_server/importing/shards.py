@@ -20,12 +20,9 @@ import pyarrow.parquet as pq
 from penstock.syncing import sync_folder
 from penstock_server.catalog.scan import list_folder
 from penstock_server.files import check_is_here, may_be_there
-from penstock_server.importing.source import ImportRefused
+from penstock_server.importing.schema import ImportRefused
 
 log = logging.getLogger("penstock.import")
-
-# Texts inside maps, lists and objects have 32-bit offsets: joining more than 2 GiB of them fails.
-_MAX_JOINED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +66,6 @@ def row_groups(tables: Iterable[pa.Table], shape: Shape) -> Iterator[pa.Table]:
     held: list[pa.Table] = []
     num_rows = nbytes = 0
     for table in tables:
-        if held and nbytes + table.nbytes > _MAX_JOINED_BYTES:
-            yield pa.concat_tables(held)
-            held, num_rows, nbytes = [], 0, 0
         held.append(table)
         num_rows, nbytes = num_rows + table.num_rows, nbytes + table.nbytes
         if num_rows > shape.group_rows or nbytes > min(shape.group_bytes, shape.shard_bytes):
@@ -90,25 +84,20 @@ def _rows_within(table: pa.Table, shape: Shape) -> int:
     return max(1, too_many)
 
 
-def shard_name(number: int, count: int) -> str:
-    """Return the name of shard `number` of `count`; names sort as numbers do."""
-    return f"part-{number:0{max(5, len(str(count - 1)))}}.parquet"
-
-
 def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, shape: Shape) -> Written:
     """Write row groups as part-00000.parquet and so on.
 
-    Raises OSError: the disk is full, or the folder cannot be written to.
+    Raises OSError: the disk is full, or the folder cannot be written to. Raises ImportRefused: Parquet has no such type.
     """
     num_rows = num_groups = data_bytes = shard_bytes = 0
     writer, paths = None, list[Path]()
-    lists = {field.name: (0, 0) for field in schema if pa.types.is_list(field.type) or pa.types.is_large_list(field.type)}
+    lists = {field.name: (0, 0) for field in schema if pa.types.is_list(field.type)}
     try:
         for group in groups:
             if writer is None or shard_bytes + group.nbytes > shape.shard_bytes:
                 if writer is not None:
                     writer.close()
-                paths.append(folder / f"{len(paths)}.parquet")
+                paths.append(folder / f"part-{len(paths):05}.parquet")
                 writer, shard_bytes = pq.ParquetWriter(paths[-1].absolute(), schema, compression="zstd"), 0
             writer.write_table(group, row_group_size=group.num_rows)
             num_rows, num_groups = num_rows + group.num_rows, num_groups + 1
@@ -118,12 +107,15 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
                 lists[name] = total + (pc.sum(lengths).as_py() or 0), max(longest, pc.max(lengths).as_py() or 0)
         if writer is not None:
             writer.close()
-    except BaseException:
-        with suppress(OSError):  # closing writes the footer of a discarded file
+    except BaseException as error:
+        with suppress(OSError, pa.ArrowException):  # closing writes the footer of a discarded file
             if writer is not None:
                 writer.close()
+        if isinstance(error, pa.ArrowException) and not isinstance(error, MemoryError):
+            raise ImportRefused(
+                f"Parquet cannot hold a column: {error}. Nothing was written. Choose others with --columns."
+            ) from error
         raise
-    paths = [path.rename(folder / shard_name(number, len(paths))) for number, path in enumerate(paths)]
     return Written(
         num_rows=num_rows,
         num_groups=num_groups,
@@ -227,7 +219,7 @@ def _exchange(old: list[Path], staging: Path, out_dir: Path) -> None:
             if may_be_there(aside) or not all(map(may_be_there, new)):
                 raise ImportRefused(
                     f"{out_dir} cannot be written ({error}), nor be put back as it was: shards that were there are in {aside}, "
-                    f"and some that are new may be in their place. Mend the disk and import again with --overwrite; then "
+                    f"and some that are new may be in their place. Repair the disk and import again with --overwrite; then "
                     f"delete {aside}."
                 ) from error
         raise

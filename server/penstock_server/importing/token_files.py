@@ -1,57 +1,255 @@
-"""Files of token ids, as pretraining code writes them: a document becomes a row. token_formats lists the formats."""
+"""Files of token ids: documents end to end, separated by an index beside the file or by an id. A document becomes a row.
+
+corpus.bin, corpus.idx   Megatron-LM and NeMo: the index has the type, and the place of each document
+web.ds, web.ds.index     datatrove and nanotron: the index has the end of each document; web.ds.loss, if present, the loss mask
+shard_000.bin            llm.c and modded-nanogpt: a header has the type and the number of ids
+shard_000.npy            NumPy: an array of one dimension
+train.bin                nanoGPT, OLMo: ids alone; the user gives their type
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from penstock_server.importing.columnar import portions, refusing, survey_typed
-from penstock_server.importing.source import Advance, Survey
-from penstock_server.importing.token_formats import Documents, Found, find_documents
+from penstock_server.importing.schema import plain
+from penstock_server.importing.tables import portions, refusing
 from penstock_server.order.arrays import IntArray, starts_of
 
-_ADVICE = "Mend the file, or what is said of it"
+STREAM_ROW_IDS = 1 << 16  # ids of a row, without document borders
+
+_INDEX_MAGIC, _INDEX_HEADER_BYTES = b"MMIDIDX\0\0", 34
+_INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating point
+_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by format and version, the first two numbers of llm.c's header
+_FORMATS = {20240520, 20240522, 20240801}  # the second holds evaluation questions
+_HEADER_BYTES = 1024
+_NUMPY_MAGIC = b"\x93NUMPY"
+_STEP = 1 << 20  # ids scanned at a time
+_MAX_DOCUMENTS = 1 << 16  # documents at a time
+_LONGEST = 1 << 26  # ids of a document; a longer one means that the border id is wrong
+_REMEDY = "Name the id that ends or begins a document, and the type of the ids; without an id the file is one stream"
+
+Array = npt.NDArray[np.integer[Any]]
 
 
-class TokenFile:
-    """Memory-mapped file of token ids: a document is a row, and empty documents are left out.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """What files without an index do not state: the type of ids, and the id at document borders.
 
-    Without document borders, rows are equal pieces of the file.
+    That id belongs to the document that it begins, `start`, or ends, `end`. Without both, a file is one stream of ids.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str] | None, documents: Documents) -> None:
-        self.path = path
-        self._columns, self._documents = columns, documents
+    type: str | None = None
+    start: int | None = None
+    end: int | None = None
 
-    def survey(self, advance: Advance) -> Survey:
-        """Return the columns: ids, and their loss mask. Raises ImportRefused: the file contradicts its header or index."""
-        with refusing(self.path, _ADVICE):
-            found = find_documents(self.path, self._documents)
-            schema = _batch(found, 0, 0, np.zeros(0, np.int64)).schema
-        survey = survey_typed(self.path, schema, self._columns, lambda names: self._tables(names, advance))
-        return replace(survey, is_stream=found.is_stream)
 
-    def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
-        """Yield the documents in the file's order. Raises ImportRefused: as `survey`."""
-        return self._tables(survey.schema.names, advance)
+class _Tokens(NamedTuple):
+    """Ids of a file, the lengths of its documents in portions, and its loss mask.
 
-    def _tables(self, names: Sequence[str], advance: Advance) -> Iterator[pa.Table]:
-        with refusing(self.path, _ADVICE):
-            found = find_documents(self.path, self._documents)
+    If `is_stream`, lengths are those of equal rows. Iterating over the lengths raises ValueError for wrong ones.
+    """
+
+    ids: Array
+    lengths: Iterator[IntArray]
+    in_loss: Array | None = None
+    is_stream: bool = False
+
+
+class TokenReader:
+    """Files of token ids, memory-mapped. Empty documents are left out."""
+
+    def __init__(self, paths: Sequence[Path], documents: Documents) -> None:
+        self._paths, self._documents = paths, documents
+        self.streams: list[Path] = []  # files without document borders, once `schemas` has run
+
+    def schemas(self) -> Mapping[Path, pa.Schema]:
+        """Return the columns of each file: `tokens`, and `loss_mask` if the file has one."""
+        schemas = {}
+        for path in self._paths:
+            with refusing(path):
+                tokens = _open(path, self._documents)
+                schemas[path] = plain(_batch(tokens, 0, 0, np.zeros(0, np.int64)).schema)
+                if tokens.is_stream:
+                    self.streams.append(path)
+        return schemas
+
+    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the documents of a file."""
+        with refusing(path):
+            tokens = _open(path, self._documents)
             stop = 0
-            for lengths in found.lengths if names else ():
+            for lengths in tokens.lengths:
                 start, stop = stop, stop + int(lengths.sum())
-                yield from portions(_batch(found, start, stop, lengths[lengths > 0]).select(names))
-                advance(stop * found.ids.itemsize)
+                batch = _batch(tokens, start, stop, lengths[lengths > 0])
+                yield from portions(batch.select([name for name in batch.schema.names if name in names]))
 
 
-def _batch(found: Found, start: int, stop: int, lengths: IntArray) -> pa.RecordBatch:
+def _batch(tokens: _Tokens, start: int, stop: int, lengths: IntArray) -> pa.RecordBatch:
     """Return the documents of these lengths, made of the ids [start, stop)."""
-    borders = pa.array(starts_of(lengths))
-    columns = {"tokens": found.ids} | ({} if found.in_loss is None else {"loss_mask": found.in_loss})
+    offsets = pa.array(starts_of(lengths))
+    columns = {"tokens": tokens.ids} | ({} if tokens.in_loss is None else {"loss_mask": tokens.in_loss})
     native = {name: values[start:stop].astype(values.dtype.newbyteorder("="), copy=False) for name, values in columns.items()}
-    return pa.record_batch({name: pa.LargeListArray.from_arrays(borders, pa.array(values)) for name, values in native.items()})
+    return pa.record_batch({name: pa.LargeListArray.from_arrays(offsets, pa.array(values)) for name, values in native.items()})
+
+
+def _open(path: Path, documents: Documents) -> _Tokens:
+    """Open a file by its ending, the files beside it, and its first bytes.
+
+    Raises ValueError: the file contradicts its header or index, or the type of its ids is unknown. Raises OSError.
+    """
+    endings = {".bin": ".idx", ".BIN": ".IDX"}
+    if path.suffix in endings and os.path.lexists(index := path.with_suffix(endings[path.suffix])):
+        ids = _mapped(path, _index_type(index))
+        return _Tokens(ids, _indexed(index, ids))
+    if path.suffix == ".ds" and os.path.lexists(index := path.with_name(f"{path.name}.index")):
+        return _open_datatrove(path, index)
+    ids = _ids(path, documents.type)
+    if documents.start is None and documents.end is None:
+        return _Tokens(ids, _equal_rows(len(ids)), is_stream=len(ids) > 0)
+    return _Tokens(ids, _separated(ids, documents))
+
+
+def _ids(path: Path, type_: str | None) -> Array:
+    with path.open("rb") as file:
+        begin = file.read(12)
+    if begin.startswith(_NUMPY_MAGIC):
+        try:
+            array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OverflowError, TokenError) as error:  # numpy raises these for some damaged headers
+            raise ValueError(f"its header is damaged: {error}") from error
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"it is an array of {array.dtype} of shape {array.shape}, not a row of integers")
+        return array
+    magic, version, count = np.frombuffer(begin.ljust(12, b"\0"), "<i4").tolist()
+    if magic in _FORMATS:
+        if (magic, version) not in _HEADERS:
+            raise ValueError(f"format {magic}, version {version} of llm.c is not supported")
+        ids = _mapped(path, _HEADERS[magic, version], _HEADER_BYTES)
+        if len(ids) != count:
+            raise ValueError(f"its header states {count:,} ids, but there are {len(ids):,}")
+        return ids
+    if type_ is None:
+        raise ValueError("it has no header and no index beside it. Name the type of its ids, as in --ids uint16")
+    return _mapped(path, np.dtype(type_).newbyteorder("<"))
+
+
+def _mapped(path: Path, type_: npt.DTypeLike, offset: int = 0) -> Array:
+    size, dtype = path.stat().st_size - offset, np.dtype(type_)
+    if size < 0 or size % dtype.itemsize:
+        raise ValueError(f"{path.name} has {size:,} bytes of ids, not a multiple of the {dtype.itemsize} bytes of {dtype.name}")
+    return np.memmap(path, dtype, "r", offset) if size else np.zeros(0, dtype)  # an empty file cannot be mapped
+
+
+def _equal_rows(num_ids: int) -> Iterator[IntArray]:
+    """Yield row lengths of STREAM_ROW_IDS, the last one shorter: one row for the whole file may not fit into memory."""
+    for begin in range(0, num_ids, STREAM_ROW_IDS):
+        yield np.array([min(STREAM_ROW_IDS, num_ids - begin)])
+
+
+def _separated(ids: Array, documents: Documents) -> Iterator[IntArray]:
+    border, after = (documents.start, 0) if documents.end is None else (documents.end, 1)
+    first, has_border = 0, False  # `first` begins the current document
+    for begin in range(0, len(ids), _STEP):
+        stops = begin + after + np.flatnonzero(ids[begin : begin + _STEP] == border)
+        has_border |= len(stops) > 0
+        lengths = np.diff(stops[stops > first], prepend=first)
+        yield lengths
+        first += int(lengths.sum())
+        if begin - first > _LONGEST:
+            raise ValueError(f"{begin - first:,} ids from number {first:,} on do not contain {border}. {_REMEDY}")
+    if len(ids) and not has_border:
+        raise ValueError(f"its {len(ids):,} ids do not contain {border}. {_REMEDY}")
+    yield np.array([len(ids) - first])
+
+
+def _index_type(index: Path) -> str:
+    with _naming(index), index.open("rb") as file:
+        header = file.read(_INDEX_HEADER_BYTES)
+    if not header.startswith(_INDEX_MAGIC) or len(header) < _INDEX_HEADER_BYTES:
+        raise ValueError(f"{index.name} beside it is not an index of Megatron-LM. {_REMEDY}")
+    version, code = int.from_bytes(header[9:17], "little"), header[17]
+    if version != 1 or code not in _INDEX_TYPES:
+        raise ValueError(f"{index.name} has version {version} and type {code}; version 1 with integers is supported")
+    return _INDEX_TYPES[code]
+
+
+def _indexed(path: Path, ids: Array) -> Iterator[IntArray]:
+    """Yield the lengths of the documents of an index.
+
+    After its header come the length and the first byte of each sample, and the first sample of each document.
+    """
+    header = np.fromfile(path, "u1", _INDEX_HEADER_BYTES)
+    num_samples, num_borders = header[18:34].view("<u8").tolist()
+    size, expected = path.stat().st_size, _INDEX_HEADER_BYTES + 12 * num_samples + 8 * num_borders
+    if size not in (expected, expected + num_samples):  # the mode of each sample may follow
+        raise ValueError(f"{path.name} has {size:,} bytes, but its header states {expected:,}")
+    if not (num_samples and num_borders):
+        if len(ids):
+            raise ValueError(f"{path.name} has no document, but there are {len(ids):,} ids")
+        return
+    at = _INDEX_HEADER_BYTES
+    lengths = np.memmap(path, "<i4", "r", at, (num_samples,))
+    begins = np.memmap(path, "<i8", "r", at + 4 * num_samples, (num_samples,))
+    borders = np.memmap(path, "<i8", "r", at + 12 * num_samples, (num_borders,))
+    if borders[0] != 0 or borders[-1] != num_samples:
+        raise ValueError(f"{path.name} has documents that do not cover its {num_samples:,} samples")
+    if (count := int(lengths.sum(dtype=np.int64))) != len(ids):
+        raise ValueError(f"{path.name} states {count:,} ids, but there are {len(ids):,}")
+    done = 0
+    for first in range(0, num_borders - 1, _MAX_DOCUMENTS):
+        portion = np.array(borders[first : first + _MAX_DOCUMENTS + 1])
+        sizes = lengths[portion[0] : portion[-1]].astype(np.int64)
+        if (np.diff(portion) < 0).any() or portion[-1] > num_samples or (sizes < 0).any():
+            raise ValueError(f"{path.name} is damaged: it has lengths below 0, or documents beyond its samples")
+        samples = starts_of(sizes)
+        if (begins[portion[0] : portion[-1]] != (done + samples[:-1]) * ids.itemsize).any():
+            raise ValueError(f"{path.name} has samples that do not lie end to end")
+        yield np.diff(samples[portion - portion[0]])
+        done += int(samples[-1])
+
+
+def _open_datatrove(path: Path, index: Path) -> _Tokens:
+    """Open a file of datatrove: the index has each document's end, in ids; ids have two or four bytes."""
+    with _naming(index):
+        ends = _mapped(index, "<u8")
+    size, count = path.stat().st_size, int(ends[-1]) if len(ends) else 0
+    types = [type_ for type_ in ("<u2", "<u4") if np.dtype(type_).itemsize * count == size]
+    if not types:
+        raise ValueError(f"{index.name} states {count:,} ids, but {size:,} bytes are not so many ids of two or four bytes")
+    loss, in_loss = path.with_name(f"{path.name}.loss"), None
+    if os.path.lexists(loss):
+        with _naming(loss):
+            in_loss = _mapped(loss, "u1")
+        if len(in_loss) != count:
+            raise ValueError(f"{loss.name} states {len(in_loss):,} ids, but there are {count:,}")
+    return _Tokens(_mapped(path, types[0]), _ended(index.name, ends), in_loss)
+
+
+def _ended(name: str, ends: Array) -> Iterator[IntArray]:
+    done = 0
+    for first in range(0, len(ends), _MAX_DOCUMENTS):
+        portion = ends[first : first + _MAX_DOCUMENTS].astype(np.int64)
+        lengths: IntArray = portion - np.concatenate([[done], portion[:-1]])
+        if (lengths < 0).any():
+            raise ValueError(f"{name} is damaged: a document ends before it begins")
+        yield lengths
+        done += int(lengths.sum())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file beside the ids in an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path.name} beside it cannot be read: {error.strerror}") from error

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from importing import ID_CODES, imported, shards_in, write_datatrove, write_indexed
-from penstock_server.importing import token_formats
+from penstock_server.importing import token_files
 from penstock_server.importing.run import Import
+from penstock_server.importing.schema import ImportRefused
 from penstock_server.importing.shards import Shape
-from penstock_server.importing.source import ImportRefused
-from penstock_server.importing.token_formats import Documents
+from penstock_server.importing.token_files import Documents
 
 EOT = 99
 IDS = st.lists(st.integers(0, 98), max_size=5)
@@ -33,14 +33,14 @@ def rows_of(folder: Path, *files: Path, **options: Any) -> list[list[int]]:
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_formats, "_STEP", 3)
-    monkeypatch.setattr(token_formats, "_MAX_DOCUMENTS", 2)
+    monkeypatch.setattr(token_files, "_STEP", 3)
+    monkeypatch.setattr(token_files, "_MAX_DOCUMENTS", 2)
 
 
 @pytest.mark.usefixtures("small_steps")
 @files
 @given(st.lists(st.lists(IDS, max_size=3), min_size=1, max_size=8), st.sampled_from(sorted(ID_CODES)), st.booleans())
-def test_an_index_tells_the_documents(tmp_path: Path, documents: list[list[list[int]]], type_: str, modes: bool) -> None:
+def test_megatron_index_gives_the_documents(tmp_path: Path, documents: list[list[list[int]]], type_: str, modes: bool) -> None:
     rows = [row for document in documents if (row := [token for sample in document for token in sample])]
     if rows:
         assert rows_of(tmp_path / "out", write_indexed(tmp_path / "corpus.bin", documents, type_, modes=modes)) == rows
@@ -49,9 +49,7 @@ def test_an_index_tells_the_documents(tmp_path: Path, documents: list[list[list[
 @pytest.mark.usefixtures("small_steps")
 @files
 @given(st.lists(IDS, min_size=1, max_size=8), st.sampled_from(["uint16", "uint32"]), st.booleans())
-def test_datatroves_index_tells_where_documents_end(
-    tmp_path: Path, documents: list[list[int]], type_: str, is_masked: bool
-) -> None:
+def test_datatrove_index_gives_the_documents(tmp_path: Path, documents: list[list[int]], type_: str, is_masked: bool) -> None:
     rows = [document for document in documents if document]
     loss = [token % 2 for row in rows for token in row] if is_masked else []
     for path in tmp_path.glob("*.loss"):
@@ -68,11 +66,13 @@ def test_datatroves_index_tells_where_documents_end(
     ("ends", "loss", "message"),
     [
         ([2, 1, 4], None, "web.ds.index is damaged: a document ends before it begins"),
-        ([2, 5], None, "web.ds.index tells of 5 ids, and 8 bytes are no such ids of two bytes or of four"),
-        ([2, 4], [1, 1, 1], "web.ds.loss tells of 3 ids, but there are 4"),
+        ([2, 5], None, "web.ds.index states 5 ids"),
+        ([2, 4], [1, 1, 1], "web.ds.loss states 3 ids, but there are 4"),
     ],
 )
-def test_what_datatrove_did_not_write_is_refused(tmp_path: Path, ends: list[int], loss: list[int] | None, message: str) -> None:
+def test_datatrove_index_beside_other_ids_is_refused(
+    tmp_path: Path, ends: list[int], loss: list[int] | None, message: str
+) -> None:
     write_datatrove(tmp_path / "web.ds", [[1, 2], [3, 4]], loss=loss or ())
     np.array(ends, "<u8").tofile(tmp_path / "web.ds.index")
     with pytest.raises(ImportRefused, match=message):
@@ -82,7 +82,7 @@ def test_what_datatrove_did_not_write_is_refused(tmp_path: Path, ends: list[int]
 @pytest.mark.usefixtures("small_steps")
 @files
 @given(st.lists(IDS, min_size=1, max_size=8), st.booleans(), st.booleans())
-def test_an_id_tells_the_documents(tmp_path: Path, documents: list[list[int]], ends: bool, is_cut: bool) -> None:
+def test_border_id_gives_the_documents(tmp_path: Path, documents: list[list[int]], ends: bool, is_cut: bool) -> None:
     """Also where the last one has no end, or the first no beginning, as of a file that was cut into two."""
     rows = [[*document, EOT] if ends else [EOT, *document] for document in documents]
     if is_cut:
@@ -95,25 +95,25 @@ def test_an_id_tells_the_documents(tmp_path: Path, documents: list[list[int]], e
 
 
 @pytest.mark.parametrize(("magic", "type_"), [(20240520, "<u2"), (20240801, "<u4")])
-def test_a_header_tells_the_type(tmp_path: Path, magic: int, type_: str) -> None:
+def test_llmc_header_gives_the_type(tmp_path: Path, magic: int, type_: str) -> None:
     header = np.zeros(256, "<i4")
     header[:3] = magic, 7 if type_ == "<u4" else 1, 5
     (tmp_path / "shard.bin").write_bytes(header.tobytes() + np.array([99, 1, 2, 99, 3], type_).tobytes())
     assert rows_of(tmp_path / "out", tmp_path / "shard.bin", documents=Documents(start=EOT)) == [[99, 1, 2], [99, 3]]
     (tmp_path / "shard.bin").write_bytes((tmp_path / "shard.bin").read_bytes()[: -int(type_[-1])])
-    with pytest.raises(ImportRefused, match="its header tells of 5 ids, but there are 4"):
+    with pytest.raises(ImportRefused, match="its header states 5 ids, but there are 4"):
         rows_of(tmp_path / "out", tmp_path / "shard.bin", documents=Documents(start=EOT))
 
 
 @pytest.mark.parametrize(("magic", "version"), [(20240520, 2), (20240801, 1), (20240522, 1)])
-def test_other_files_of_such_a_header_are_no_documents(tmp_path: Path, magic: int, version: int) -> None:
+def test_other_versions_of_llmc_are_refused(tmp_path: Path, magic: int, version: int) -> None:
     (tmp_path / "questions.bin").write_bytes(np.array([magic, version, *[0] * 300], "<i4").tobytes())
-    with pytest.raises(ImportRefused, match=f"its header is llm.c's, but of format {magic}, version {version}, which"):
+    with pytest.raises(ImportRefused, match=f"format {magic}, version {version} of llm.c"):
         rows_of(tmp_path / "out", tmp_path / "questions.bin", documents=Documents(type="uint16", start=0))
 
 
 @pytest.mark.parametrize("type_", ["uint16", "int32", "uint32", "int64", ">u2", ">i4"])
-def test_an_array_tells_its_type(tmp_path: Path, type_: str) -> None:
+def test_numpy_file_gives_its_type(tmp_path: Path, type_: str) -> None:
     np.save(tmp_path / "shard.npy", np.array([1, 99, 2, 3, 99], type_))
     assert rows_of(tmp_path / "out", tmp_path / "shard.npy", documents=Documents(end=EOT)) == [[1, 99], [2, 3, 99]]
 
@@ -143,15 +143,15 @@ def broken(path: Path, at: int, value: int, type_: str) -> None:
 @pytest.mark.parametrize(
     ("at", "value", "type_", "message"),
     [
-        (0, 0, "<i4", "corpus.idx beside it is no index of Megatron's"),
-        (9, 2, "<u8", "corpus.idx is of version 2"),
-        (17, 7, "u1", "with ids of type 7"),
-        (18, 5, "<u8", r"corpus.idx has 94 bytes, not the \d+ that its header tells of"),
-        (18, 2**62, "<u8", "that its header tells of"),
-        (34, -1, "<i4", "corpus.idx tells of 1 ids, but there are 4"),
+        (0, 0, "<i4", "corpus.idx beside it is not an index"),
+        (9, 2, "<u8", "corpus.idx has version 2"),
+        (17, 7, "u1", "and type 7"),
+        (18, 5, "<u8", "corpus.idx has 94 bytes, but its header states"),
+        (18, 2**62, "<u8", "but its header states"),
+        (34, -1, "<i4", "corpus.idx states 1 ids, but there are 4"),
         (46, 7, "<i8", "samples that do not lie end to end"),
         (34 + 36 + 8, 9, "<i8", "lengths below 0"),
-        (34 + 36 + 16, 2, "<i8", "documents that are not those of its 3 samples"),
+        (34 + 36 + 16, 2, "<i8", "do not cover its 3 samples"),
     ],
 )
 def test_a_damaged_index_is_refused(tmp_path: Path, at: int, value: int, type_: str, message: str) -> None:
@@ -162,30 +162,26 @@ def test_a_damaged_index_is_refused(tmp_path: Path, at: int, value: int, type_: 
     assert not (tmp_path / "out").exists()
 
 
-def test_ids_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+def test_truncated_ids_are_refused(tmp_path: Path) -> None:
     path = write_indexed(tmp_path / "corpus.bin", [[[1, 2, 3]], [[4]]])
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(
-        ImportRefused, match=r"corpus.idx tells of 4 ids, but there are 3\. Nothing was written\. Mend the file"
-    ):
+    with pytest.raises(ImportRefused, match="corpus.idx states 4 ids, but there are 3. Nothing was written"):
         rows_of(tmp_path / "out", path)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ImportRefused, match="its 5 bytes of ids are no whole number of uint16"):
+    with pytest.raises(ImportRefused, match="has 5 bytes of ids, not a multiple of the 2 bytes of uint16"):
         rows_of(tmp_path / "out", path)
 
 
 @pytest.mark.parametrize("num_ids", [1, 6, 8, 20])
-def test_a_file_without_document_marks_becomes_equal_rows(
-    tmp_path: Path, num_ids: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_formats, "STREAM_ROW_IDS", 6)
+def test_file_without_borders_becomes_equal_rows(tmp_path: Path, num_ids: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_files, "STREAM_ROW_IDS", 6)
     ids = list(range(num_ids))
     np.array(ids, "<u2").tofile(tmp_path / "train.bin")
     rows = rows_of(tmp_path / "out", tmp_path / "train.bin", documents=Documents(type="uint16"))
     assert rows == [ids[begin : begin + 6] for begin in range(0, num_ids, 6)]
 
 
-def test_files_without_document_marks_are_told_from_those_with_an_index(tmp_path: Path) -> None:
+def test_streams_are_the_files_without_borders(tmp_path: Path) -> None:
     np.array([1, 2], "<u2").tofile(tmp_path / "train.bin")
     (tmp_path / "empty.bin").write_bytes(b"")
     files = [tmp_path / "train.bin", tmp_path / "empty.bin", write_indexed(tmp_path / "corpus.bin", [[[3]]])]
@@ -193,31 +189,27 @@ def test_files_without_document_marks_are_told_from_those_with_an_index(tmp_path
     assert done.streams == [tmp_path / "train.bin"]
 
 
-def test_what_nothing_tells_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        (Documents(end=EOT), "as in --ids uint16"),
+        (Documents(type="uint32", end=49), "its 25 ids do not contain 49"),
+        (Documents(type="uint16", start=70_000), "its 50 ids do not contain 70000"),
+        (Documents(type="uint16", end=EOT), "24 ids from number 0 on do not contain 99"),
+    ],
+)
+def test_missing_or_wrong_options_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: Documents, message: str
+) -> None:
     np.arange(50, dtype="<u2").tofile(tmp_path / "train.bin")
-
-    def refusal(file: str, **told: object) -> str:
-        with pytest.raises(ImportRefused) as refused:
-            rows_of(tmp_path / "out", tmp_path / file, documents=Documents(**told))  # type: ignore[arg-type]
-        return str(refused.value)
-
-    unknown = "nothing tells the type of its ids: it has no header, and no train.idx is beside it. Name it, as in --ids uint16"
-    assert unknown in refusal("train.bin", end=EOT)
-    no_mark = (
-        "of its 25 ids none is 49. Name the id that ends a document, or begins one, and the type that ids have; without an id"
-    )
-    assert f"{no_mark} the file is imported as one stream" in refusal("train.bin", type="uint32", end=49)
-    assert "of its 50 ids none is 70000." in refusal("train.bin", type="uint16", start=70_000)
-    monkeypatch.setattr(token_formats, "_STEP", 8)
-    monkeypatch.setattr(token_formats, "_LONGEST", 20)
-    assert "of 24 ids from number 0 on none is 99: no document is that long" in refusal("train.bin", type="uint16", end=EOT)
-    np.save(tmp_path / "square.npy", np.zeros((2, 2), "int32"))
-    assert "it is an array of int32 of shape (2, 2), not of whole numbers in a row" in refusal("square.npy", end=EOT)
-    (tmp_path / "corpus.idx").write_bytes(b"")
-    assert f"Name the file of ids beside it, {tmp_path / 'corpus.bin'}" in refusal("corpus.idx")
+    if documents.end == EOT:
+        monkeypatch.setattr(token_files, "_STEP", 8)
+        monkeypatch.setattr(token_files, "_LONGEST", 20)
+    with pytest.raises(ImportRefused, match=message):
+        rows_of(tmp_path / "out", tmp_path / "train.bin", documents=documents)
 
 
-def test_what_is_no_array_of_ids_is_refused(tmp_path: Path) -> None:
+def test_numpy_file_that_is_not_ids_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "times.npy", np.zeros(3, "timedelta64[s]"))
     header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (99999999999999999999999,)}\n"
     for name, damaged in (("huge", header), ("open", b"{'descr': (((\n")):
@@ -231,7 +223,7 @@ def test_what_is_no_array_of_ids_is_refused(tmp_path: Path) -> None:
             rows_of(tmp_path / "out", tmp_path / f"{name}.npy", documents=Documents(end=EOT))
 
 
-def test_a_file_without_a_document_is_none_beside_others(tmp_path: Path) -> None:
+def test_empty_file_adds_no_row(tmp_path: Path) -> None:
     files = [write_indexed(tmp_path / "none.bin", []), write_indexed(tmp_path / "some.bin", [[[1]]])]
     files.append(write_indexed(tmp_path / "empty.bin", [[[]], []]))
     np.save(tmp_path / "empty.npy", np.zeros(0, "uint16"))
@@ -240,7 +232,7 @@ def test_a_file_without_a_document_is_none_beside_others(tmp_path: Path) -> None
     assert rows_of(tmp_path / "out", *files, documents=Documents(type="uint16", end=EOT)) == [[1]]
 
 
-def test_an_index_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+def test_index_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     told = Documents(type="uint16", end=EOT)
     for name in ("folder", "away"):
         np.array([1, EOT], "<u2").tofile(tmp_path / f"{name}.bin")
@@ -255,8 +247,8 @@ def test_an_index_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_a_border_beyond_the_last_sample_is_refused_in_any_portion(tmp_path: Path) -> None:
+def test_document_beyond_the_last_sample_is_refused_in_any_portion(tmp_path: Path) -> None:
     write_indexed(tmp_path / "corpus.bin", [[[n]] for n in range(6)])
     broken(tmp_path / "corpus.idx", 34 + 6 * 12 + 2 * 8, 10**6, "<i8")
-    with pytest.raises(ImportRefused, match="or of more samples than it has"):
+    with pytest.raises(ImportRefused, match="documents beyond its samples"):
         rows_of(tmp_path / "out", tmp_path / "corpus.bin")

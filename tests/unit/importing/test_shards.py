@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from corpora import write_tokenizer
 from importing import imported, read_back, shards_in
-from penstock_server.importing import run as run_module
 from penstock_server.importing.run import Import
-from penstock_server.importing.shards import Shape, old_shards, row_groups, shard_name, staged, write_shards
-from penstock_server.importing.source import ImportRefused
+from penstock_server.importing.schema import ImportRefused
+from penstock_server.importing.shards import Shape, old_shards, row_groups, staged, write_shards
 from planned import open_snapshot
 
 TEXT = pa.string()
@@ -38,7 +37,7 @@ def table_of(texts: list[str]) -> pa.Table:
     bounds=st.tuples(st.integers(1, 1_500), st.integers(1, 1_500)),
     group_rows=st.integers(1, 30),
 )
-def test_row_groups_hold_all_rows_in_order_within_both_bounds_and_none_could_take_one_more(
+def test_row_groups_are_full_within_all_bounds_and_keep_the_order(
     lengths: list[list[int]], bounds: tuple[int, int], group_rows: int
 ) -> None:
     texts = [[f"{a}-{b}-" + "x" * length for b, length in enumerate(table)] for a, table in enumerate(lengths)]
@@ -51,22 +50,6 @@ def test_row_groups_hold_all_rows_in_order_within_both_bounds_and_none_could_tak
     for group, after in pairwise(groups):
         larger = pa.concat_tables([group, after.slice(0, 1)]).combine_chunks()
         assert larger.num_rows > group_rows or larger.nbytes > min(bounds)
-
-
-@pytest.mark.parametrize("outer", [pa.list_(TEXT), pa.map_(TEXT, TEXT), pa.struct([("text", TEXT)])], ids=str)
-def test_nested_texts_of_a_gibibyte_are_row_groups_of_their_own(outer: pa.DataType) -> None:
-    pages = pa.py_buffer(np.zeros(1 << 30, np.uint8))  # never written to, so they take no memory
-    large = pa.Array.from_buffers(TEXT, 1, [None, pa.py_buffer(np.array([0, 1 << 30], np.int32)), pages])
-    one = pa.array([0, 1], pa.int32())
-    if pa.types.is_map(outer):
-        row = pa.MapArray.from_arrays(one, pa.array(["key"]), large)
-    else:
-        row = pa.ListArray.from_arrays(one, large) if pa.types.is_list(outer) else pa.StructArray.from_arrays([large], ["text"])
-    small = pa.nulls(1, outer)
-    tables = [pa.table({"nested": values}) for values in (row, row, small, small, row)]
-    groups = list(row_groups(tables, Shape()))
-    assert [group.num_rows for group in groups] == [1, 1, 2, 1]
-    assert [group.nbytes > 1 << 30 for group in groups] == [True, True, False, True]
 
 
 @given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=60), shard_bytes=st.integers(1, 2_000))
@@ -85,14 +68,6 @@ def test_shards_are_full_up_to_their_bound(
         assert nbytes <= shard_bytes + 4 * num_groups or num_groups == 1
 
 
-@pytest.mark.parametrize("count", [1, 99_999, 100_000, 100_001])
-def test_names_sort_as_the_shards_do(count: int) -> None:
-    numbers = [*range(min(count, 1_200)), *range(max(count - 1_200, 0), count)]
-    names = [shard_name(number, count) for number in sorted(set(numbers))]
-    assert names == sorted(names)
-    assert shard_name(0, 3) == "part-00000.parquet"
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -103,7 +78,7 @@ def test_names_sort_as_the_shards_do(count: int) -> None:
     ],
     ids=["equal texts", "unequal texts", "token lists", "short token lists"],
 )
-def test_every_row_group_is_one_block_of_the_server(tmp_path: Path, make: Callable[[], pa.Array]) -> None:
+def test_row_group_is_one_block_of_the_server(tmp_path: Path, make: Callable[[], pa.Array]) -> None:
     column = make()
     tokens = pa.types.is_list(column.type)
     table = pa.table({"tokens" if tokens else "text": column})
@@ -114,7 +89,7 @@ def test_every_row_group_is_one_block_of_the_server(tmp_path: Path, make: Callab
     assert len(snapshot.blocks_per_group) <= 2 + max(table.nbytes // (7 << 20), len(column) // 60_000)
 
 
-def test_what_the_server_reads_in_footers_is_there(tmp_path: Path) -> None:
+def test_shard_footer_has_statistics(tmp_path: Path) -> None:
     table = pa.table({"tokens": pa.array([[3, 70_000], [1]], pa.list_(pa.int32())), "text": ["a", None]})
     write_shards([table], tmp_path, table.schema, Shape())
     group = pq.read_metadata(tmp_path / "part-00000.parquet").row_group(0)
@@ -131,7 +106,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*"))
 
 
-def test_a_new_folder_appears_with_all_shards_at_once(tmp_path: Path) -> None:
+def test_staged_new_folder_appears_with_all_shards(tmp_path: Path) -> None:
     out_dir = tmp_path / "a" / "b"
     with staged(out_dir, overwrite=False) as folder:
         put(folder, "x")
@@ -142,14 +117,14 @@ def test_a_new_folder_appears_with_all_shards_at_once(tmp_path: Path) -> None:
     assert out_dir.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_other_files_of_a_folder_stay(tmp_path: Path) -> None:
+def test_staged_keeps_other_files(tmp_path: Path) -> None:
     (tmp_path / "penstock.toml").write_text("")
     with staged(tmp_path, overwrite=False) as folder:
         put(folder, "x")
     assert names_in(tmp_path) == ["part-00000.parquet", "penstock.toml"]
 
 
-def test_old_shards_are_there_until_the_new_ones_are_complete_and_then_gone(tmp_path: Path) -> None:
+def test_staged_replaces_old_shards_when_complete(tmp_path: Path) -> None:
     put(tmp_path, "old")
     (tmp_path / "part-00000.parquet").rename(tmp_path / "other.parquet")
     put(tmp_path, "old")
@@ -165,7 +140,7 @@ def stage(out_dir: Path, write: Callable[[Path], object], *, overwrite: bool = F
         write(folder)
 
 
-def test_shards_that_may_not_be_replaced_stop_an_import_also_when_they_come_later(tmp_path: Path) -> None:
+def test_staged_refuses_shards_that_appear_meanwhile(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         put(folder, "new")
         put(tmp_path, "old")
@@ -178,7 +153,7 @@ def test_shards_that_may_not_be_replaced_stop_an_import_also_when_they_come_late
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ImportRefused, ZeroDivisionError])
 @pytest.mark.parametrize("new", [True, False])
-def test_whatever_stops_an_import_leaves_all_as_it_was(tmp_path: Path, error: type[BaseException], new: bool) -> None:
+def test_staged_changes_nothing_when_stopped(tmp_path: Path, error: type[BaseException], new: bool) -> None:
     def write(folder: Path) -> None:
         put(folder, "x")
         raise error
@@ -188,7 +163,7 @@ def test_whatever_stops_an_import_leaves_all_as_it_was(tmp_path: Path, error: ty
     assert names_in(tmp_path) == []
 
 
-def test_an_exchange_that_fails_half_way_is_taken_back(tmp_path: Path) -> None:
+def test_staged_undoes_an_exchange_that_fails(tmp_path: Path) -> None:
     put(tmp_path, "old")
     (tmp_path / "part-00001.parquet").mkdir()  # a folder is no shard, and in the way of one
     (tmp_path / "part-00001.parquet" / "x").touch()
@@ -216,7 +191,7 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: i
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_no_shard_is_removed_that_could_not_be_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_staged_keeps_shards_that_it_cannot_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     write_shards([table_of(["a"]), table_of(["b"])], tmp_path, SCHEMA, Shape(shard_bytes=1))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -243,9 +218,7 @@ def test_no_shard_is_removed_that_could_not_be_put_back(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_an_interrupt_of_the_exchange_leaves_all_as_it_was_or_as_it_is_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_staged_leaves_old_or_new_shards_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     put(tmp_path, "old")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     real, calls = Path.rename, count()
@@ -271,7 +244,7 @@ def test_an_interrupt_of_the_exchange_leaves_all_as_it_was_or_as_it_is_to_be(
 
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("new", [True, False])
-def test_what_the_disk_does_not_write_is_no_import(
+def test_staged_changes_nothing_when_the_disk_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, new: bool
 ) -> None:
     out_dir = tmp_path / "out"
@@ -293,11 +266,11 @@ def test_what_the_disk_does_not_write_is_no_import(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_told_and_changes_nothing(tmp_path: Path) -> None:
+def test_staged_changes_nothing_when_the_disk_is_full(tmp_path: Path) -> None:
     put(tmp_path, "old")
 
     def write(folder: Path) -> None:
-        (folder / "1.parquet").symlink_to("/dev/full")
+        (folder / "part-00001.parquet").symlink_to("/dev/full")
         write_shards([table_of(["a"]), table_of([os.urandom(9_000).hex()])], folder, SCHEMA, Shape(shard_bytes=1))
 
     with pytest.raises(ImportRefused, match=r"No space left on device. Nothing was changed there. Free some space"):
@@ -306,7 +279,7 @@ def test_a_full_disk_is_told_and_changes_nothing(tmp_path: Path) -> None:
     assert read_back(tmp_path).column("text").to_pylist() == ["old"]
 
 
-def test_a_file_is_no_folder_to_write_to(tmp_path: Path) -> None:
+def test_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").touch()
     with pytest.raises(ImportRefused, match="is a file, not a folder. The last name"):
         old_shards(tmp_path / "x.jsonl", overwrite=True)
@@ -316,40 +289,11 @@ def test_a_file_is_no_folder_to_write_to(tmp_path: Path) -> None:
         stage(tmp_path / "x.jsonl" / "y", put)
 
 
-def test_progress_goes_on_from_file_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes: list[list[int]] = []
-
-    class Bar:
-        def __init__(self, **_: object) -> None:
-            self.n = 0
-            passes.append([])
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def update(self, number: int) -> None:
-            self.n += number
-            passes[-1].append(self.n)
-
-    monkeypatch.setattr(run_module, "tqdm", Bar)
-    for name, num_rows in (("a", 1), ("b", 2)):
-        (tmp_path / f"{name}.jsonl").write_text('{"n": 1}\n' * num_rows)
-    imported(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
-    size = (tmp_path / "a.jsonl").stat().st_size
-    assert [sorted(set(seen)) for seen in passes] == [[size, 3 * size]] * 2
-    assert all(seen == sorted(seen) for seen in passes)
-
-
-@pytest.mark.parametrize("name", [b"y\xe9", b"s3:x", b"file:x"])
+@pytest.mark.parametrize("name", ["s3:x", "file:x", "x[1]*"])
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet", "arrow"])
-def test_a_file_is_read_by_whatever_name_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, ending: str
-) -> None:
+def test_file_with_an_unusual_name_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ending: str) -> None:
     monkeypatch.chdir(tmp_path)
-    path, table = Path(os.fsdecode(name) + f".{ending}"), pa.table({"n": [1]})
+    path, table = Path(f"{name}.{ending}"), pa.table({"n": [1]})
     if ending == "parquet":
         with path.open("wb") as file:
             pq.write_table(table, file)
@@ -365,7 +309,7 @@ def test_a_file_is_read_by_whatever_name_it_has(
 @pytest.mark.parametrize(
     ("name", "told"), [("s3://bucket/x", "s3:/bucket/x is a URL"), (b"x\xe9", "is a name that is not UTF-8")]
 )
-def test_what_no_folder_of_this_machine_can_be_called_is_refused(tmp_path: Path, name: str | bytes, told: str) -> None:
+def test_output_path_that_is_a_url_is_refused(tmp_path: Path, name: str | bytes, told: str) -> None:
     (tmp_path / "x.jsonl").write_text('{"n": 1}\n')
     with pytest.raises(ImportRefused, match=told):
         imported(Path(os.fsdecode(name)), tmp_path / "x.jsonl")

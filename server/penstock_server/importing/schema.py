@@ -1,0 +1,147 @@
+"""One schema for all files: column types made plain, merged, and rows cast to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+
+from penstock.text import cut, did_you_mean, listed, one_line
+from penstock_server.arrow import holds_json
+from penstock_server.recipes.fields import is_tokens
+
+
+class ImportRefused(Exception):
+    """The files cannot be imported. The message names the file, the reason and the remedy."""
+
+
+class IdsTooLarge(Exception):
+    """A number does not fit int32 or int64, to which `storable` has narrowed its column."""
+
+
+def plain(schema: pa.Schema) -> pa.Schema:
+    """Return a schema with one type for each kind of value: string for large, viewed and dictionary-encoded text."""
+    return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
+
+
+def merge(files: Iterable[tuple[Path, pa.Schema]], columns: Sequence[str] | None) -> pa.Schema:
+    """Merge the schemas of all files: the columns named, or all; integers mixed with decimals become float64.
+
+    Raises ImportRefused: a column is in no file, twice in one, or has types without a common type.
+    """
+    files = list(files)
+    check_names("--columns", columns or (), files)
+    merged = pa.schema([])
+    for path, schema in files:
+        chosen = pa.schema([field for field in schema if columns is None or field.name in columns])
+        if columns and schema.names and not chosen.names:
+            raise ImportRefused(
+                f"{path} has none of the columns {', '.join(columns)}, only {listed(schema.names)}. Leave it out."
+            )
+        for field in chosen:
+            if chosen.names.count(field.name) > 1:
+                raise ImportRefused(f"{path}: {chosen.names.count(field.name)} columns are called {field.name!r}. Rename one.")
+            if field.name in merged.names:
+                _check_mergeable(path, field, merged.field(field.name))
+        merged = pa.unify_schemas([merged, chosen], promote_options="permissive")
+    if not merged.names:
+        raise ImportRefused(f"{listed([str(path) for path, _ in files])}: no column holds a value. Nothing was written.")
+    return pa.schema([merged.field(name) for name in columns or merged.names])
+
+
+def check_names(option: str, columns: Sequence[str], files: Sequence[tuple[Path, pa.Schema]]) -> None:
+    """Raise ImportRefused if an option names a column that is in no file."""
+    known = list(dict.fromkeys(name for _, schema in files for name in schema.names))
+    for name in columns:
+        if name not in known:
+            raise ImportRefused(
+                f"{option}: no file has a column {name!r}.{did_you_mean(name, known)} The columns are {listed(known)}."
+            )
+
+
+def storable(schema: pa.Schema, *, narrow: bool) -> pa.Schema:
+    """Return the types to write. Null becomes string; Token ids become int32 or int64; `narrow` also makes uint64 int64."""
+    return pa.schema([pa.field(field.name, _storable(field.type, narrow=narrow)) for field in schema])
+
+
+def conform(path: Path, table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Cast rows of a file to a schema; missing columns are null.
+
+    Raises:
+        IdsTooLarge: A number does not fit a type that `storable` has narrowed.
+        ImportRefused: Another value does not fit its column.
+    """
+    arrays = []
+    for field in schema:
+        column = table[field.name] if field.name in table.schema.names else None
+        if column is None or column.null_count == len(column):
+            arrays.append(pa.nulls(table.num_rows, field.type))
+            continue
+        try:
+            # Arrow does not cast JSON stored as large strings to JSON stored as strings.
+            arrays.append((column.cast(_without_json(field.type)) if holds_json(field.type) else column).cast(field.type))
+        except pa.ArrowException as error:
+            if _storable(_plain(column.type), narrow=True) == field.type != _plain(column.type):
+                raise IdsTooLarge from error
+            raise ImportRefused(
+                f"{path}: column {field.name!r} does not fit {_short(field.type)}: {one_line(error)}. Nothing was written. "
+                f"Leave it out with --columns."
+            ) from error
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _check_mergeable(path: Path, new: pa.Field, known: pa.Field) -> None:
+    try:
+        pa.unify_schemas([pa.schema([known]), pa.schema([new])], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise ImportRefused(
+            f"{path}: column {new.name!r} is {_short(new.type)}, but {_short(known.type)} in an earlier file. Convert one, "
+            f"choose other columns with --columns, or import the files into separate folders."
+        ) from error
+
+
+def _plain(type_: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if isinstance(type_, pa.JsonType):
+        return pa.json_()
+    if isinstance(type_, pa.BaseExtensionType):
+        return _plain(type_.storage_type)
+    if types.is_dictionary(type_):
+        return _plain(type_.value_type)
+    if types.is_large_string(type_) or types.is_string_view(type_):
+        return pa.string()
+    if types.is_large_binary(type_) or types.is_binary_view(type_):
+        return pa.binary()
+    return _rebuilt(type_, _plain)
+
+
+def _storable(type_: pa.DataType, *, narrow: bool) -> pa.DataType:
+    if pa.types.is_null(type_):
+        return pa.string()
+    if is_tokens(type_):
+        return pa.list_(pa.int32() if narrow else pa.int64())
+    if narrow and pa.types.is_uint64(type_):
+        return pa.int64()
+    return _rebuilt(type_, partial(_storable, narrow=narrow))
+
+
+def _without_json(type_: pa.DataType) -> pa.DataType:
+    return pa.string() if isinstance(type_, pa.JsonType) else _rebuilt(type_, _without_json)
+
+
+def _rebuilt(type_: pa.DataType, convert: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a nested type with its inner types converted; other types unchanged."""
+    types = pa.types
+    if types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_):
+        return pa.list_(convert(type_.value_type))
+    if types.is_struct(type_):
+        return pa.struct([(field.name, convert(field.type)) for field in type_])
+    if types.is_map(type_):
+        return pa.map_(convert(type_.key_type), convert(type_.item_type))
+    return type_
+
+
+def _short(type_: pa.DataType) -> str:
+    return cut(str(type_), 60)

@@ -1,0 +1,397 @@
+"""Readers of CSV, JSON lines, Arrow and Parquet. Each reports the types of its files, then yields their rows in portions.
+
+CSV is read by Python's csv module: DuckDB's reader keeps compressed files in memory, and loses rows where a quoted line break
+meets the end of a buffer. JSON is read by DuckDB, Arrow and Parquet by pyarrow.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from penstock.text import one_line
+from penstock_server.arrow import take_rows
+from penstock_server.importing.schema import ImportRefused, plain
+from penstock_server.parquet import open_parquet
+from penstock_server.recipes.infer import ANSWERS
+
+Quoting = Literal["doubled", "backslash", "none"]
+
+_TABLE_BYTES = 4 << 20  # approximate size of a portion
+_MAX_ROWS = 65_536  # rows of a portion
+_MAX_ROW_BYTES = 16 << 20  # of CSV and JSON; memory must be bounded
+
+
+class Reader(Protocol):
+    """Reader of all files of one format, or of one format family."""
+
+    def schemas(self) -> Mapping[Path, pa.Schema]:
+        """Return the columns and types of each file. Raises ImportRefused."""
+
+    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows of a file in portions, with these columns if the file has them. Raises ImportRefused."""
+
+
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Turn errors of reading a file into ImportRefused."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else one_line(error)
+        raise ImportRefused(f"{path} cannot be read: {reason}. Check the path, or copy the file again.") from error
+    except (pa.ArrowException, ValueError) as error:
+        raise ImportRefused(
+            f"{path} cannot be imported: {one_line(error)}. Nothing was written. Write the file again, or change the options."
+        ) from error
+
+
+# CSV ---------------------------------------------------------------------------------------------------------------------
+
+_QUOTING: Mapping[Quoting, dict[str, Any]] = {
+    "doubled": {},
+    "backslash": {"escapechar": "\\"},
+    "none": {"quoting": csv.QUOTE_NONE},
+}
+_DELIMITERS = (";", "\t", "|", ",")
+_ALWAYS_TEXT = ("text", "prompt", *ANSWERS, "chosen", "rejected")  # columns that the server reads as text without a recipe
+# Numbers that survive conversion, except for digits far after the decimal point: 007 and numbers of 20 digits stay text.
+_NUMBERS = {
+    pa.int64(): r"^(0|-?[1-9][0-9]{0,17})$",
+    pa.float64(): r"^-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,100})?([eE][-+]?[0-9]{1,2})?$",
+}
+
+
+class CsvReader:
+    """Files of delimited values with a header. An empty field is null, an empty line no row.
+
+    A column is int64 or float64 if every field of every file is such a number, otherwise string. `delimiter` None means a tab
+    in .tsv and a comma in .csv. `quoting`: quotes within quotes are doubled, escaped by a backslash, or plain characters.
+    """
+
+    def __init__(self, paths: Sequence[Path], delimiter: str | None, quoting: Quoting, text: Sequence[str]) -> None:
+        self._paths, self._delimiter, self._quoting = paths, delimiter, quoting
+        self._text = {*_ALWAYS_TEXT, *text}
+        self._types: dict[str, pa.DataType] = {}
+        csv.field_size_limit(_MAX_ROW_BYTES)
+
+    def schemas(self) -> Mapping[Path, pa.Schema]:
+        """Read all files, and return the columns of each."""
+        headers: dict[Path, list[str]] = {}
+        fitting: dict[str, list[pa.DataType]] = {}
+        filled = set[str]()
+        for path in self._paths:
+            headers[path] = []
+            for table in self._texts(path):
+                headers[path] = table.column_names
+                for name, column in zip(table.column_names, table.columns, strict=True):
+                    known = fitting.setdefault(name, [] if name in self._text else list(_NUMBERS))
+                    fitting[name] = [type_ for type_ in known if _all_match(column, _NUMBERS[type_])]
+                    if column.null_count < len(column):
+                        filled.add(name)
+        self._types = {name: [*types, pa.string()][0] if name in filled else pa.null() for name, types in fitting.items()}
+        return {path: pa.schema([(name, self._types[name]) for name in header]) for path, header in headers.items()}
+
+    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows of a file, in the types of `schemas`."""
+        for table in self._texts(path):
+            chosen = [name for name in table.column_names if name in names]
+            types = {name: self._types[name] for name in chosen if not pa.types.is_null(self._types[name])}
+            yield pa.table({name: table[name].cast(types.get(name, pa.string())) for name in chosen})
+
+    def _texts(self, path: Path) -> Iterator[pa.Table]:
+        """Yield the rows with all fields as text."""
+        delimiter = self._delimiter or ("\t" if ".tsv" in path.name.lower() else ",")
+        line, stream = 1, None
+        with refusing(path), pa.input_stream(str(path)) as raw:
+            try:
+                stream = io.TextIOWrapper(raw, "utf-8-sig", newline="")
+                rows = csv.reader(stream, delimiter=delimiter, strict=True, **_QUOTING[self._quoting])
+                header = next((row for row in rows if row), [])
+                self._check_header(path, header, delimiter)
+                portion, num_chars = list[list[str]](), 0
+                line = rows.line_num + 1
+                for row in rows:
+                    if row:
+                        if len(row) != len(header):
+                            raise csv.Error(f"the header has {len(header)} fields, and this row {len(row)}: {row[0][:80]!r}")
+                        portion.append(row)
+                        num_chars += sum(map(len, row))
+                        if num_chars > _TABLE_BYTES or len(portion) == _MAX_ROWS:
+                            yield _text_table(header, portion)
+                            portion, num_chars = [], 0
+                    line = rows.line_num + 1
+                yield _text_table(header, portion)
+            except csv.Error as error:
+                raise ImportRefused(
+                    f"{path}, line {line:,}: {error}. Nothing was written. Close every quote, and quote fields with a "
+                    f"delimiter or line break; or change --quoting or --delimiter."
+                ) from error
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, _first_failure(path, bytes.decode) or f"{path}") from error
+
+    def _check_header(self, path: Path, header: list[str], delimiter: str) -> None:
+        others = [other for other in _DELIMITERS if other in "".join(header)]
+        if len(header) == 1 and others and self._delimiter is None:
+            raise ImportRefused(
+                f"{path}, header: it has one column, {header[0][:80]!r}. Name the delimiter: --delimiter {others[0]!r}, or "
+                f"--delimiter {delimiter!r} if the file has one column."
+            )
+        for name in header:
+            if header.count(name) > 1:
+                raise ImportRefused(f"{path}, header: {header.count(name)} columns are called {name!r}. Rename one.")
+
+
+def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> pa.Table:
+    columns = zip(*rows, strict=True) if rows else [()] * len(header)
+    return pa.table([pa.array([field or None for field in column], pa.string()) for column in columns], list(header))
+
+
+def _all_match(column: pa.ChunkedArray, pattern: str) -> bool:
+    return pc.all(pc.match_substring_regex(column, pattern)).as_py() is not False
+
+
+# JSON lines --------------------------------------------------------------------------------------------------------------
+
+_MAX_LEAVES, _MAX_DEPTH = 1_000, 20  # an object with more fields, or nested deeper, is stored as JSON
+_JSON_TYPES = {
+    "NULL": ("VARCHAR", pa.null()),
+    "BOOLEAN": ("BOOLEAN", pa.bool_()),
+    "UBIGINT": ("UBIGINT", pa.uint64()),
+    "BIGINT": ("BIGINT", pa.int64()),
+    "HUGEINT": ("BIGINT", pa.int64()),  # positive and negative integers
+    "DOUBLE": ("DOUBLE", pa.float64()),
+    "VARCHAR": ("VARCHAR", pa.string()),
+    "JSON": ("JSON", pa.json_()),
+}
+
+
+class JsonReader:
+    """Files with one JSON object a line. A column has the same type in all files.
+
+    Values of different kinds make the column JSON. Columns in `text` keep their JSON as text; a string keeps its characters.
+    """
+
+    def __init__(self, paths: Sequence[Path], text: Sequence[str]) -> None:
+        self._paths, self._text = paths, text
+        self._columns: dict[str, str] = {}  # DuckDB's type of each
+        self._database = duckdb.connect(config={"threads": 2})
+
+    def schemas(self) -> Mapping[Path, pa.Schema]:
+        """Read all files, and return their columns."""
+        files = ", ".join(map(_file, self._paths))
+        # Grouped first: json_group_structure keeps memory for every row.
+        query = (
+            f"SELECT json_group_structure(json) FROM (SELECT any_value(json) AS json FROM read_ndjson_objects([{files}], "
+            f"maximum_object_size={_MAX_ROW_BYTES}) GROUP BY json_structure(json))"
+        )
+        try:
+            structure = json.loads(self._database.sql(query).fetchall()[0][0] or "{}")
+            if not isinstance(structure, dict):
+                self._check_objects()
+                structure = {}  # every object is empty
+        except (duckdb.Error, RecursionError) as error:
+            self._check_objects()
+            raise ImportRefused(f"{_first_line(error)}. Nothing was written.") from error
+        columns = {name: ("JSON", pa.string()) if name in self._text else _column(structure[name]) for name in structure}
+        self._columns = {name: type_ for name, (type_, _) in columns.items()}
+        schema = pa.schema([(name, type_) for name, (_, type_) in columns.items()])
+        return dict.fromkeys(self._paths, schema)
+
+    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows of a file, in the types of `schemas`."""
+        chosen = [name for name in names if name in self._columns]
+        if not chosen:
+            return
+        for name in chosen:
+            if [other.lower() for other in chosen].count(name.lower()) > 1:
+                raise ImportRefused(f"{path}: there are two columns {name!r} in different case. Choose one with --columns.")
+        columns = ", ".join(f"{_literal(name)}: {_literal(self._columns[name])}" for name in chosen)
+        values = ", ".join(
+            f"{_quoted(name)} ->> '$' AS {_quoted(name)}" if name in self._text else _quoted(name) for name in chosen
+        )
+        query = (
+            f"SELECT {values} FROM read_json({_file(path)}, format='newline_delimited', records=true, "
+            f"maximum_object_size={_MAX_ROW_BYTES}, columns={{{columns}}})"
+        )
+        try:
+            for batch in self._database.sql(query).to_arrow_reader(256):
+                yield pa.Table.from_batches([batch])
+        except duckdb.Error as error:
+            raise ImportRefused(f"{path} cannot be imported: {_first_line(error)}. Nothing was written.") from error
+
+    def _check_objects(self) -> None:
+        """Raise ImportRefused if a line is not a JSON object, with its number."""
+        for path in self._paths:
+            with refusing(path):
+                if place := _first_failure(path, _check_object):
+                    raise ImportRefused(f"{place}. Nothing was written. Each line must be one JSON object: correct the line.")
+
+
+def _check_object(line: bytes) -> None:
+    """Raise ValueError if a line is neither blank nor a JSON object."""
+    if line.strip() and not isinstance(json.loads(line), dict):
+        raise ValueError("it is not an object")
+
+
+def _column(structure: Any, depth: int = 0) -> tuple[str, pa.DataType]:
+    """Return the types of a JSON column, in DuckDB and in Arrow, from DuckDB's description of its structure."""
+    if isinstance(structure, str):
+        return _JSON_TYPES[structure]
+    if depth == _MAX_DEPTH or (not depth and _num_leaves(structure) > _MAX_LEAVES):
+        return _JSON_TYPES["JSON"]
+    if isinstance(structure, list):
+        item, type_ = _column(structure[0], depth + 1)
+        return f"{item}[]", pa.list_(type_)
+    if len({name.lower() for name in structure}) < len(structure):
+        return _JSON_TYPES["JSON"]  # DuckDB does not distinguish such names
+    fields = {name: _column(field, depth + 1) for name, field in structure.items()}
+    sql = ", ".join(f"{_quoted(name)} {type_}" for name, (type_, _) in fields.items())
+    return f"STRUCT({sql})", pa.struct([(name, type_) for name, (_, type_) in fields.items()])
+
+
+def _num_leaves(structure: Any) -> int:
+    if isinstance(structure, str):
+        return 1
+    return sum(map(_num_leaves, structure.values() if isinstance(structure, dict) else structure))
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what DuckDB reports, without its advice about SQL."""
+    return str(error).split("\n")[0].removeprefix("Invalid Input Error: ")
+
+
+def _file(path: Path) -> str:
+    return _literal(glob.escape(str(path)))  # otherwise DuckDB reads x1.json for x[1].json
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _first_failure(path: Path, parse: Callable[[bytes], object]) -> str:
+    """Return the place of the first line that `parse` raises ValueError for, and the error; "" if there is none."""
+    with pa.input_stream(str(path)) as stream:
+        for number, line in enumerate(io.BufferedReader(stream), 1):
+            try:
+                parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, f"{path}, line {number:,}") from error
+            except (ValueError, RecursionError) as error:
+                return f"{path}, line {number:,}: {one_line(error)}"
+    return ""
+
+
+def _not_utf8(path: Path, place: str) -> ImportRefused:
+    return ImportRefused(
+        f"{place} is not UTF-8. Nothing was written. Convert the file: iconv -f ITS_ENCODING -t UTF-8 {path.name} > NEW_FILE"
+    )
+
+
+# Arrow and Parquet -------------------------------------------------------------------------------------------------------
+
+
+class ArrowReader:
+    """Arrow IPC files, such as Feather, and streams, memory-mapped."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+
+    def schemas(self) -> Mapping[Path, pa.Schema]:
+        """Return the schema that each file begins with."""
+        schemas = {}
+        for path in self._paths:
+            with refusing(path), pa.memory_map(str(path)) as mapped:
+                schemas[path] = plain(_open_ipc(mapped).schema)
+        return schemas
+
+    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows of all record batches."""
+        with refusing(path), pa.memory_map(str(path)) as mapped:
+            reader = _open_ipc(mapped)
+            if isinstance(reader, pa.ipc.RecordBatchFileReader):
+                batches: Iterator[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                batches = iter(reader)
+            for batch in batches:
+                yield from portions(batch.select([name for name in batch.schema.names if name in names]))
+            if isinstance(reader, pa.ipc.RecordBatchStreamReader) and mapped.tell() < mapped.size():
+                raise ValueError("bytes follow the end of its stream, as if two files were joined; import each one")
+
+
+def _open_ipc(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
+    is_file = mapped.read(6) == b"ARROW1"
+    mapped.seek(0)
+    return pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+
+
+class ParquetReader:
+    """Parquet files, read page by page: row groups may have any size."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+
+    def schemas(self) -> Mapping[Path, pa.Schema]:
+        """Return the schema of each footer."""
+        schemas = {}
+        for path in self._paths:
+            with refusing(path), _open_parquet(path) as file:
+                schemas[path] = plain(file.schema_arrow)
+        return schemas
+
+    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows of all row groups."""
+        with refusing(path), _open_parquet(path) as file:
+            num_rows, columns = 0, [name for name in file.schema_arrow.names if name in names]
+            # Group by group: pyarrow cannot read a batch of nested columns across two.
+            for group in range(file.num_row_groups):
+                footer = file.metadata.row_group(group)
+                batch_rows = _rows_of(_TABLE_BYTES, footer.num_rows, footer.total_byte_size)
+                for batch in file.iter_batches(batch_rows, [group], columns=columns):
+                    yield from portions(batch.select(columns))
+                    num_rows += batch.num_rows
+            if num_rows < file.metadata.num_rows:
+                raise ValueError(
+                    f"it is damaged: its footer has {file.metadata.num_rows:,} rows, of which {num_rows:,} can be read"
+                )
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    # As a file: pyarrow takes a path such as s3:x for a URI.
+    with pa.OSFile(str(path)) as opened, open_parquet(opened, buffer_size=1 << 20, pre_buffer=False) as file:
+        yield file
+
+
+def portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
+    """Yield a record batch in copied portions of some MiB, after checking their text for UTF-8.
+
+    Copied, since casts refuse the offsets of a slice far into a large batch.
+    """
+    rows = _rows_of(_TABLE_BYTES, batch.num_rows, batch.nbytes)
+    for start in range(0, batch.num_rows, rows):
+        portion = take_rows(batch, np.arange(start, min(start + rows, batch.num_rows)))
+        table = pa.Table.from_batches([portion])
+        table.validate(full=True)
+        yield table
+
+
+def _rows_of(max_bytes: int, num_rows: int, num_bytes: int) -> int:
+    return max(1, min(_MAX_ROWS, num_rows * max_bytes // max(num_bytes, 1)))
