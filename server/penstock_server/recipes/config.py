@@ -23,7 +23,7 @@ position_ids = "position_ids"      # or the position of each id in its document.
 vocab_size = 50257                 # of pre-tokenized data: ids must be below it
 columns = ["score", "meta.url"]    # travel with the tokens of their row
 filter = "lang = 'en' and score > 0.5"
-transform = "clean:strip_html"     # a function over record batches, of clean.py in the folder or of a module
+transform = "clean:strip_html"     # a function over record batches, of clean.py in the folder
 splits = "files"                   # train, validation and test by the shards' names, or "hash". Default: files, if names differ
 validation = 0.005                 # the share of rows in split=validation; with splits = "files" of train shards, default 0
 split_by = "document"              # rows of one value stay in one split; default: each row by its place

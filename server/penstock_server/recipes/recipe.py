@@ -12,7 +12,7 @@ from penstock.text import as_utf8, cut
 from penstock_server.files import spelled
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.fields import Column, Field, FieldError, is_bytes, is_text, passthrough_type
-from penstock_server.recipes.filter import Filter, not_empty, not_null
+from penstock_server.recipes.filter import Filter
 from penstock_server.recipes.filter.sql import SHOWN
 from penstock_server.recipes.infer import (
     MASKS_OF_DOCUMENTS,
@@ -140,9 +140,10 @@ class Recipe:
             return ""
         terms: dict[str, None] = {}
         for _, source in self.fields:
-            may_be_empty = source.is_template or self.chat
-            columns = [path[0] for _, path in source.parts if path and len(path) == 1]
-            terms |= dict.fromkeys(not_null(column) if may_be_empty else not_empty(column) for column in columns)
+            condition = "{} is not null" if source.is_template or self.chat else "length({}) > 0"
+            names = [path[0] for _, path in source.parts if path and len(path) == 1]
+            quoted = [name if name.isidentifier() else '"' + name.replace('"', '""') + '"' for name in names]
+            terms |= dict.fromkeys(map(condition.format, quoted))
         kept = [f"({self.filter.text})"] if self.filter else []
         return f"filter = {json.dumps(' and '.join([*kept, *terms]), ensure_ascii=False)}" if terms else ""
 
@@ -240,26 +241,20 @@ class Recipe:
         if self.tokenizer:
             split = ", special tokens split" if self.tokenizer.splits_special_tokens else ""
             parts.append(f"tokenizer {spelled(self.tokenizer.path.name)} ({self.tokenizer.vocab_size:,} ids{split})")
-        elif self.vocab_size:
-            parts.append(f"pre-tokenized, ids below {self.vocab_size:,}")
         else:
-            parts.append("pre-tokenized")
-        if self.chat:
-            parts.append(f"chat template {self.chat.digest[:8]}{f' with {self.tools.text}' if self.tools else ''}")
-        elif self.kind != "tokens":
-            parts.append("no BOS" if self.bos_id is None else f"BOS {self.bos_id}")
-            parts.append("no EOS" if self.eos_id is None else f"EOS {self.eos_id}")
-        if self.masks:
-            parts.append(f"masked by {', '.join(source.text for _, source in self.masks)}")
-        if self.filter:
-            parts.append(f"where {cut(self.filter.text, SHOWN)}")
-        if self.transform:
-            parts.append(f"transform {self.transform.name}")
-        if self.columns:
-            parts.append(f"with {', '.join(column.name for column in self.columns)}")
-        if self.unused:
-            parts.append(f"without {', '.join(self.unused)}")
-        return ", ".join(parts)
+            parts.append("pre-tokenized" + (f", ids below {self.vocab_size:,}" if self.vocab_size else ""))
+        if self.kind != "tokens" and not self.chat:
+            parts += ["no BOS" if self.bos_id is None else f"BOS {self.bos_id}"]
+            parts += ["no EOS" if self.eos_id is None else f"EOS {self.eos_id}"]
+        details = {
+            "chat template": self.chat and self.chat.digest[:8] + (f" with {self.tools.text}" if self.tools else ""),
+            "masked by": ", ".join(source.text for _, source in self.masks),
+            "where": self.filter and cut(self.filter.text, SHOWN),
+            "transform": self.transform and self.transform.name,
+            "with": ", ".join(column.name for column in self.columns),
+            "without": ", ".join(self.unused),
+        }
+        return ", ".join([*parts, *(f"{name} {detail}" for name, detail in details.items() if detail)])
 
 
 def _split_type(type_: pa.DataType) -> str:

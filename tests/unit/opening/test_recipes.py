@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,14 @@ def test_without_a_recipe_the_columns_decide(data: Path, tokenizer: Path, column
     assert open_snapshot(data, tokenizer).recipe.kind == kind
 
 
-def test_columns_that_say_nothing_are_listed_with_what_to_write(data: Path, tokenizer: Path) -> None:
+def test_unknown_columns_are_refused_with_an_example(data: Path, tokenizer: Path) -> None:
     data.mkdir()
     pq.write_table(pa.table({"instruction": ["a"], "output": ["b"]}), data / "a.parquet")
     with pytest.raises(DatasetInvalid, match=r'instruction .*"content", or prompt = "question" and response = "answer"\.'):
         open_snapshot(data, tokenizer)
 
 
-def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path) -> None:
+def test_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path) -> None:
     write_shards(data, "content", [["one"]], type_=pa.string(), row_group_size=1)
     (data / "penstock.toml").write_text('text = "content"\ntokenizer = "../tokenizer.json"\neos = false\npad = 7\n')
     recipe = open_snapshot(data).recipe
@@ -81,27 +80,21 @@ def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path
         ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size is given, but the tokenizer already"),
     ],
 )
-def test_a_wrong_recipe_is_refused_with_what_is_wrong(data: Path, tokenizer: Path, toml: str, message: str) -> None:
+def test_wrong_recipe_is_refused_with_its_key(data: Path, tokenizer: Path, toml: str, message: str) -> None:
     write_text(data, ["one"])
     (data / "penstock.toml").write_text(toml)
     with pytest.raises(DatasetInvalid, match=message):
         open_snapshot(data, tokenizer)
 
 
-def test_a_recipe_may_begin_with_a_byte_order_mark(data: Path, tokenizer: Path) -> None:
-    write_text(data, ["one"])
-    (data / "penstock.toml").write_text('text = "text"', encoding="utf-8-sig")
-    assert open_snapshot(data, tokenizer).recipe.kind == "text"
-
-
-def test_a_special_token_of_ids_is_an_id(data: Path) -> None:
+def test_special_token_of_ids_must_be_an_id(data: Path) -> None:
     write_numbered(data, 3)
     (data / "penstock.toml").write_text('eos = "</s>"')
     with pytest.raises(DatasetInvalid, match=r"eos = '</s>' is a text, but rows are token ids: .* Give the id\."):
         open_snapshot(data)
 
 
-def test_a_recipe_that_may_be_there_is_not_passed_over(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_recipe_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_numbered(data, 3)
     (data / "penstock.toml").write_text("vocab_size = 777")
     with_recipe = open_snapshot(data).fingerprint
@@ -119,35 +112,28 @@ def test_a_recipe_that_may_be_there_is_not_passed_over(data: Path, monkeypatch: 
         open_snapshot(data)
 
 
-def test_text_without_a_tokenizer_is_refused_with_both_ways_out(data: Path) -> None:
+def test_text_without_a_tokenizer_is_refused(data: Path) -> None:
     write_text(data, ["one"])
     with pytest.raises(DatasetInvalid, match=r"--tokenizer FILE .* or name one in .*penstock.toml"):
         open_snapshot(data)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
-def test_a_tokenizer_may_have_a_name_that_is_no_text(data: Path, tokenizer: Path) -> None:
-    write_text(data, ["one"])
-    recipe = open_snapshot(data, tokenizer.rename(tokenizer.with_name("tok\udcff.json"))).recipe
-    assert recipe.describe().startswith("text, tokenizer tok\\xff.json (")
-
-
 @pytest.mark.parametrize("content", ["", "{}", '{"model": 1}', "hello", "\x00\x01"])
-def test_a_tokenizer_that_is_none_is_refused(data: Path, tmp_path: Path, open_all: Opener, content: str) -> None:
+def test_invalid_tokenizer_is_refused(data: Path, tmp_path: Path, open_all: Opener, content: str) -> None:
     write_text(data, ["one"])
     (tmp_path / "broken.json").write_text(content)
     with pytest.raises(DatasetInvalid, match=r"broken.json is not a tokenizer"):
         open_all(tmp_path / "broken.json")
 
 
-def test_a_tokenizer_without_an_eos_is_refused_with_the_way_out(data: Path, tokenizer: Path) -> None:
+def test_tokenizer_without_an_eos_is_refused(data: Path, tokenizer: Path) -> None:
     write_text(data, ["one"])
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|unusual|>"))
     with pytest.raises(DatasetInvalid, match=r'eos = "<the token>" or its id, or eos = false'):
         open_snapshot(data, tokenizer)
 
 
-def test_special_tokens_are_split_in_texts_alone(data: Path, tokenizer: Path) -> None:
+def test_split_special_tokens_is_refused_for_ids_and_chats(data: Path, tokenizer: Path) -> None:
     write_numbered(data / "ids", 3)
     (data / "ids" / "penstock.toml").write_text("split_special_tokens = true")
     with pytest.raises(DatasetInvalid, match="is for texts, but rows are token ids or chats"):
@@ -160,33 +146,8 @@ def test_special_tokens_are_split_in_texts_alone(data: Path, tokenizer: Path) ->
         open_snapshot(data / "chat", tokenizer)
 
 
-def test_no_pipe_and_no_device_is_read_as_a_recipe_or_what_it_names(data: Path, tokenizer: Path, open_all: Opener) -> None:
-    write_numbered(data / "good", 3)
-    odd = {
-        "recipe": ("", "penstock.toml"),
-        "tokenizer": ('tokenizer = "x.json"', "x.json"),
-        "template": (f'tokenizer = "{tokenizer}"\nchat_template = "x.jinja"', "x.jinja"),
-        "transform": ('transform = "clean:strip"', "clean.py"),
-    }
-    message = pa.struct({"role": pa.string(), "content": pa.string()})
-    for name, (toml, file) in odd.items():
-        write_shards(
-            data / name, "messages", [[[{"role": "assistant", "content": "fox"}]]], type_=pa.list_(message), row_group_size=1
-        )
-        if toml:
-            (data / name / "penstock.toml").write_text(toml)
-        if name == "template":
-            (data / name / file).symlink_to("/dev/zero")
-        else:
-            os.mkfifo(data / name / file)
-    catalog = open_all()
-    assert list(catalog.datasets) == ["good"]
-    for name in odd:
-        assert "it is neither a file nor a link to one" in catalog.refused[name]
-
-
 @pytest.mark.parametrize("text", [f"x = {'[' * 100_000}", f"{'a.' * 3_000}a = 1"], ids=["lists", "tables"])
-def test_a_recipe_that_is_nested_too_deeply_refuses_one_dataset(data: Path, open_all: Opener, text: str) -> None:
+def test_deeply_nested_recipe_refuses_one_dataset(data: Path, open_all: Opener, text: str) -> None:
     write_numbered(data / "good", 3)
     write_numbered(data / "deep", 3)
     (data / "deep" / "penstock.toml").write_text(text)
@@ -196,7 +157,7 @@ def test_a_recipe_that_is_nested_too_deeply_refuses_one_dataset(data: Path, open
     catalog.poll()  # and looks at the others
 
 
-def test_a_chat_template_alone_may_be_declared_and_needs_messages(data: Path, tokenizer: Path) -> None:
+def test_declared_chat_template_needs_messages(data: Path, tokenizer: Path) -> None:
     (data / "chat").mkdir(parents=True)
     said = [[{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]]
     pq.write_table(pa.table({"messages": said}), data / "chat" / "a.parquet")
@@ -209,7 +170,7 @@ def test_a_chat_template_alone_may_be_declared_and_needs_messages(data: Path, to
         open_snapshot(data / "plain", tokenizer)
 
 
-def test_a_tokenizer_that_was_never_trained_is_refused(data: Path, tmp_path: Path) -> None:
+def test_untrained_tokenizer_is_refused(data: Path, tmp_path: Path) -> None:
     write_text(data, ["one"])
     Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
     with pytest.raises(DatasetInvalid, match=r"empty.json is a tokenizer with an empty vocabulary"):

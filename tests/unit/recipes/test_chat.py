@@ -1,9 +1,7 @@
 import json
-import tracemalloc
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import jinja2
 import pytest
@@ -94,7 +92,7 @@ plain_templates = st.sampled_from(list(STEADY.values()))
         ("PLAIN", "User: Q\nAssistant: A \nUser: R\nAssistant: B\n", ["A \n", "B\n"]),
     ],
 )
-def test_loss_is_on_what_the_assistant_says_and_on_the_mark_that_ends_it(name: str, text: str, spans: list[str]) -> None:
+def test_loss_is_on_answers_and_the_marks_that_end_them(name: str, text: str, spans: list[str]) -> None:
     for way in (STEADY[name], marked(STEADY[name])):
         rendered = template(way).render(turns("Q", "A ", "R", "B"))
         assert rendered.text == text
@@ -103,14 +101,14 @@ def test_loss_is_on_what_the_assistant_says_and_on_the_mark_that_ends_it(name: s
 
 @settings(max_examples=300)
 @given(plain_templates, chats)
-def test_without_marks_the_same_is_found_as_with_them(plain: str, chat: Chat) -> None:
+def test_spans_are_equal_with_and_without_marks(plain: str, chat: Chat) -> None:
     assert "generation %}" not in plain
     assert "generation" in marked(plain)
     assert template(plain).render(chat) == template(marked(plain)).render(chat)
 
 
 @given(plain_templates | plain_templates.map(marked), chats)
-def test_spans_are_in_order_and_one_for_each_turn_of_the_assistant(text: str, chat: Chat) -> None:
+def test_spans_are_ordered_and_one_for_each_answer(text: str, chat: Chat) -> None:
     rendered = template(text).render(chat)
     ends = [0, *(end for span in rendered.spans for end in span), len(rendered.text)]
     assert ends == sorted(ends)
@@ -119,7 +117,7 @@ def test_spans_are_in_order_and_one_for_each_turn_of_the_assistant(text: str, ch
 
 
 @pytest.mark.parametrize(("text", "most"), [(CHATML, 5), (marked(CHATML), 2)])
-def test_a_turn_costs_two_renderings_and_a_marked_chat_two_in_all(
+def test_answer_costs_two_renderings_and_a_marked_chat_two_in_all(
     monkeypatch: pytest.MonkeyPatch, text: str, most: int
 ) -> None:
     chatml, render, renderings = template(text), jinja2.Template.render, []
@@ -133,18 +131,8 @@ def test_a_turn_costs_two_renderings_and_a_marked_chat_two_in_all(
     assert len(renderings) == most
 
 
-def test_of_a_chat_of_very_many_turns_little_more_than_its_text_is_in_memory() -> None:
-    chat, chatml = turns(*("word " * 1000 for _ in range(400))), template(CHATML)
-    tracemalloc.start()
-    rendered = chatml.render(chat)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(rendered.spans) == 200
-    assert most < 20 * len(rendered.text)
-
-
 @pytest.mark.parametrize("blanks", ["", "\n\n"])
-def test_what_ends_the_chat_is_learned_where_nothing_else_ends_an_answer(blanks: str) -> None:
+def test_end_of_chat_has_loss_when_nothing_else_ends_an_answer(blanks: str) -> None:
     alpaca = (
         "{% for m in messages %}{% if m.role == 'user' %}### Instruction:\n{{ m.content }}{% else %}"
         f"\n### Response:\n{{{{ m.content }}}}{blanks}{{% endif %}}{{% endfor %}}"
@@ -156,22 +144,7 @@ def test_what_ends_the_chat_is_learned_where_nothing_else_ends_an_answer(blanks:
     assert said(alpaca, turns("Q", "A", "R")) == [f"A{blanks}"]
 
 
-def test_an_answer_in_parts_or_a_call_ends_as_one_that_is_a_text() -> None:
-    plain = (
-        "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% elif m.content %}"
-        "{% for part in m.content %}{{ part.text }}{% endfor %}{% else %}{{ m.tool_calls | tojson }}{% endif %}"
-        "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": " b"}]
-    call = {"role": "assistant", "content": "", "tool_calls": [1]}
-    assert said(plain, turns("Q", "A b")) == ["A b\n"]
-    assert said(plain, [*turns("Q"), {"role": "assistant", "content": parts}]) == ["A b\n"]
-    calling = plain.replace("m.content is string", "m.content")
-    assert said(calling, [*turns("Q"), call]) == ["[1]\n"]
-    assert said(calling.replace("{{ '\n' }}", "</s>{{ '\n' }}"), [*turns("Q"), call]) == ["[1]</s>"]
-
-
-def test_tools_speak_between_two_turns_of_the_assistant() -> None:
+def test_tool_messages_between_answers_have_no_loss() -> None:
     call = {
         "role": "assistant",
         "content": None,
@@ -183,7 +156,7 @@ def test_tools_speak_between_two_turns_of_the_assistant() -> None:
         assert said(text, chat) == expected
 
 
-def test_a_template_that_forgets_earlier_reasoning_needs_marks() -> None:
+def test_template_that_drops_earlier_thoughts_needs_marks() -> None:
     chat = turns("Q", "A", "R", "B")
     for message in chat:
         message["reasoning_content"] = "Hm."
@@ -193,7 +166,7 @@ def test_a_template_that_forgets_earlier_reasoning_needs_marks() -> None:
     assert said(marked(FORGETFUL), chat) == ["A<|im_end|>", "<think>\nHm.\n</think>\n\nB<|im_end|>"]
 
 
-def test_behind_a_prompt_nothing_is_learned_of_what_was_said_in_it() -> None:
+def test_answers_in_the_prompt_have_no_loss() -> None:
     for text in (PHI_3, marked(PHI_3), LLAMA_2, marked(LLAMA_2)):
         whole = template(text).render(chat := turns("Q", "A", "R", "B", "S", "C"))
         for first in range(7):
@@ -202,7 +175,7 @@ def test_behind_a_prompt_nothing_is_learned_of_what_was_said_in_it() -> None:
 
 @pytest.mark.parametrize("text", [CHATML, marked(CHATML), PHI_3, marked(LLAMA_3)])
 @pytest.mark.parametrize("weights", [(0, 1, None), (1, 0, 1), (1.0, 1, 0.0), (0, 0, 0)])
-def test_a_message_of_weight_0_carries_no_loss(text: str, weights: tuple[float | None, ...]) -> None:
+def test_message_of_weight_0_has_no_loss(text: str, weights: tuple[float | None, ...]) -> None:
     chat = turns("Q", "A", "R", "B", "S", "C")
     weighted = [{**message, "weight": weights[number // 2]} for number, message in enumerate(chat)]
     assert template(text).render(weighted).text == template(text).render(chat).text
@@ -210,27 +183,21 @@ def test_a_message_of_weight_0_carries_no_loss(text: str, weights: tuple[float |
     assert said(text, weighted) == [answer for answer, weight in zip(each, weights, strict=True) if weight != 0]
 
 
-def test_a_weight_in_the_prompt_of_a_pair_changes_nothing() -> None:
-    chat = turns("Q", "A", "R", "B")
-    chat[1]["weight"] = 1
-    assert said(marked(CHATML), chat, 3) == said(CHATML, chat, 3) == ["B<|im_end|>"]
-
-
 @pytest.mark.parametrize("weight", [0.5, -1, "0", [1]])
-def test_other_weights_than_0_and_1_are_refused(weight: object) -> None:
+def test_weights_other_than_0_and_1_are_refused(weight: object) -> None:
     with pytest.raises(ChatError, match="message 1 has the weight .*: use 0 or 1"):
         template(CHATML).render([*turns("Q"), {"role": "assistant", "content": "A", "weight": weight}])
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("asked", ["reasoning_content", "thinking"])
-def test_reasoning_is_found_by_any_of_its_names(name: str, asked: str) -> None:
+def test_thoughts_are_passed_under_both_names(name: str, asked: str) -> None:
     chat = turns("Q", "A")
     chat[1][name] = "Hm."
     assert said(FORGETFUL.replace("reasoning_content", asked), chat) == ["<think>\nHm.\n</think>\n\nA<|im_end|>"]
 
 
-def test_a_header_that_the_template_does_not_prompt_with_carries_no_loss() -> None:
+def test_header_needs_a_prompt_or_marks() -> None:
     with pytest.raises(ChatError, match="does not prompt for message 1 with add_generation_prompt. Mark"):
         template(PROMPTLESS).render(turns("Q", "A"))
     assert said(marked(PROMPTLESS), turns("Q", "A")) == ["A<|im_end|>"]
@@ -241,7 +208,7 @@ def test_a_header_that_the_template_does_not_prompt_with_carries_no_loss() -> No
     assert said(CHATML, twice) == ["A<|im_end|>", "B<|im_end|>"]
 
 
-def test_what_stands_right_behind_the_chat_before_it_needs_no_prompt() -> None:
+def test_answer_without_a_header_needs_no_prompt() -> None:
     calling = LLAMA_2.replace(
         "' ' + message.content.strip() + ' '",
         "('[CALLS] ' + (message.tool_calls | tojson) if message.tool_calls else ' ' + message.content.strip() + ' ')",
@@ -255,7 +222,7 @@ def test_what_stands_right_behind_the_chat_before_it_needs_no_prompt() -> None:
     assert said(in_parts, parts) == [" x </s>"]
 
 
-def test_a_chat_that_begins_with_the_assistant_needs_marks_unless_its_template_prompts_for_that() -> None:
+def test_first_answer_needs_a_prompt_or_marks() -> None:
     chat = turns("", "A", "Q", "B")[1:]
     assert said(PLAIN, chat) == ["A\n", "B\n"]
     assert said(marked(ZEPHYR), chat) == ["A</s>", "B</s>"]
@@ -263,7 +230,7 @@ def test_a_chat_that_begins_with_the_assistant_needs_marks_unless_its_template_p
         template(ZEPHYR).render(chat)
 
 
-def test_marks_must_tell_which_message_has_no_loss() -> None:
+def test_marks_are_refused_when_they_do_not_tell_which_message_has_loss() -> None:
     twice = marked(PLAIN).replace("message.content + '\\n'", "message.content }}{% endgeneration %}{% generation %}{{ '\\n'", 1)
     assert twice != marked(PLAIN)
     assert "".join(said(twice, turns("Q", "A", "R", "B"))) == "A\nB\n"
@@ -271,7 +238,7 @@ def test_marks_must_tell_which_message_has_no_loss() -> None:
         template(twice).render(turns("Q", "A", "R", "B"), first=2)
 
 
-def test_a_chat_with_tools_is_rendered_with_their_template() -> None:
+def test_chat_with_tools_uses_the_template_for_tools() -> None:
     calling = CHATML.replace("message.content", "(message.tool_calls | tojson if message.tool_calls else message.content)")
     both = ChatTemplate(text=CHATML, special_tokens=TOKENS, with_tools=template(calling))
     assert (both.takes_tools, template(CHATML).takes_tools) == (True, False)
@@ -285,7 +252,7 @@ def test_a_chat_with_tools_is_rendered_with_their_template() -> None:
 @pytest.mark.parametrize(
     "silent", [{"tool_calls": [{"name": "find"}]}, {"reasoning_content": "Hm."}, {"content": "secret"}], ids=str
 )
-def test_a_message_that_its_template_drops_is_refused(text: str, silent: dict[str, Any]) -> None:
+def test_message_is_refused_when_its_template_drops_it(text: str, silent: dict[str, Any]) -> None:
     dropping = text.replace("message.content +", "(message.content if 'secret' not in message.content else '') +")
     with pytest.raises(ChatError, match="writes nothing of message 1: use a template that writes what the assistant says"):
         template(dropping).render([*turns("Q"), {"role": "assistant", "content": ""} | silent, *turns("R", "B")])
@@ -293,38 +260,8 @@ def test_a_message_that_its_template_drops_is_refused(text: str, silent: dict[st
     assert said(dropping, [*turns("Q"), spoken]) == ["A<|im_end|>"]
 
 
-def test_an_answer_that_begins_like_a_header_is_not_taken_for_one() -> None:
-    headed = "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else 'A: ' }}{{ m.content }}\n{% endfor %}"
-    for answer in ("A", "B"):
-        with pytest.raises(ChatError, match="does not prompt for message 1 with add_generation_prompt"):
-            template(headed).render(turns("Q", answer))
-
-
-def test_where_blanks_end_an_answer_they_are_learned_whatever_it_is() -> None:
-    calling = PLAIN.replace("message.content + '\\n'", "message.content + (message.tool_calls or []) | join + '\\n'")
-    assert calling != PLAIN
-    answer = {"role": "assistant", "content": "A", "tool_calls": ["f"]}
-    assert said(calling, [*turns("Q"), answer]) == ["Af\n"]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "message.tool_calls[0].id",
-        "message.tool_calls | tojson",
-        "message.tool_calls[0].function.name | replace('.', '_')",
-    ],
-)
-def test_a_call_may_be_written_in_any_way(call: str) -> None:
-    calling = CHATML.replace("message.content", f"({call} if message.tool_calls else message.content)")
-    calls = [{"id": "functions.0", "function": {"name": 'find."x"', "arguments": {}}}]
-    rendered = template(calling).render([*turns("find Q"), {"role": "assistant", "content": None, "tool_calls": calls}])
-    [(start, stop)] = rendered.spans
-    assert len(rendered.text[start:stop]) > len("<|im_end|>")
-
-
 @pytest.mark.parametrize("text", [CHATML, marked(CHATML), LLAMA_3, marked(LLAMA_3), IGNORING_LISTS, marked(IGNORING_LISTS)])
-def test_parts_are_joined_where_a_template_takes_texts_alone(text: str) -> None:
+def test_parts_are_joined_for_a_template_of_texts(text: str) -> None:
     chat = turns("Hello Q", "Hello A", system="Hello S")
     parts = [{**m, "content": [{"type": "text", "text": "Hello"}, {"text": m["content"][5:]}]} for m in chat]
     assert template(text).render(parts) == template(text).render(chat)
@@ -333,7 +270,7 @@ def test_parts_are_joined_where_a_template_takes_texts_alone(text: str) -> None:
         template(text).render(image)
 
 
-def test_texts_are_parts_where_a_template_takes_lists_alone() -> None:
+def test_texts_become_parts_for_a_template_of_lists() -> None:
     text = VISION
     chat = turns("Q", "A", "R", "B", system="S")
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in chat]
@@ -343,7 +280,7 @@ def test_texts_are_parts_where_a_template_takes_lists_alone() -> None:
     assert said(text, chat) == ["A<end>", "B<end>"]
 
 
-def test_a_template_that_takes_both_forms_gets_what_the_row_has() -> None:
+def test_contents_stay_when_a_template_takes_both_forms() -> None:
     both = VISION.replace(
         "in message.content", "in ([{'text': message.content + '!'}] if message.content is string else message.content)"
     )
@@ -353,7 +290,7 @@ def test_a_template_that_takes_both_forms_gets_what_the_row_has() -> None:
 
 @pytest.mark.parametrize("text", ["{{ call.function.arguments | tojson }}", "{{ call.function.arguments }}"])
 @pytest.mark.parametrize("arguments", [{"city": "R\u00f3m", "n": [1]}, '{"city": "R\u00f3m", "n": [1]}'])
-def test_arguments_are_written_as_json_whatever_form_the_template_takes(text: str, arguments: Any) -> None:
+def test_arguments_are_written_as_json(text: str, arguments: Any) -> None:
     calling = marked(CHATML).replace(
         "message.content + '<|im_end|>' }}{%- end",
         "message.content }}{% for call in message.tool_calls or [] %}" + text + "{% endfor %}{{ '<|im_end|>' }}{%- end",
@@ -363,31 +300,18 @@ def test_arguments_are_written_as_json_whatever_form_the_template_takes(text: st
     assert said(calling, [*turns("Q"), call]) == ['{"city": "R\u00f3m", "n": [1]}<|im_end|>']
 
 
-def test_a_template_that_drops_system_messages_is_found_out() -> None:
+def test_drops_system_is_true_when_system_messages_are_not_written() -> None:
     dropping = PLAIN.replace("messages %}", "messages if message.role != 'system' %}")
     assert [template(text).drops_system for text in (dropping, PLAIN, VISION, LLAMA_2)] == [True, False, False, False]
 
 
-def test_a_message_that_only_thinks_or_calls_by_the_older_name_needs_no_content() -> None:
-    doing = marked(CHATML).replace("message.content +", "(message.content or message.thinking or message.function_call.name) +")
-    for deed in ({"reasoning": "Hm."}, {"function_call": {"name": "Hm."}}):
-        assert said(doing, [*turns("Q"), {"role": "assistant", "content": None, **deed}]) == ["Hm.<|im_end|>"]
-
-
-def test_a_template_that_wants_a_system_message_or_one_question_is_tried_with_that() -> None:
+def test_answer_format_is_found_when_a_template_demands_a_system_message_or_one_question() -> None:
     demanding = "{{ raise_exception('no system') if messages[0].role != 'system' }}" + PLAIN
     once = "{{ raise_exception('one question') if messages | length > 2 }}" + PLAIN
     for text, chat in ((demanding, turns("Q", "A", system="S")), (once, turns("Q", "A"))):
         assert not template(text).closes
         assert said(text, chat) == ["A\n"]
     assert template("{{ raise_exception('never') }}").closes
-
-
-def test_a_chat_without_the_assistant_carries_no_loss() -> None:
-    for text in (PHI_3, marked(PHI_3)):
-        rendered = template(text).render(turns("Q"))
-        assert rendered.text == "<|user|>\nQ<|end|>\n<|endoftext|>"
-        assert rendered.spans == ()
 
 
 @pytest.mark.parametrize(
@@ -409,7 +333,7 @@ def test_a_chat_without_the_assistant_carries_no_loss() -> None:
         ("{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}", turns("Q"), "or leaves its"),
     ],
 )  # fmt: skip
-def test_a_chat_that_cannot_be_rendered_is_refused_with_a_short_reason(text: str, chat: Chat, reason: str) -> None:
+def test_chat_that_cannot_be_rendered_is_refused_with_a_short_reason(text: str, chat: Chat, reason: str) -> None:
     with pytest.raises(ChatError) as caught:
         template(text).render(chat)
     assert reason in str(caught.value)
@@ -428,12 +352,12 @@ def test_a_chat_that_cannot_be_rendered_is_refused_with_a_short_reason(text: str
         (LLAMA_3.replace("if strftime_now is defined else '26 Jul 2024'", ""), "today's date"),
     ],
 )
-def test_a_template_that_is_none_or_writes_the_date_is_refused(text: str, reason: str) -> None:
+def test_template_is_refused_when_it_is_invalid_or_writes_the_date(text: str, reason: str) -> None:
     with pytest.raises(TemplateError, match=reason):
         template(text)
 
 
-def test_marks_are_found_in_macros_and_in_one_another() -> None:
+def test_marks_may_be_in_macros_and_nested() -> None:
     inside = "{% macro say(m) %}[{% generation %}{{ m.content }}.{% endgeneration %}]{% endmacro %}"
     assert said(inside + "{% for m in messages %}{{ m.role }}{{ say(m) }}{% endfor %}", turns("Q", "A")) == ["Q.", "A."]
     assert said("a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}", turns("Q")) == ["bcd"]
@@ -444,12 +368,12 @@ def test_marks_are_found_in_macros_and_in_one_another() -> None:
     ) == ["1"]
 
 
-def test_the_digest_stands_for_what_is_learned_of_a_chat() -> None:
+def test_digest_of_a_template_is_frozen() -> None:
     # To be changed with that: under the same snapshot a run would go on with other labels, and caches would keep the old ones.
     assert ChatTemplate(text="{{ messages }}", special_tokens={}).digest == "d8b85aefc27a38d4c054764baa7ae0bc"
 
 
-def test_the_digest_is_of_the_text_and_the_tokens() -> None:
+def test_digest_covers_the_text_and_the_tokens() -> None:
     digests = {
         ChatTemplate(text=text, special_tokens=tokens).digest
         for text in (CHATML, PLAIN)
@@ -462,7 +386,7 @@ def test_the_digest_is_of_the_text_and_the_tokens() -> None:
     assert len({template(CHATML), template(CHATML)}) == 1
 
 
-def test_the_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
+def test_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     assert load_chat_template(tokenizer) is None
     config.write_text(json.dumps({"chat_template": PLAIN}), encoding="utf-8")
@@ -495,7 +419,7 @@ def test_the_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
             load_chat_template(tokenizer)
 
 
-def test_of_a_json_file_that_is_named_the_template_is_what_stands_in_it(tmp_path: Path) -> None:
+def test_template_is_read_from_a_named_json_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for content, expected in ((PLAIN, PLAIN), (json.dumps({"chat_template": ZEPHYR, "eos_token": "</s>"}), ZEPHYR)):
         path.write_text(content, encoding="utf-8")
@@ -508,7 +432,7 @@ def test_of_a_json_file_that_is_named_the_template_is_what_stands_in_it(tmp_path
         read_chat_template(tmp_path / "away.jinja")
 
 
-def test_special_tokens_are_those_of_the_files_beside_the_tokenizer(tmp_path: Path) -> None:
+def test_special_tokens_are_read_beside_the_tokenizer(tmp_path: Path) -> None:
     tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     assert load_special_tokens(tokenizer) == {}
     older = {"eos_token": {"content": "</s>", "lstrip": False}, "bos_token": "<s>", "additional_special_tokens": ["<x>"]}
@@ -545,7 +469,7 @@ def render(text: str, chat: Chat) -> str:
         "{{ 1 // 0 }}",
     ],
 )
-def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
+def test_template_cannot_leave_the_sandbox(text: str) -> None:
     chat = turns("Q", "A")
     with pytest.raises(ChatError, match="its template fails on: "):
         render(text, chat)
@@ -565,13 +489,6 @@ def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
         ("{{ bos_token }}{{ pad_token }}{{ pad_token is defined }}{{ messages[0].name }}<&>", "<s>False<&>"),
     ],
 )
-def test_a_template_has_what_hugging_face_gives_to_it(text: str, written: str) -> None:
+def test_template_has_what_hugging_face_gives_to_it(text: str, written: str) -> None:
     answer = "{{ messages[-1].content }}"  # without it the row would be refused
     assert render(text + answer, turns("Q", "A")) == written + "A"
-
-
-def test_a_lack_of_memory_makes_no_chat_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    chatml = template(CHATML)
-    monkeypatch.setattr(jinja2.Template, "render", Mock(side_effect=MemoryError))
-    with pytest.raises(MemoryError):
-        chatml.render(turns("Q", "A"))

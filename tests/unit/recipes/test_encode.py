@@ -1,18 +1,13 @@
 import json
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pytest
-from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from corpora import EOS, write_tokenizer
 from odd_rows import none_is_bad
@@ -45,7 +40,7 @@ def encode(rows: pa.Table, recipe: Recipe, token_dtype: str, token_bound: int) -
     return encode_module.encode(selected, recipe, token_dtype, token_bound)
 
 
-def test_text_is_what_tokenizers_gives_and_an_eos(tokenizer: TokenizerFile) -> None:
+def test_text_becomes_its_tokens_and_an_eos(tokenizer: TokenizerFile) -> None:
     texts = ["the quick fox", "dog", "\N{SNOWMAN} über 狐"]
     batch = encode(pa.table({"t": texts}), recipe("text", "t", tokenizer=tokenizer, eos_id=0), "uint16", 400)
     direct = Tokenizer.from_file(str(tokenizer.path))
@@ -53,13 +48,13 @@ def test_text_is_what_tokenizers_gives_and_an_eos(tokenizer: TokenizerFile) -> N
     assert batch["tokens"].type == pa.large_list(pa.uint16())
 
 
-def test_a_split_has_its_share_of_all_hashes_from_none_to_every_one() -> None:
+def test_is_validation_holds_out_a_share_of_all_hashes() -> None:
     hashes = np.array([0, 1 << 31, (1 << 32) - 1], np.uint32)
     shares = {share: is_validation(hashes, share).tolist() for share in (0.0, 0.5, 1.0)}
     assert shares == {0.0: [False, False, False], 0.5: [True, False, False], 1.0: [True, True, True]}
 
 
-def test_the_eos_closes_the_response_and_not_the_prompt(tokenizer: TokenizerFile) -> None:
+def test_eos_closes_the_response_and_not_the_prompt(tokenizer: TokenizerFile) -> None:
     table = pa.table({"q": ["fox"], "a": ["dog"]})
     batch = encode(table, recipe("prompt_response", "q", "a", tokenizer=tokenizer, eos_id=0), "uint16", 400)
     direct = tokenizer.tokenizer
@@ -68,13 +63,13 @@ def test_the_eos_closes_the_response_and_not_the_prompt(tokenizer: TokenizerFile
 
 
 @pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
-def test_every_kind_of_text_column_is_read(tokenizer: TokenizerFile, type_: pa.DataType) -> None:
+def test_text_columns_of_every_type_are_read(tokenizer: TokenizerFile, type_: pa.DataType) -> None:
     rows = pa.table({"t": pa.array(["fox", None], pa.string()).cast(type_)})
     batch = encode(rows, recipe("text", "t", tokenizer=tokenizer), "uint16", 400)
     assert batch["tokens"].to_pylist() == [tokenizer.tokenizer.encode("fox").ids, None]
 
 
-def test_bad_texts_are_null_with_the_reason_and_leave_the_others_as_they_are(tokenizer: TokenizerFile) -> None:
+def test_bad_texts_are_null_with_a_reason(tokenizer: TokenizerFile) -> None:
     raw = pa.array([b"fox", None, b"", b"\xff\xfe", b"dog"], pa.binary())
     rows = pa.table({"t": pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0], raw.null_count)})
     batch = encode(rows, recipe("text", "t", tokenizer=tokenizer, eos_id=0), "uint16", 400)
@@ -82,7 +77,7 @@ def test_bad_texts_are_null_with_the_reason_and_leave_the_others_as_they_are(tok
     assert [row is None for row in batch["tokens"].to_pylist()] == [False, True, True, True, False]
 
 
-def test_a_text_that_has_no_tokens_is_bad() -> None:
+def test_text_without_tokens_is_bad() -> None:
     words = Tokenizer(models.WordLevel({"fox": 0}, unk_token="fox"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     named = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words, 1), eos_id=0)
@@ -99,7 +94,7 @@ def letters() -> TokenizerFile:
 
 
 @pytest.mark.parametrize("characters", [1, 3, 1 << 17])
-def test_a_text_that_the_tokenizer_fails_on_is_bad_alone(
+def test_only_the_text_that_the_tokenizer_fails_on_is_bad(
     letters: TokenizerFile, characters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "_PORTION_CHARACTERS", characters)
@@ -114,7 +109,7 @@ def test_a_text_that_the_tokenizer_fails_on_is_bad_alone(
     assert batch["tokens"].to_pylist() == [[0, 1, 1], None, None, [0, 1, 0], None, [1, 0]]
 
 
-def test_a_chat_that_the_tokenizer_fails_on_is_bad_alone(letters: TokenizerFile) -> None:
+def test_only_the_chat_that_the_tokenizer_fails_on_is_bad(letters: TokenizerFile) -> None:
     bad: dict[int, str] = {}
     texts = ["aab", "a\N{SNOWMAN}b", "", "ba"]
     marked = letters.encode_marked(texts, [[(1, 3)], [(1, 3)], [], [(0, 1)]], bad.__setitem__)
@@ -125,7 +120,7 @@ def test_a_chat_that_the_tokenizer_fails_on_is_bad_alone(letters: TokenizerFile)
     assert bad[1].startswith("is a text that the tokenizer fails on: ")
 
 
-def test_a_text_on_which_the_tokenizer_panics_is_bad_alone() -> None:
+def test_only_the_text_on_which_the_tokenizer_panics_is_bad() -> None:
     words = Tokenizer(models.WordLevel({"fox": 0}, unk_token="fox"))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     named = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words, 1))
@@ -134,47 +129,15 @@ def test_a_text_on_which_the_tokenizer_panics_is_bad_alone() -> None:
     assert batch["bad"][1].as_py().startswith("t is a text that the tokenizer fails on: the library panics: ")
 
 
-def test_a_tokenizer_that_fails_on_any_text_is_named() -> None:
-    nothing: Any = object()
-    failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", nothing, 1))
-    with pytest.raises(ValueError, match=r"the tokenizer words.json fails: "):
-        encode(pa.table({"t": ["dog"]}), failing, "uint16", 9)
-
-
 @pytest.mark.parametrize(
     ("batch", "one"), [([MemoryError], []), ([ValueError, MemoryError], [None]), ([ValueError], [MemoryError])]
 )
-def test_a_lack_of_memory_makes_no_row_bad(batch: list[type[Exception]], one: list[Any]) -> None:
+def test_out_of_memory_makes_no_row_bad(batch: list[type[Exception]], one: list[Any]) -> None:
     """Whether the tokenizer meets it at once, where it fails on some text, or where that is looked for."""
     lacking = Mock(**{"encode_batch_fast.side_effect": batch, "encode.side_effect": one})
     short = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", lacking, 1))
     with pytest.raises(MemoryError):
         encode(pa.table({"t": ["dog"]}), short, "uint16", 9)
-
-
-def test_texts_are_tokenized_by_several_threads_and_stay_in_order(
-    tokenizer: TokenizerFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = ["", *(" ".join(["fox", "dog"][: n % 3] * n) for n in range(40)), "", ""]
-    whole = [encoding.ids for encoding in tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)]
-    calls, two_are_at_it, runs = count(), Barrier(2), tokenizer_module._runs
-
-    def runs_beside_another(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-        if next(calls) < 2:
-            two_are_at_it.wait(10)
-        return runs(encoding, spans)
-
-    with ThreadPoolExecutor(2) as threads:
-        monkeypatch.setattr(tokenizer_module, "_PORTION_CHARACTERS", 50)
-        monkeypatch.setattr(tokenizer_module, "_threads", lambda: threads)
-        monkeypatch.setattr(tokenizer_module, "num_cores", lambda: 2)
-        monkeypatch.setattr(tokenizer_module, "_runs", runs_beside_another)
-        ids, lengths = tokenizer.encode(texts, none_is_bad)
-        marked = tokenizer.encode_marked(texts, [()] * len(texts), none_is_bad)
-
-    assert ids.tolist() == [token for own in whole for token in own]
-    assert lengths.tolist() == list(map(len, whole))
-    assert [own.tolist() for own, _ in marked] == whole
 
 
 @pytest.mark.parametrize(
@@ -189,7 +152,7 @@ def test_texts_are_tokenized_by_several_threads_and_stay_in_order(
         pytest.param([(0, 15)], [0, 4], id="all"),
     ],
 )
-def test_a_token_is_learned_where_any_of_its_characters_is(spans: list[tuple[int, int]], runs: list[int]) -> None:
+def test_token_has_loss_when_any_of_its_characters_has(spans: list[tuple[int, int]], runs: list[int]) -> None:
     pieces = {piece: number for number, piece in enumerate(["the", " fox", " and", " dog"])}
     split = Tokenizer(models.WordLevel(pieces, unk_token="the"))
     split.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-z]+"), "isolated")
@@ -211,7 +174,7 @@ def test_a_token_is_learned_where_any_of_its_characters_is(spans: list[tuple[int
         ("a: \nb", [], [5, 0]),
     ],
 )
-def test_a_token_without_a_character_is_learned_within_a_span_alone(
+def test_token_without_characters_has_loss_only_within_a_span(
     tmp_path: Path, text: str, spans: list[tuple[int, int]], runs: list[int]
 ) -> None:
     trimming = Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer.json", ["a"])))
@@ -222,24 +185,17 @@ def test_a_token_without_a_character_is_learned_within_a_span_alone(
     assert len(ids) == sum(runs)
 
 
-def test_a_pair_is_bad_as_a_whole(tokenizer: TokenizerFile) -> None:
-    table = pa.table({"q": ["fox", "fox"], "a": ["", "dog"]})
-    batch = encode(table, recipe("prompt_response", "q", "a", tokenizer=tokenizer, eos_id=0), "uint16", 400)
-    assert batch["bad"].to_pylist() == ["a is empty", None]
-    assert batch["tokens"].to_pylist()[0] is None
-
-
 @pytest.mark.parametrize(
     "type_",
     [pa.list_(pa.int64()), pa.large_list(pa.uint16()), pa.list_(pa.int32(), 2), pa.list_(pa.uint64()), pa.list_(pa.int8())],
 )
-def test_every_kind_of_token_column_is_read(type_: pa.DataType) -> None:
+def test_token_columns_of_every_type_are_read(type_: pa.DataType) -> None:
     rows = pa.table({"ids": pa.chunked_array([pa.array([[1, 2], None], type_), pa.array([[3, 4]], type_)])})
     batch = encode(rows, recipe("tokens", "ids"), "uint16", 2**16)
     assert batch["tokens"].to_pylist() == [[1, 2], None, [3, 4]]
 
 
-def test_bad_token_lists_are_null_with_the_reason() -> None:
+def test_bad_token_lists_are_null_with_a_reason() -> None:
     lists: list[Any] = [[1], [], None, [1, 400, 2], [-1], [5, None], [399], [2**40]]
     batch = encode(pa.table({"ids": pa.array(lists, pa.list_(pa.int64()))}), recipe("tokens", "ids"), "uint16", 400)
     assert batch["bad"].to_pylist() == [
@@ -255,18 +211,7 @@ def test_bad_token_lists_are_null_with_the_reason() -> None:
     assert batch["tokens"].to_pylist() == [[1], None, None, None, None, None, [399], None]
 
 
-def test_an_id_past_63_bits_is_told_as_it_is_stored() -> None:
-    rows = pa.table({"ids": pa.array([[2**63 + 1]], pa.list_(pa.uint64()))})
-    batch = encode(rows, recipe("tokens", "ids"), "uint16", 400)
-    assert batch["bad"].to_pylist() == ["has token id 9223372036854775809, outside 0 to 399"]
-
-
-def test_the_first_id_that_is_none_is_seen_where_no_other_is_wrong() -> None:
-    batch = encode(pa.table({"ids": [[0, 399], [400]]}), recipe("tokens", "ids"), "uint16", 400)
-    assert batch["bad"].to_pylist() == [None, "has token id 400, outside 0 to 399"]
-
-
-def test_pre_tokenized_rows_are_closed_where_the_recipe_says_so_and_they_are_not_yet() -> None:
+def test_pre_tokenized_rows_get_an_eos_unless_they_end_with_it() -> None:
     lists = pa.array([[1], [2, 9], [], [9], None, [3, 9, 4]], pa.list_(pa.int32()))
     closing = encode(pa.table({"ids": lists}), recipe("tokens", "ids", eos_id=9), "uint16", 10)
     assert closing["tokens"].to_pylist() == [[1, 9], [2, 9], None, [9], None, [3, 9, 4, 9]]
@@ -274,7 +219,7 @@ def test_pre_tokenized_rows_are_closed_where_the_recipe_says_so_and_they_are_not
     assert as_they_are["tokens"].to_pylist() == [[1], [2, 9], None, [9], None, [3, 9, 4]]
 
 
-def test_a_text_that_spells_a_special_token_becomes_it_unless_they_are_split(tokenizer: TokenizerFile) -> None:
+def test_spelled_special_token_is_split_only_with_split_special_tokens(tokenizer: TokenizerFile) -> None:
     split = load_tokenizer(tokenizer.path, split_special_tokens=True)
     assert split.digest != tokenizer.digest
     assert (split.splits_special_tokens, tokenizer.splits_special_tokens) == (True, False)
@@ -287,7 +232,7 @@ def test_a_text_that_spells_a_special_token_becomes_it_unless_they_are_split(tok
     assert split.decode(of_split) == tokenizer.decode(plain) == f"fox{EOS} dog{EOS}"
 
 
-def test_a_tokenizer_that_is_replaced_by_one_with_its_date_is_read_again(tmp_path: Path) -> None:
+def test_tokenizer_is_read_again_when_it_is_replaced_with_the_same_mtime(tmp_path: Path) -> None:
     digests = set()
     for text in ("fox fox fox", "dog dog dog"):
         write_tokenizer(tmp_path / "new.json", [text])
@@ -300,7 +245,7 @@ def test_a_tokenizer_that_is_replaced_by_one_with_its_date_is_read_again(tmp_pat
 SEP = {"content": "<|sep|>", "special": True}
 
 
-def test_a_token_that_a_file_beside_the_tokenizer_adds_is_part_of_its_digest(tmp_path: Path) -> None:
+def test_digest_covers_tokens_added_by_files_beside_the_tokenizer(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     write_tokenizer(store / "blob")
@@ -338,9 +283,7 @@ def test_a_token_that_a_file_beside_the_tokenizer_adds_is_part_of_its_digest(tmp
         ({"tokenizer_config.json": {"added_tokens_decoder": {"0": 7}}}, "add tokens in a form that transformers does not"),
     ],
 )
-def test_tokens_that_cannot_have_the_ids_that_a_file_gives_them_are_refused(
-    tmp_path: Path, files: dict[str, Any], reason: str
-) -> None:
+def test_added_tokens_are_refused_with_ids_that_they_cannot_have(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json")
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -348,7 +291,7 @@ def test_tokens_that_cannot_have_the_ids_that_a_file_gives_them_are_refused(
         load_tokenizer(path)
 
 
-def test_the_files_own_truncation_and_padding_are_off(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json")
     cutting = Tokenizer.from_file(str(path))
     cutting.enable_truncation(3)
@@ -362,7 +305,7 @@ def test_the_files_own_truncation_and_padding_are_off(tmp_path: Path) -> None:
     assert batch["tokens"].to_pylist() == [cutting.encode("the quick brown fox").ids] * 2
 
 
-def test_the_files_own_dropout_is_off(tmp_path: Path) -> None:
+def test_dropout_of_the_file_is_off(tmp_path: Path) -> None:
     """A tokenizer that was trained with it leaves merges out at random: no text would have the same tokens twice."""
     path = write_tokenizer(tmp_path / "tokenizer.json")
     dropping = Tokenizer.from_file(str(path))

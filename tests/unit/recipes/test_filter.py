@@ -88,11 +88,11 @@ def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
         (one(pa.bool_(), True, False, None), "x = false or x", [True, True, False]),
     ],
 )  # fmt: skip
-def test_a_condition_on_columns_of_every_type_keeps_rows(rows: pa.RecordBatch, condition: str, kept: list[bool]) -> None:
+def test_filter_reads_columns_of_every_type(rows: pa.RecordBatch, condition: str, kept: list[bool]) -> None:
     assert parse_filter(condition, rows.schema).keep(rows).tolist() == kept
 
 
-def test_a_filter_reads_only_its_columns_of_a_slice() -> None:
+def test_filter_reads_only_its_columns_of_a_slice() -> None:
     rows = pa.RecordBatch.from_pylist([{"n": number, "text": "x"} for number in range(10)], SCHEMA)
     few = parse_filter("text = 'x' and n % 2 = 1", SCHEMA)
     assert few.columns == ("text", "n")
@@ -145,7 +145,7 @@ def test_a_filter_reads_only_its_columns_of_a_slice() -> None:
         ("(" * 5_000 + "ok" + ")" * 5_000, "nested too deeply"),
     ],
 )  # fmt: skip
-def test_a_condition_is_refused_with_its_wrong_part(condition: str, message: str) -> None:
+def test_filter_is_refused_with_its_wrong_part(condition: str, message: str) -> None:
     with pytest.raises(FilterError, match=f"(?i){re.escape(message)}"):
         parse_filter(condition, SCHEMA)
 
@@ -169,12 +169,12 @@ def test_times_are_compared_with_times_of_their_kind() -> None:
     parse_filter("there >= '2024-01-01T00:00:00Z'", schema)
 
 
-def test_a_calculation_fails_when_it_exceeds_64_bits() -> None:
+def test_calculation_fails_when_it_exceeds_64_bits() -> None:
     with pytest.raises(FilterError, match="does not fit 64 bits"):
         parse_filter("big * 2 < 0", SCHEMA).keep(pa.RecordBatch.from_pylist([{"big": 2**62}], SCHEMA))
 
 
-def test_a_filter_tests_values_of_an_extension_type_for_null() -> None:
+def test_null_test_works_on_extension_types() -> None:
     ids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0" * 16, None], pa.binary(16)))
     rows = pa.record_batch({"id": ids})
     assert parse_filter("id is not null", rows.schema).keep(rows).tolist() == [True, False]
@@ -198,7 +198,6 @@ def test_rows_of_another_schema_are_refused(condition: str) -> None:
         ("x = 'b'", pa.string(), one(pa.string_view(), "b", "a", None), [True, False, False]),
         ("x = 'b'", pa.string_view(), one(pa.dictionary(pa.int8(), pa.large_string()), "b", "a", None), [True, False, False]),
         ("x > 2 or x is null", pa.int64(), one(pa.null(), None), [True]),
-        ("x % 2 = 1", pa.int64(), one(pa.float64(), 3.0, 2.0, None), [True, False, False]),
         ("length(x) > 1 and x like 'a%'", pa.string(), one(pa.null(), None), [False]),
         ("length(x) > 1 and x like 'a%'", pa.null(), one(pa.string(), "ab", "a"), [True, False]),
         ("x % 2 = 1", pa.null(), one(pa.int8(), 1, 2), [True, False]),
@@ -212,12 +211,8 @@ def test_rows_of_other_types_than_in_the_first_shard_are_compared_by_their_own(
     assert found.keep(rows).tolist() == kept
 
 
-def test_a_shard_of_other_types_is_refused_with_both_types() -> None:
+def test_shard_of_other_types_is_refused_with_both_types() -> None:
     found = parse_filter("text = 'x' and ok", SCHEMA)
     found.check(pa.schema({"ok": pa.bool_(), "text": pa.string_view()}))
     with pytest.raises(FilterError, match=r"; text is int8 here and string in the first shard\."):
         found.check(pa.schema({"text": pa.int8(), "ok": pa.bool_()}))
-
-
-def test_filters_of_one_text_are_equal() -> None:
-    assert parse_filter("n > 1", SCHEMA) == parse_filter("n > 1", SCHEMA) != parse_filter("n > 2", SCHEMA)

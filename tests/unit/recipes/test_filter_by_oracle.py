@@ -264,14 +264,14 @@ def kept_by_sqlite(rows: Sequence[Row], condition: str) -> list[bool]:
 
 
 @given(rows_strategy, conditions)
-def test_a_condition_keeps_the_rows_for_which_it_is_true_and_no_others(rows: list[Row], condition: Part) -> None:
+def test_filter_keeps_the_rows_for_which_its_condition_is_true(rows: list[Row], condition: Part) -> None:
     keep = parsed(condition.text).keep(batch(rows))
     assert keep.dtype == bool
     assert keep.tolist() == [condition.of(row) is True for row in rows]
 
 
 @given(rows_strategy, conditions)
-def test_sqlite_keeps_the_same_rows(rows: list[Row], condition: Part) -> None:
+def test_filter_keeps_the_rows_that_sqlite_keeps(rows: list[Row], condition: Part) -> None:
     assert parsed(condition.text).keep(batch(rows)).tolist() == kept_by_sqlite(rows, condition.sqlite)
 
 
@@ -295,6 +295,6 @@ tests_of = st.one_of(
         st.tuples(st.sampled_from(["and", "or"]), st.sampled_from(["", "not ", "not not "]), tests_of), min_size=1, max_size=5
     ),
 )
-def test_without_parentheses_the_parts_bind_as_in_sqlite(rows: list[Row], chain: list[tuple[str, str, str]]) -> None:
+def test_operators_bind_as_in_sqlite(rows: list[Row], chain: list[tuple[str, str, str]]) -> None:
     text = "ok or " + " ".join(f"{word} {no}{test}" for word, no, test in chain).split(" ", 1)[1]
     assert parsed(text).keep(batch(rows)).tolist() == kept_by_sqlite(rows, text)

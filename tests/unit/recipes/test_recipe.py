@@ -10,8 +10,6 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models
 
-from penstock_server.catalog.snapshot import recipe_key
-from penstock_server.recipes import recipe as recipe_module
 from penstock_server.recipes.fields import Column, Field
 from penstock_server.recipes.infer import FirstShard
 from penstock_server.recipes.recipe import Recipe
@@ -52,17 +50,17 @@ BESIDE: dict[str, Any] = {
 ELSEWHERE = {"kind", "chat", "filter", "transform"}  # the fields' roles tell the kind; the others are texts, and tested as such
 
 
-def test_each_field_of_a_recipe_is_looked_at() -> None:
+def test_every_field_of_a_recipe_is_tested_here() -> None:
     assert {field.name for field in fields(Recipe)} == CHANGES.keys() | ALIKE.keys() | BESIDE.keys() | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_a_batch_is_in_the_identity(name: str) -> None:
+def test_identity_covers_what_changes_a_batch(name: str) -> None:
     assert replace(RECIPE, **{name: CHANGES[name]}).identity != RECIPE.identity
 
 
 @pytest.mark.parametrize("changed", [{"field": IDS}, {"type": pa.int64()}])
-def test_what_a_column_is_made_of_is_in_the_identity(changed: dict[str, Any]) -> None:
+def test_identity_covers_field_and_type_of_a_column(changed: dict[str, Any]) -> None:
     assert replace(RECIPE, columns=(replace(COLUMN, **changed),)).identity != RECIPE.identity
 
 
@@ -75,7 +73,7 @@ def test_what_a_column_is_made_of_is_in_the_identity(changed: dict[str, Any]) ->
         [pa.list_(pa.float32(), 3), pa.list_(pa.field("element", pa.float32()), 3)],
     ],
 )
-def test_what_travels_alike_is_one_in_the_identity_whatever_the_first_shard_calls_it(types: list[pa.DataType]) -> None:
+def test_identity_has_one_name_for_types_that_are_sent_alike(types: list[pa.DataType]) -> None:
     """Else a shard that comes, and is the first from then on, would end all runs, and have every row tokenized again."""
     [first, *others] = (replace(RECIPE, columns=(replace(COLUMN, type=type_),)).identity["columns"] for type_ in types)
     assert first == [["n", str(types[0])]]
@@ -83,23 +81,17 @@ def test_what_travels_alike_is_one_in_the_identity_whatever_the_first_shard_call
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_what_decides_of_bad_rows_and_splits_is_another_recipe_with_the_same_tokens(name: str) -> None:
+def test_identity_leaves_out_settings_that_change_no_token(name: str) -> None:
     other = replace(RECIPE, **{name: BESIDE[name]})
     assert other.identity == RECIPE.identity
     assert not other.is_like(RECIPE)
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_what_is_only_told_is_the_same_recipe(name: str) -> None:
+def test_is_like_ignores_what_is_only_reported(name: str) -> None:
     assert replace(RECIPE, **{name: ALIKE[name]}).is_like(RECIPE)
 
 
-def test_a_build_that_reads_rows_otherwise_names_all_that_it_makes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {recipe_key(RECIPE, ())}
-    monkeypatch.setattr(recipe_module, "_READING", recipe_module._READING + 1)
-    assert recipe_key(RECIPE, ()) not in names
-
-
-def test_what_is_not_set_is_not_in_the_identity_or_a_setting_that_comes_later_would_end_all_runs() -> None:
+def test_identity_leaves_out_unset_settings() -> None:
     assert None not in RECIPE.identity.values()
     assert "tools" not in RECIPE.identity

@@ -96,22 +96,20 @@ def rows_in(catalog: Catalog, **spec: Any) -> dict[int, int]:
         (["part-0"], "files", "train"),
     ],
 )
-def test_names_of_shards_give_splits_where_they_tell_some_apart(names: list[str], rule: Any, splits: str | None) -> None:
+def test_splits_of_shards_follow_their_names(names: list[str], rule: Any, splits: str | None) -> None:
     found = splits_of_shards([f"{name}.parquet" for name in names], rule)
     assert found == (tuple(splits.split()) if splits else None)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_split_has_the_rows_of_the_shards_that_are_named_after_it(
-    open_named: Callable[..., Catalog], way: dict[str, Any]
-) -> None:
+def test_split_has_the_rows_of_its_shards(open_named: Callable[..., Catalog], way: dict[str, Any]) -> None:
     catalog = open_named(HUB)
     expected = {"train": [1, 2], "validation": [3], "test": [0], "all": [0, 1, 2, 3]}
     for split, shards in expected.items():
         assert rows_in(catalog, split=split, **way) == dict.fromkeys(shards, ROWS)
 
 
-def test_a_run_that_names_no_split_trains_on_the_train_shards_and_without_such_names_on_all(
+def test_default_split_is_train_only_when_shard_names_give_splits(
     open_named: Callable[..., Catalog],
 ) -> None:
     catalog = open_named(HUB)
@@ -123,7 +121,7 @@ def test_a_run_that_names_no_split_trains_on_the_train_shards_and_without_such_n
         assert rows_in(catalog) == dict.fromkeys(range(len(names)), ROWS)
 
 
-def test_a_filter_leaves_rows_out_of_every_split(open_named: Callable[..., Catalog]) -> None:
+def test_filter_applies_to_every_split(open_named: Callable[..., Catalog]) -> None:
     catalog = open_named(HUB, "filter = 'length(input_ids) > 1'")
     for split in ("train", "validation", "test", "all"):
         with pytest.raises(BadParameter, match="no row"):
@@ -132,7 +130,7 @@ def test_a_filter_leaves_rows_out_of_every_split(open_named: Callable[..., Catal
     assert [sum(rows_in(catalog, split=split).values()) for split in ("train", "test", "all")] == [2 * ROWS, ROWS, 4 * ROWS]
 
 
-def test_a_share_is_held_out_by_hash_only_where_the_recipe_sets_one(open_named: Callable[..., Catalog]) -> None:
+def test_share_is_held_out_by_hash_only_when_the_recipe_sets_one(open_named: Callable[..., Catalog]) -> None:
     catalog = open_named(HUB, "validation = 0.25")
     train, validation = (rows_in(catalog, split=split) for split in ("train", "validation"))
     assert ([*train], [*validation]) == ([1, 2], [1, 2, 3])
@@ -143,7 +141,7 @@ def test_a_share_is_held_out_by_hash_only_where_the_recipe_sets_one(open_named: 
     assert [*rows_in(catalog, split="train")] == [*rows_in(catalog, split="validation")] == [0, 1, 2, 3]
 
 
-def test_a_split_that_no_shard_is_named_after_is_refused_with_those_that_there_are(open_named: Callable[..., Catalog]) -> None:
+def test_unknown_split_is_refused_with_the_known_ones(open_named: Callable[..., Catalog]) -> None:
     catalog = open_named(HUB[:2])
     with pytest.raises(
         BadParameter, match=r"^d has no row in split=validation .* its splits \(all, train, test\), name shards"
@@ -153,7 +151,7 @@ def test_a_split_that_no_shard_is_named_after_is_refused_with_those_that_there_a
         plan_of(open_named(["a"]), "d", split="test")
 
 
-def test_what_gives_the_splits_names_the_snapshot(open_named: Callable[..., Catalog]) -> None:
+def test_fingerprint_covers_the_rule_of_the_splits(open_named: Callable[..., Catalog]) -> None:
     tomls = ("", 'splits = "hash"', "validation = 0.25", 'splits = "hash"\nvalidation = 0.25')
     assert len({open_named(HUB, toml)["d"].latest.snapshot.fingerprint for toml in tomls}) == len(tomls)
     named, by_default = (open_named(HUB, toml)["d"].latest.snapshot for toml in ('splits = "files"', ""))
@@ -162,7 +160,7 @@ def test_what_gives_the_splits_names_the_snapshot(open_named: Callable[..., Cata
     assert plain == plain[:1] * 3
 
 
-def test_a_run_is_told_once_which_rule_gives_the_splits_until_the_recipe_says_so(open_named: Callable[..., Catalog]) -> None:
+def test_run_is_warned_of_splits_by_names_unless_the_recipe_sets_splits(open_named: Callable[..., Catalog]) -> None:
     catalog = open_named([*HUB, "more"])
     expected = r"^d: the names of its shards give its splits \(train 2, validation 1, test 1, no split 1\), and "
     [told] = advice_on_run(catalog.plan("d", Spec(batch_size=1)))
@@ -175,7 +173,7 @@ def test_a_run_is_told_once_which_rule_gives_the_splits_until_the_recipe_says_so
         assert [*advice_on_run(open_named(HUB, f'splits = "{rule}"').plan("d", Spec(batch_size=1)))] == []
 
 
-def test_answers_tell_the_rule_and_the_splits(open_named: Callable[..., Catalog], tmp_path: Path) -> None:
+def test_responses_name_the_rule_and_the_splits(open_named: Callable[..., Catalog], tmp_path: Path) -> None:
     catalog = open_named(HUB)
     served = catalog["d"].latest
     told = [*prepare(served, [8])]
@@ -203,13 +201,13 @@ def test_answers_tell_the_rule_and_the_splits(open_named: Callable[..., Catalog]
     assert "  splits: 0.005 of the rows held out for validation by hash\n" in plain
 
 
-def test_a_mixture_trains_on_the_train_rows_of_all_its_datasets(open_named: Callable[..., Catalog], tmp_path: Path) -> None:
+def test_mixture_uses_the_train_rows_of_its_datasets(open_named: Callable[..., Catalog], tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "e", 100)
     spec = open_named(HUB).plan("d", Spec(batch_size=1, mix="d:1,e:1")).spec
     assert spec.split == "train"
 
 
-def test_a_bad_row_gives_way_to_a_row_of_its_split(open_named: Callable[..., Catalog], tmp_path: Path) -> None:
+def test_bad_row_is_replaced_by_a_row_of_its_split(open_named: Callable[..., Catalog], tmp_path: Path) -> None:
     catalog = open_named(HUB[:2], 'on_bad_row = "replace"\nmax_bad_share = 0.9')
     rows = [[number] if number % 64 > 60 and number < 64 else [] for number in range(ROWS)]
     pq.write_table(pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))}), tmp_path / "data" / "d" / "test-1.parquet")
@@ -218,19 +216,10 @@ def test_a_bad_row_gives_way_to_a_row_of_its_split(open_named: Callable[..., Cat
     assert rows_in(catalog, split="test") == {0: ROWS}
 
 
-def test_a_test_shard_that_comes_later_is_not_in_the_train_split_of_either_snapshot(
-    open_named: Callable[..., Catalog], tmp_path: Path
-) -> None:
+def test_new_test_shard_is_not_in_the_train_split(open_named: Callable[..., Catalog], tmp_path: Path) -> None:
     catalog = open_named(["train-0", "train-1"])
     before = plan_of(catalog, "d", batch_size=1, split="train")
     pq.write_table(pa.table({"input_ids": pa.array([[7]], pa.list_(pa.int32()))}), tmp_path / "data" / "d" / "test-0.parquet")
     catalog.refresh("d")
     assert rows_in(catalog, split="train") == {0: ROWS, 1: ROWS}
     assert rows_in(catalog, snapshot=before.snapshot, split="train")[0] < ROWS  # a running job keeps its rule
-
-
-def test_no_block_of_another_split_is_read_ahead_or_needs_room(open_named: Callable[..., Catalog]) -> None:
-    catalog = open_named(HUB)
-    plans = [plan_of(catalog, "d", batch_size=1, split=split) for split in ("train", "all")]
-    train, every = (plan.members[0] for plan in plans)
-    assert train.window_bytes == every.window_bytes // 2

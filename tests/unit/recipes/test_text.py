@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers import Tokenizer, processors
 
 from corpora import EOS, write_tokenizer
 from penstock import Spec
@@ -89,7 +89,7 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
-def test_json_is_given_to_the_template_as_it_is_and_of_messages_and_structs_what_is_not_null(folder: Folder) -> None:
+def test_template_gets_json_unchanged_and_structs_without_nulls(folder: Folder) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": None}}]}
     tools = [{"name": "f", "default": None}]
     written = [json.dumps(each) for each in (CHAT[0], {key: call[key] for key in ("role", "tool_calls")}, tools)]
@@ -99,12 +99,7 @@ def test_json_is_given_to_the_template_as_it_is_and_of_messages_and_structs_what
     assert "null" not in folder.rows()[0]
 
 
-def test_a_reason_that_cannot_be_stored_is_spelled_out(folder: Folder) -> None:
-    folder.write({"messages": [CHAT]}, 'on_bad_row = "replace"\n', {"chat_template": "{{ raise_exception('no \\ud800') }}"})
-    assert folder.rows() == ["messages has a chat that its template refuses: no \\ud800"]
-
-
-def test_maps_are_objects_and_decimals_are_numbers(folder: Folder) -> None:
+def test_maps_become_objects_and_decimals_numbers(folder: Folder) -> None:
     def written(arguments: pa.DataType, value: object) -> str:
         message = pa.struct({"role": pa.string(), "content": pa.string(), "arguments": arguments})
         chat = [{"role": "assistant", "content": "fox", "arguments": value}]
@@ -123,7 +118,7 @@ def test_maps_are_objects_and_decimals_are_numbers(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["", 'messages = "messages"'])
-def test_chats_as_json_are_the_same_rows_and_what_is_none_is_a_bad_one(folder: Folder, recipe: str) -> None:
+def test_chats_as_json_text_equal_chats_as_lists(folder: Folder, recipe: str) -> None:
     config = {"chat_template": LLAMA_2, "bos_token": EOS, "eos_token": EOS}
     folder.write({"messages": [CHAT]}, recipe, config)
     expected = folder.rows()
@@ -136,7 +131,7 @@ def test_chats_as_json_are_the_same_rows_and_what_is_none_is_a_bad_one(folder: F
         assert expected_part in reason
 
 
-def test_texts_of_pairs_are_chats_as_json_where_a_template_is_named(folder: Folder) -> None:
+def test_texts_of_pairs_are_json_chats_when_a_template_is_named(folder: Folder) -> None:
     other = [CHAT[0], {"role": "assistant", "content": "cat"}]
     (folder.path / "llama.jinja").write_text(LLAMA_2)
     names = 'chat_template = "llama.jinja"\nbos = "<s>"\neos = "</s>"\n'
@@ -156,7 +151,7 @@ def test_texts_of_pairs_are_chats_as_json_where_a_template_is_named(folder: Fold
 
 
 @pytest.mark.parametrize("recipe", ['bos = "<s>"\neos = "</s>"', "bos = 377\neos = 378"])
-def test_tokens_that_are_named_for_the_template_are_not_written_twice(folder: Folder, recipe: str) -> None:
+def test_bos_and_eos_are_not_added_when_the_template_writes_them(folder: Folder, recipe: str) -> None:
     folder.write({"messages": [CHAT]}, "bos = '<s>'", {"chat_template": LLAMA_2}, *USUAL)
     tokenizer = Tokenizer.from_file(str(folder._tokenizer))
     recipe = recipe.replace("377", str(tokenizer.token_to_id("<s>"))).replace("378", str(tokenizer.token_to_id("</s>")))
@@ -195,9 +190,7 @@ def test_texts_end_with_the_eos_of_the_model(
     ],
     ids=str,
 )
-def test_a_token_that_a_file_beside_the_tokenizer_adds_is_one_token_where_a_template_writes_it(
-    folder: Folder, files: dict[str, Any]
-) -> None:
+def test_added_token_is_one_token_in_a_template(folder: Folder, files: dict[str, Any]) -> None:
     folder.write({"messages": [CHAT]}, "chat_template = 'own.jinja'")
     (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", "<|turn|>").replace("{{ eos_token }}", ""))
     size = Tokenizer.from_file(str(folder._tokenizer)).get_vocab_size()
@@ -209,13 +202,7 @@ def test_a_token_that_a_file_beside_the_tokenizer_adds_is_one_token_where_a_temp
     assert folder.served.snapshot.vocab_size == size + 1
 
 
-@pytest.mark.parametrize(("config", "recipe"), [({"bos_token": None}, ""), ({"bos_token": ""}, ""), ({}, "bos = false")])
-def test_a_template_writes_no_bos_where_there_is_none(folder: Folder, config: dict[str, Any], recipe: str) -> None:
-    folder.write({"messages": [CHAT]}, recipe, {"chat_template": LLAMA_2, "eos_token": "</s>"} | config, *USUAL)
-    assert folder.rows() == ["[[INST] fox [/INST]] dog</s>"]
-
-
-def test_an_eos_that_the_template_writes_before_a_line_break_is_not_added(folder: Folder) -> None:
+def test_eos_is_not_added_when_the_template_writes_it_before_a_line_break(folder: Folder) -> None:
     chatml = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>\n{% endfor %}"
     for end in ("", "</s>"):
         template = chatml + "{{ '<assistant>' if add_generation_prompt else '" + end + "' }}"
@@ -223,7 +210,7 @@ def test_an_eos_that_the_template_writes_before_a_line_break_is_not_added(folder
         assert folder.rows() == [f"[<user>fox<|im_end|>\n<assistant>]dog<|im_end|>[\n{end}]"]
 
 
-def test_tools_that_a_template_does_not_look_at_are_told(folder: Folder) -> None:
+def test_server_warns_of_tools_that_a_template_ignores(folder: Folder) -> None:
     plain = AS_JSON.replace("{{ tools | tojson }}", "</s>")
     tools = {"tools": [[{"name": "f"}]]}
     folder.write({"messages": [CHAT]} | tools, "", {"chat_template": plain}, *USUAL)
@@ -239,7 +226,7 @@ def test_tools_that_a_template_does_not_look_at_are_told(folder: Folder) -> None
     assert folder.advice() == ""
 
 
-def test_a_template_that_ends_no_answer_is_told_of(folder: Folder) -> None:
+def test_server_warns_of_a_template_that_ends_no_answer(folder: Folder) -> None:
     endless = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
     folder.write({"messages": [CHAT]}, "", {"chat_template": endless}, *USUAL)
     assert "d: its chat template ends what the assistant says with nothing but blanks, so nothing teaches" in folder.advice()
@@ -249,7 +236,7 @@ def test_a_template_that_ends_no_answer_is_told_of(folder: Folder) -> None:
     assert folder.advice() == ""
 
 
-def test_an_end_that_is_left_out_of_the_marks_is_told_of(folder: Folder) -> None:
+def test_server_warns_of_marks_that_leave_out_the_end(folder: Folder) -> None:
     turn = "<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n"
     for opening in ("", "{{ raise_exception('no system') if messages[0].role != 'system' }}"):
         for recipe in ("", 'eos = "<|im_end|>"'):
@@ -272,16 +259,6 @@ def test_the_server_warns_of_a_template_that_drops_system_messages(folder: Folde
         assert ("d: its chat template writes nothing of system messages" in folder.advice()) == is_told
 
 
-def test_one_usual_eos_is_no_guess(folder: Folder) -> None:
-    folder.write({"text": ["fox"]})
-    assert folder.advice() == ""
-
-
-def test_a_completion_answers_a_prompt(folder: Folder) -> None:
-    folder.write({"prompt": ["fox"], "completion": [" dog"]})
-    assert folder.rows() == [f"[fox] dog{EOS}"]
-
-
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
@@ -289,16 +266,14 @@ def test_a_completion_answers_a_prompt(folder: Folder) -> None:
         ({"text": [b"fox"]}, ["text (binary)"]),
     ],
 )
-def test_columns_of_the_right_names_and_other_types_are_told_with_the_way_out(
-    folder: Folder, columns: dict[str, Any], said: list[str]
-) -> None:
+def test_columns_of_unsuitable_types_are_refused(folder: Folder, columns: dict[str, Any], said: list[str]) -> None:
     folder.write(columns)
     with pytest.raises(DatasetInvalid) as refused:
         folder.rows()
     assert [part for part in said if part not in str(refused.value)] == []
 
 
-def test_chats_and_answers_beside_texts_are_told(folder: Folder) -> None:
+def test_server_warns_of_chats_and_answers_beside_texts(folder: Folder) -> None:
     both = {"text": ["fox"], "messages": [CHAT], "prompt": ["a"], "completion": ["b"], "response": [3]}
     both |= {"chosen": [CHAT], "rejected": [CHAT]}
     for names, way in (
@@ -316,7 +291,7 @@ def test_chats_and_answers_beside_texts_are_told(folder: Folder) -> None:
     assert folder.advice() == ""
 
 
-def test_masks_of_token_ids_are_told_where_they_are_none(folder: Folder) -> None:
+def test_server_warns_of_masks_of_another_type(folder: Folder) -> None:
     for name in ("completion_mask", "assistant_masks"):
         folder.write({"input_ids": [[1, 2]], name: [[0, 1]]})
         assert folder.advice() == ""
@@ -324,7 +299,7 @@ def test_masks_of_token_ids_are_told_where_they_are_none(folder: Folder) -> None
         assert f"d: {name} of its shards is not used: a mask is a list of whole numbers, or of booleans" in folder.advice()
 
 
-def test_prompts_of_an_encoder_are_closed_only_where_the_recipe_does(folder: Folder) -> None:
+def test_run_is_warned_of_encoder_prompts_without_a_closing_token(folder: Folder) -> None:
     spec = Spec(batch_size=1, seq_len=8, task="seq2seq")
     columns, config = {"question": ["fox"], "response": [" dog"]}, {"eos_token": "</s>"}
     folder.write(columns, 'prompt = "question"\nresponse = "response"', config, "</s>")
@@ -341,7 +316,7 @@ def test_prompts_of_an_encoder_are_closed_only_where_the_recipe_does(folder: Fol
     assert told.startswith("open: the tokenizer puts </s>")
 
 
-def test_of_pairs_of_which_some_are_text_and_others_chats_it_is_told(folder: Folder) -> None:
+def test_pairs_of_text_and_chats_are_refused(folder: Folder) -> None:
     config = {"chat_template": LLAMA_2, "bos_token": EOS, "eos_token": EOS}
     mixed = {"prompt": ["fox"], "chosen": [CHAT[1:]], "rejected": [CHAT[1:]]}
     names = 'prompt = "prompt"\nchosen = "chosen"\nrejected = "rejected"'
@@ -374,7 +349,7 @@ BARE = "d: in its first rows nothing separates"
         ([("狐", "犬")], "", False),
     ],
 )
-def test_responses_that_run_into_their_prompts_are_told_to_the_server_and_to_a_run(
+def test_run_is_warned_of_responses_that_run_into_their_prompts(
     folder: Folder, pairs: list[tuple[str | None, str]], recipe: str, is_told: bool
 ) -> None:
     prompts, responses = zip(*pairs, strict=True)
@@ -384,20 +359,11 @@ def test_responses_that_run_into_their_prompts_are_told_to_the_server_and_to_a_r
     assert not any(sentence.startswith(BARE) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16, task="seq2seq")))
 
 
-def test_a_tokenizer_that_puts_a_blank_before_every_text_separates_responses(folder: Folder) -> None:
-    folder.write({"prompt": ["fox"], "response": ["dog"]})
-    assert BARE in folder.advice()
-    tokenizer = Tokenizer.from_file(str(folder._tokenizer))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.save(str(folder._tokenizer))
-    assert BARE not in folder.advice()
-
-
 @pytest.mark.parametrize(
     ("recipe", "is_told"), [("", True), ('filter = "label = true"', False), ('columns = ["label"]', False)]
 )
 @pytest.mark.parametrize("ids", [False, True])
-def test_a_label_of_answers_that_nothing_looks_at_is_told(folder: Folder, recipe: str, is_told: bool, ids: bool) -> None:
+def test_run_is_warned_of_an_unused_label(folder: Folder, recipe: str, is_told: bool, ids: bool) -> None:
     texts = {"prompt": [[1, 2]] * 2, "completion": [[3]] * 2} if ids else {"prompt": ["fox"] * 2, "completion": [" dog"] * 2}
     folder.write(texts | {"label": [True, False]}, recipe)
     told = "d: label of its shards is not used, so answers with label = false have loss like the others."
@@ -406,7 +372,7 @@ def test_a_label_of_answers_that_nothing_looks_at_is_told(folder: Folder, recipe
     assert ("label" in folder.served.snapshot.recipe.unused) == is_told
 
 
-def test_a_run_is_told_what_the_server_says_of_its_rows(folder: Folder) -> None:
+def test_run_gets_the_warnings_of_the_server(folder: Folder) -> None:
     folder.write({"prompt": ["fox"], "response": [" dog"]}, "", {}, *USUAL)
     assert folder.advice()
     assert folder.all_advice_on(Spec(batch_size=1, seq_len=16)) == folder.advice().split("\n")

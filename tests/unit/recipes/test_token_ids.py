@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from penstock_server.catalog.warnings import advice_on_run
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.encode import Selected, encode
 from penstock_server.recipes.fields import Field
-from penstock_server.recipes.infer import way_without
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.split import Place
 from planned import open_snapshot, plan_of
@@ -66,9 +64,7 @@ def told(turns: list[int]) -> list[bool]:
 
 
 @given(ROWS, st.sampled_from(["labels", "loss_mask", "switches", "none"]), st.booleans(), *[st.sampled_from([None, 0, 9])] * 2)
-def test_what_is_learned_and_left_is_what_the_masks_say(
-    rows: list[Row], loss: str, padding: bool, bos: int | None, eos: int | None
-) -> None:
+def test_masks_decide_loss_and_padding(rows: list[Row], loss: str, padding: bool, bos: int | None, eos: int | None) -> None:
     columns: dict[str, Any] = {"ids": pa.array([[token for token, _, _ in row] for row in rows], pa.list_(pa.int32()))}
     masks = [{"switches": "loss_mask"}.get(loss, loss)] if loss != "none" else []
     if loss == "labels":
@@ -99,11 +95,6 @@ def test_what_is_learned_and_left_is_what_the_masks_say(
             assert row is None or 0 not in row[1:]
 
 
-def test_a_turn_is_as_long_as_it_can_be() -> None:
-    found = encoded({"ids": [[1, 2, 3, 4, 5]], "loss_mask": [[0, 0, 1, 1, 0]]}, "loss_mask")
-    assert found["tokens_turns"].to_pylist() == [[len(list(run)) for _, run in groupby([0, 0, 1, 1, 0])]]
-
-
 @pytest.mark.parametrize(
     ("column", "values", "reason"),
     [
@@ -119,7 +110,7 @@ def test_a_turn_is_as_long_as_it_can_be() -> None:
         ("attention_mask", [1] * 4, "attention_mask has 4 values for 3 ids"),
     ],
 )
-def test_a_row_that_its_mask_does_not_fit_is_bad_alone(column: str, values: list[int | None] | None, reason: str) -> None:
+def test_row_is_bad_when_its_mask_does_not_fit(column: str, values: list[int | None] | None, reason: str) -> None:
     fine = [1, 2, 3] if column == "labels" else [1, 1, 1]
     found = encoded({"ids": [[1, 2, 3]] * 3, column: [fine, values, fine]}, column)
     assert found["bad"].to_pylist() == [None, reason, None]
@@ -133,9 +124,7 @@ DOCUMENT = st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), 
 @given(
     st.lists(st.lists(DOCUMENT, min_size=1, max_size=4), min_size=1, max_size=4), st.booleans(), st.booleans(), st.booleans()
 )
-def test_documents_that_were_packed_into_a_row_stay_apart(
-    rows: list[Packed], by_position: bool, loss: bool, padding: bool
-) -> None:
+def test_packed_documents_stay_apart(rows: list[Packed], by_position: bool, loss: bool, padding: bool) -> None:
     def column(number: int) -> list[list[int]]:
         return [[int(token[number]) for document in row for token in document] for row in rows]
 
@@ -179,16 +168,14 @@ def test_documents_that_were_packed_into_a_row_stay_apart(
         ("position_ids", [5, 6, 7], "position_ids has 5 at the first id; positions in a document are 0, 1, 2 and so on"),
     ],
 )
-def test_a_row_whose_documents_are_not_those_that_are_told_is_bad(
-    column: str, values: list[int | None] | None, reason: str
-) -> None:
+def test_row_is_bad_when_its_documents_do_not_fit(column: str, values: list[int | None] | None, reason: str) -> None:
     fine = [2, 0, 1] if column == "seq_lengths" else [0, 1, 0]
     found = encoded({"ids": [[1, 2, 3]] * 3, column: [fine, values, fine]}, column)
     assert found["bad"].to_pylist() == [None, reason, None]
     assert found["tokens_documents"].to_pylist() == [[2, 1], None, [2, 1]]
 
 
-def test_a_bos_and_an_eos_belong_to_the_first_and_the_last_document() -> None:
+def test_bos_and_eos_belong_to_the_first_and_the_last_document() -> None:
     found = encoded({"ids": [[1, 2, 3]], "seq_lengths": [[1, 2]]}, "seq_lengths", bos=0, eos=9)
     assert found["tokens"].to_pylist() == [[0, 1, 2, 3, 9]]
     assert found["tokens_documents"].to_pylist() == [[2, 3]]
@@ -206,7 +193,7 @@ def test_a_bos_and_an_eos_belong_to_the_first_and_the_last_document() -> None:
         ({"packing": "concat", "mark_documents": True, "seq_len": 3}, [0, 1, 0], [-100, 2, -100]),
     ],
 )
-def test_a_batch_keeps_packed_documents_apart(
+def test_batch_keeps_packed_documents_apart(
     tmp_path: Path, columns: dict[str, Any], spec: dict[str, Any], positions: list[int] | None, labels: list[int]
 ) -> None:
     write(tmp_path / "data" / "packed", pa.table({"input_ids": [[1, 2, 3, 4, 5, 6]] * 3, **columns}))
@@ -220,7 +207,7 @@ def test_a_batch_keeps_packed_documents_apart(
     assert bool(advice) == (spec["packing"] == "rows")
 
 
-def test_of_ids_that_are_none_the_ids_are_the_reason() -> None:
+def test_bad_ids_are_the_reason_before_their_mask() -> None:
     columns = {"ids": [None, [], [500], [1]], "labels": [[1], [1], [500], [1]]}
     found = encoded(columns, "labels")
     assert found["bad"].to_pylist() == ["is null", "is empty", "has token id 500, outside 0 to 99", None]
@@ -325,7 +312,7 @@ SIDES = {"prompt": ONES, "response": ONES}
         ({"prompt": ONES, "labels": ONES}, 'prompt = "prompt"\nresponse = "labels"', [], ()),
     ],
 )
-def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
+def test_masks_are_found_by_the_recipe_or_by_their_names(
     written: Written, columns: dict[str, Any], declared: str, masks: list[tuple[str, str]], unused: tuple[str, ...]
 ) -> None:
     recipe = written(columns, declared)
@@ -349,7 +336,7 @@ def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
         ),
     ],
 )
-def test_masks_that_cannot_be_are_refused(written: Written, columns: dict[str, Any], declared: str, message: str) -> None:
+def test_unsuitable_masks_are_refused(written: Written, columns: dict[str, Any], declared: str, message: str) -> None:
     with pytest.raises(DatasetInvalid, match=message):
         written(columns, declared)
 
@@ -365,7 +352,7 @@ def write(folder: Path, *shards: pa.Table, recipe: str = "") -> Path:
 IDS, MASKED = pa.table({"input_ids": [[1, 2, 3]]}), pa.table({"input_ids": [[1, 2, 3]], "labels": LABELS})
 
 
-def test_a_mask_that_only_a_later_shard_has_is_not_passed_over(tmp_path: Path) -> None:
+def test_mask_is_refused_when_only_a_later_shard_has_it(tmp_path: Path) -> None:
     with pytest.raises(DatasetInvalid, match=r"part-1.parquet: column 'labels' is not in the first .*: labels = false"):
         open_snapshot(write(tmp_path / "later", IDS, MASKED))
     with pytest.raises(DatasetInvalid, match=r"part-1.parquet: there is no column 'labels'"):
@@ -373,14 +360,7 @@ def test_a_mask_that_only_a_later_shard_has_is_not_passed_over(tmp_path: Path) -
     assert open_snapshot(write(tmp_path / "none", IDS, MASKED, recipe="labels = false")).num_rows == 2
 
 
-def test_two_columns_of_one_name_are_no_mask(tmp_path: Path) -> None:
-    twice = pa.Table.from_arrays([pa.array([[1, 2, 3]])] * 3, ["input_ids", "labels", "labels"])
-    with pytest.raises(DatasetInvalid, match="2 columns are called 'labels'. Rename all but one"):
-        open_snapshot(write(tmp_path / "twice", twice))
-    assert open_snapshot(write(tmp_path / "none", twice, recipe="labels = false")).num_rows == 1
-
-
-def test_padding_may_be_no_id_at_all(tmp_path: Path) -> None:
+def test_padding_may_be_an_invalid_id(tmp_path: Path) -> None:
     padded = pa.table({"input_ids": [[1, 2, 7], [1, 2, -1]], "attention_mask": [[1, 1, 0]] * 2})
     assert open_snapshot(write(tmp_path / "padded", padded, recipe="vocab_size = 5")).num_rows == 2
     found = encoded({"ids": [[1, 200, -1], [200, 1, -1]], "attention_mask": [[1, 0, 0], [1, 1, 0]]}, "attention_mask")
@@ -400,26 +380,3 @@ def test_padding_may_be_no_id_at_all(tmp_path: Path) -> None:
 def test_prompts_and_answers_of_ids_need_no_recipe(tmp_path: Path, columns: list[str], roles: list[str]) -> None:
     recipe = open_snapshot(write(tmp_path / "data", pa.table({name: [[1, 2]] for name in columns}))).recipe
     assert (recipe.kind, [role for role, _ in recipe.fields]) == ("tokens", roles)
-
-
-def test_padding_of_labels_is_told_from_a_wrong_id(tmp_path: Path) -> None:
-    padded = pa.table({"input_ids": [[1, 2]], "labels": [[3, -100]]})
-    with pytest.raises(DatasetInvalid, match=r"Where -100 is padding, cut it off with a transform\."):
-        open_snapshot(write(tmp_path / "data", padded, recipe='prompt = "input_ids"\nresponse = "labels"'))
-
-
-@pytest.mark.parametrize(
-    ("reason", "role"),
-    [
-        ("mask has 4 values for 3 ids", "loss_mask"),
-        ("attention_mask has 4 values for 3 ids", "attention_mask"),
-        ("my_mask is null", None),
-        ("has a null token", None),
-    ],
-)
-def test_a_mask_is_blamed_for_what_it_does_alone(reason: str, role: str | None) -> None:
-    masks = (("loss_mask", named("mask")), ("attention_mask", named("attention_mask")))
-    told = way_without(reason, masks, "ids")
-    assert (
-        told.endswith(f" {role} = false does without, before a run begins: it makes another snapshot.") if role else told == ""
-    )

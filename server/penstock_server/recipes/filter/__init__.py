@@ -50,7 +50,7 @@ class Filter:
         """
         try:
             rows = pa.record_batch({name: without_json_type(rows.column(name)) for name in self.columns})
-            return _evaluate(rows, _bound(self.text, self.columns, tuple(rows.schema.types), self.types))
+            return _evaluate(rows, _bound(self.text, self.columns, tuple(rows.schema.types)))
         except MemoryError:
             raise
         except (pa.ArrowException, KeyError) as error:
@@ -76,24 +76,9 @@ def parse_filter(text: str, schema: pa.Schema) -> Filter:
 
 
 @lru_cache(maxsize=256)
-def _bound(
-    text: str, columns: tuple[str, ...], types: tuple[pa.DataType, ...], first: tuple[pa.DataType, ...]
-) -> pc.Expression:
-    """Bind a filter's text to the types of its columns; if that fails, to their types in the first shard.
-
-    So whole numbers that a shard stores as floats have a remainder, as in the first shard.
-    """
-    try:
-        return Binder(pa.schema(list(zip(columns, types, strict=True)))).condition(parse(text)).value
-    except FilterError:
-        are_castable = (a == b or (_is_number(a) and _is_number(b)) for a, b in zip(types, first, strict=True))
-        if types == first or not all(are_castable):
-            raise
-        return _bound(text, columns, first, first)
-
-
-def _is_number(type_: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(type_) or pa.types.is_floating(type_) or pa.types.is_decimal(type_))
+def _bound(text: str, columns: tuple[str, ...], types: tuple[pa.DataType, ...]) -> pc.Expression:
+    """Bind a filter's text to the types of its columns."""
+    return Binder(pa.schema(list(zip(columns, types, strict=True)))).condition(parse(text)).value
 
 
 def _nulls(columns: tuple[str, ...], types: tuple[pa.DataType, ...]) -> pa.RecordBatch:
@@ -108,23 +93,3 @@ def _evaluate(rows: pa.RecordBatch, expression: pc.Expression) -> npt.NDArray[np
     kept = acero.Declaration.from_sequence([source, project]).to_table(use_threads=False)["keep"]
     mask: npt.NDArray[np.bool_] = pc.fill_null(kept, False).to_numpy()
     return mask
-
-
-def not_null(column: str) -> str:
-    """Return the text of a filter that drops rows with a null in a column."""
-    return f"{_quoted(column)} is not null"
-
-
-def not_empty(column: str) -> str:
-    """Return the text of a filter that drops rows with a null or empty text or list in a column."""
-    return f"length({_quoted(column)}) > 0"
-
-
-def _quoted(column: str) -> str:
-    """Return the name of a column in SQL, with quotes if it needs them."""
-    try:
-        if parse_filter(f"{column} is not null", pa.schema([(column, pa.string())])).columns == (column,):
-            return column
-    except FilterError:
-        pass
-    return '"' + column.replace('"', '""') + '"'

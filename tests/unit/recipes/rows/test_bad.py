@@ -6,7 +6,6 @@ import json
 from concurrent.futures import Future
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models
@@ -16,18 +15,9 @@ from odd_rows import CHATML, IDS, index_of, open_blocks, write
 from penstock_server.blocks import quarantine as quarantine_module
 from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.problems import ShardUnreadable
-from penstock_server.recipes import encode as encode_module
 
 
-def test_of_a_pair_one_side_of_which_is_null_that_is_told(data: Path) -> None:
-    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
-    chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
-    write(data, "", {"chosen": [chat, None, chat], "rejected": [chat, chat, None]})
-    [block] = open_blocks(data).get([0])
-    assert block.bad == {1: "chosen is null", 2: "rejected is null"}
-
-
-def test_of_a_pair_that_is_alike_the_last_message_is_the_answer(data: Path) -> None:
+def test_answer_is_the_last_message_when_both_sides_are_equal(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     asked, said = {"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}
     write(data, "", {"chosen": [[asked, said]], "rejected": [[asked, said]]})
@@ -36,7 +26,7 @@ def test_of_a_pair_that_is_alike_the_last_message_is_the_answer(data: Path) -> N
     assert [is_in_loss for _, is_in_loss in block.features["chosen"].row(0)] == [False, True]
 
 
-def test_as_many_bad_rows_as_max_bad_share_says_are_substituted_and_not_one_more(data: Path) -> None:
+def test_bad_rows_are_replaced_up_to_max_bad_share(data: Path) -> None:
     for num_bad in (2, 3):
         rows = pa.array([[]] * num_bad + [[1]] * (100 - num_bad), IDS)
         write(data, 'on_bad_row = "replace"\nmax_bad_share = 0.02', {"tokens": rows})
@@ -46,7 +36,7 @@ def test_as_many_bad_rows_as_max_bad_share_says_are_substituted_and_not_one_more
 
 
 @pytest.mark.parametrize("counted", ["rows", "lengths"])
-def test_bad_rows_are_a_share_of_the_rows_that_the_filter_keeps(data: Path, counted: str) -> None:
+def test_max_bad_share_is_of_the_rows_that_the_filter_keeps(data: Path, counted: str) -> None:
     rows = {"tokens": pa.array([[]] * 2 + [[1]] * 998, IDS), "n": range(1000)}
     write(data, 'on_bad_row = "replace"\nfilter = "n < 100"', rows)
     blocks = open_blocks(data)
@@ -56,7 +46,7 @@ def test_bad_rows_are_a_share_of_the_rows_that_the_filter_keeps(data: Path, coun
     assert "2 of 100 rows (2.00%) are known to be bad" in str(blocks.quarantine.refusal)
 
 
-def test_a_bad_row_is_listed_by_its_place_in_the_shard_whatever_a_filter_leaves_out_before_it(data: Path) -> None:
+def test_bad_row_is_listed_by_its_place_in_the_shard_when_a_filter_drops_others(data: Path) -> None:
     rows = {"tokens": pa.array([[1], [2], [3], [], [4]], IDS), "n": range(5)}
     write(data, 'on_bad_row = "replace"\nfilter = "n > 1"', rows)
     blocks = open_blocks(data)
@@ -64,7 +54,7 @@ def test_a_bad_row_is_listed_by_its_place_in_the_shard_whatever_a_filter_leaves_
     assert [(row.row, row.row_in_group) for row in blocks.quarantine.rows()] == [(3, 3)]
 
 
-def test_a_row_group_that_cannot_be_read_is_listed_with_what_was_met_not_with_what_its_footer_tells(data: Path) -> None:
+def test_unreadable_row_group_is_listed_with_its_error(data: Path) -> None:
     write(data, 'on_bad_row = "replace"', {"text": ["fox", None]})
     path = data / "part-0.parquet"
     whole = path.read_bytes()
@@ -77,7 +67,7 @@ def test_a_row_group_that_cannot_be_read_is_listed_with_what_was_met_not_with_wh
     assert [group.reason for group in blocks.quarantine.groups()] == [str(loaded.exception())]
 
 
-def test_a_text_that_the_tokenizer_fails_on_is_substituted_and_counted(data: Path) -> None:
+def test_text_that_the_tokenizer_fails_on_is_replaced_and_counted(data: Path) -> None:
     unigram = Tokenizer(models.Unigram([("a", -1.0), (" ", -1.0), ("b", -1.0)]))
     unigram.save(str(data / "../tokenizer.json"))
     keys = 'eos = false\non_bad_row = "replace"\nmax_bad_share = 0.1'
@@ -90,9 +80,7 @@ def test_a_text_that_the_tokenizer_fails_on_is_substituted_and_counted(data: Pat
     assert [(row.row, row.reason) for row in blocks.quarantine.rows()] == [(9, block.bad[9])]
 
 
-def test_bad_rows_are_listed_in_their_order_up_to_a_limit_and_counted_beyond_it(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_rows_are_listed_in_order_up_to_a_limit(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 2)
     monkeypatch.setattr(quarantine_module, "_LISTED_ROWS", 3)
     shards = [["fox", None, "", "", "dog", None], ["fox", None]]
@@ -107,11 +95,3 @@ def test_bad_rows_are_listed_in_their_order_up_to_a_limit_and_counted_beyond_it(
         blocks = open_blocks(data)
         index_of(blocks, data).lengths.make(lambda _: None)
         assert blocks.quarantine.num_bad_rows == 5
-
-
-def test_a_row_that_is_longer_than_lengths_can_tell_is_bad(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_module, "LONGEST_ROW", 3)
-    write(data, "", {"tokens": pa.array([[1, 2, 3], [1, 2, 3, 4]], IDS)})
-    [block] = open_blocks(data).get([0])
-    assert block.bad == {1: "has 4 tokens, more than 3"}
-    assert np.array_equal(block.row_lengths, [3, 0])

@@ -10,13 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models
 
 from blocks_of import rows_of
 from corpora import EOS
-from odd_rows import CHATML, as_json, broken_text, open_blocks, write
+from odd_rows import CHATML, as_json, open_blocks, write
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.chat.messages import says_something
 from penstock_server.recipes.tokenizer import load_tokenizer
 from planned import open_snapshot
 
@@ -34,7 +32,7 @@ def as_texts(tools: Any) -> Any:
     return None if tools is None else [json.dumps(tool) for tool in tools]
 
 
-def test_a_chat_and_its_tools_may_be_arrows_json(data: Path) -> None:
+def test_chat_and_tools_may_be_of_the_json_type(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
     texts = {"messages": json.dumps(ASKED), "tools": json.dumps([FIND])}
     found = []
@@ -45,7 +43,7 @@ def test_a_chat_and_its_tools_may_be_arrows_json(data: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_json_values_reach_a_template_parsed_wherever_they_stand(data: Path) -> None:
+def test_json_values_are_parsed_at_every_depth(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED.replace(".content", " | tojson")}))
     call = {"name": "find", "arguments": {"what": "fox", "deep": [{"n": 1}, None]}}
     chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog", "tool_calls": [call]}]
@@ -64,16 +62,7 @@ def test_json_values_reach_a_template_parsed_wherever_they_stand(data: Path) -> 
     assert found == [found[0]] * 4
 
 
-def test_a_json_value_with_half_of_a_surrogate_pair_is_a_bad_row(data: Path) -> None:
-    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
-    contents = as_json("fox", "dog", "fox", "\ud83d")
-    structs = pa.StructArray.from_arrays([pa.array(["user", "assistant"] * 2), contents], ["role", "content"])
-    write(data, "", {"messages": pa.ListArray.from_arrays([0, 2, 4], structs)})
-    [block] = open_blocks(data).get([0])
-    assert block.bad == {1: "messages is a text that the tokenizer fails on: TextInputSequence must be str"}
-
-
-def test_an_eos_after_an_answer_of_weight_0_carries_no_loss(data: Path) -> None:
+def test_eos_has_no_loss_after_an_answer_of_weight_0(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML.replace(EOS, "")}))
     chat = [*ASKED, *ASKED]
     weights = ([None, 1, None, 0], [None, 0, None, 1], [None, 0, None, 0])
@@ -86,23 +75,11 @@ def test_an_eos_after_an_answer_of_weight_0_carries_no_loss(data: Path) -> None:
     assert block.bad == {2: "messages has a chat in which every message of the assistant has weight 0, so no token has loss"}
 
 
-def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> None:
-    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": EOS}))
-    roles = pa.array(["assistant"] * 3)
-    contents = broken_text(b"fox", b"\xff", b"dog")
-    turns = pa.StructArray.from_arrays([roles, contents], ["role", "content"])
-    answers = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), turns)
-    asked = [[{"role": "user", "content": "who"}], [{"role": "user", "content": "who"}], None]
-    write(data, "", {"prompt": asked, "chosen": answers, "rejected": answers})
-    [block] = open_blocks(data).get([0])
-    assert block.bad == {1: "chosen is not valid UTF-8", 2: "prompt is null"}
-
-
 @pytest.mark.parametrize(
     ("recipe", "columns"),
     [('messages = "talk"', ["talk"]), ('chosen = "talk"\nrejected = "poor"', ["talk", "poor"])],
 )
-def test_a_bad_chat_is_told_by_the_name_of_its_column(data: Path, recipe: str, columns: list[str]) -> None:
+def test_bad_chat_is_reported_with_its_column(data: Path, recipe: str, columns: list[str]) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": EOS}))
     write(data, recipe, {column: [ASKED, None, ASKED[:1]] for column in columns})
     blocks = open_blocks(data)
@@ -115,9 +92,7 @@ def test_a_bad_chat_is_told_by_the_name_of_its_column(data: Path, recipe: str, c
 
 @pytest.mark.parametrize("written", [as_text, as_texts, lambda tools: tools])
 @pytest.mark.parametrize("column", ["tools", "functions"])
-def test_tools_are_given_to_the_template_however_they_are_stored(
-    data: Path, written: Callable[[Any], Any], column: str
-) -> None:
+def test_tools_reach_the_template_in_every_stored_form(data: Path, written: Callable[[Any], Any], column: str) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
     stored = [[FIND, CALL], [CALL], [], None]
     recipe = "" if column == "tools" else f'tools = "{column}"'
@@ -134,19 +109,19 @@ def test_tools_are_given_to_the_template_however_they_are_stored(
     assert snapshot.recipe.identity["tools"] == column
 
 
-def test_chats_of_from_and_value_are_refused_with_the_way_out(data: Path) -> None:
+def test_chats_of_from_and_value_are_refused_with_a_hint(data: Path) -> None:
     write(data, "", {"conversations": [[{"from": "human", "value": "fox"}]]})
     with pytest.raises(DatasetInvalid, match=r"conversations has from and value: a transform makes messages of it"):
         open_snapshot(data, data / "../tokenizer.json")
 
 
-def test_a_column_of_chats_of_another_name_is_told(data: Path) -> None:
+def test_chats_under_another_name_are_refused_with_a_hint(data: Path) -> None:
     write(data, "", {"conversations": [[{"role": "user", "content": "fox"}]]})
     with pytest.raises(DatasetInvalid, match='conversations has role and content: name it, messages = "conversations"'):
         open_snapshot(data, data / "../tokenizer.json")
 
 
-def test_tools_that_are_no_json_are_a_bad_row(data: Path) -> None:
+def test_tools_that_are_not_json_make_a_bad_row(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
     write(data, "", {"messages": [ASKED] * 4, "tools": ["[", '{"a": 1}', "null", ""]})
     [block] = open_blocks(data).get([0])
@@ -163,7 +138,7 @@ def test_tools_that_are_no_json_are_a_bad_row(data: Path) -> None:
         (TOOLED, 'tools = "functions"\ntext = "functions"', "tools are given, but rows are no chats"),
     ],
 )
-def test_tools_that_would_be_left_out_are_refused(data: Path, template: str, recipe: str, reason: str) -> None:
+def test_declared_tools_are_refused_when_they_would_not_be_used(data: Path, template: str, recipe: str, reason: str) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     write(data, recipe, {"messages": [ASKED], "functions": ["[]"], "number": [1]})
     with pytest.raises(DatasetInvalid, match=reason):
@@ -172,7 +147,7 @@ def test_tools_that_would_be_left_out_are_refused(data: Path, template: str, rec
 
 @pytest.mark.parametrize("nothing", [pa.nulls(1), pa.array([[]], pa.list_(pa.null()))])
 @pytest.mark.parametrize("names", ["ab", "ba"])
-def test_tools_that_a_whole_shard_has_none_of_are_those_of_the_others(data: Path, nothing: pa.Array, names: str) -> None:
+def test_tools_may_be_null_throughout_a_shard(data: Path, nothing: pa.Array, names: str) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
     write(data, "", {"messages": [ASKED]})
     (data / "part-0.parquet").unlink()
@@ -185,7 +160,7 @@ def test_tools_that_a_whole_shard_has_none_of_are_those_of_the_others(data: Path
 
 
 @pytest.mark.parametrize("first", [{}, {"tools": [3]}])
-def test_tools_that_only_later_shards_have_are_refused(data: Path, first: dict[str, Any]) -> None:
+def test_tools_are_refused_when_only_later_shards_have_them(data: Path, first: dict[str, Any]) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
     write(data, "", {"messages": [ASKED]} | first)
     pq.write_table(pa.table({"messages": [ASKED], "tools": ["[]"]}), data / "part-1.parquet")
@@ -200,14 +175,7 @@ def test_tools_that_only_later_shards_have_are_refused(data: Path, first: dict[s
         assert open_snapshot(data, data / "../tokenizer.json").num_rows == 2
 
 
-@pytest.mark.parametrize(("template", "recipe"), [(CHATML, ""), (TOOLED, "tools = false")])
-def test_a_column_of_tools_that_is_not_to_be_looked_at_changes_no_snapshot(data: Path, template: str, recipe: str) -> None:
-    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    write(data, recipe, {"messages": [ASKED], "tools": ["[]"]})
-    assert "tools" not in open_snapshot(data, data / "../tokenizer.json").recipe.identity
-
-
-def test_a_chat_with_a_message_that_is_null_is_bad(data: Path) -> None:
+def test_chat_is_bad_when_a_message_is_null(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     asked, said = {"role": "user", "content": "fox", "name": "Al"}, {"role": "assistant", "content": "dog"}
     write(data, "", {"messages": [[asked, said], [asked, None, said]]})
@@ -215,7 +183,7 @@ def test_a_chat_with_a_message_that_is_null_is_bad(data: Path) -> None:
     assert block.bad == {1: "messages has a message that is null"}
 
 
-def test_a_chat_in_which_nothing_is_learned_is_bad(data: Path) -> None:
+def test_chat_is_bad_when_no_token_has_loss(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     said = [
         [("user", "fox"), ("assistant", "dog")],
@@ -230,47 +198,7 @@ def test_a_chat_in_which_nothing_is_learned_is_bad(data: Path) -> None:
     assert block.bad == {1: f"{silent}user, model", 2: f"{silent}user", 3: f"{silent}user, assistant"}
 
 
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        ({"content": "a"}, True),
-        ({"content": " \n"}, False),
-        ({"content": None}, False),
-        ({"content": "", "tool_calls": [{"name": "f"}]}, True),
-        ({"content": "", "function_call": {"name": "f"}}, True),
-        ({"content": "", "reasoning_content": "hm"}, True),
-        ({"content": [{"type": "text", "text": None}, {"type": "text", "text": " "}]}, False),
-        ({"content": [{"type": "tool_use", "text": None, "name": "f"}]}, True),
-        ({"content": [{"text": "a"}]}, True),
-    ],
-)
-def test_what_an_assistant_says_may_be_a_call_or_a_thought(message: dict[str, Any], says: bool) -> None:
-    assert says_something(message) == says
-
-
-def test_a_tokenizer_that_has_no_token_for_a_letter_opens_nothing(tmp_path: Path) -> None:
-    Tokenizer(models.WordLevel({"G": 0, "T": 1})).save(str(tmp_path / "dna.json"))
-    assert load_tokenizer(tmp_path / "dna.json").opening is None
-
-
-def test_an_answer_is_learned_behind_a_prompt_in_which_the_assistant_says_nothing(data: Path) -> None:
-    (data / "../tokenizer_config.json").write_text(
-        json.dumps({"chat_template": "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
-                    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"})
-    )  # fmt: skip
-    asked = [{"role": "user", "content": "who"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "well"}]
-    answers = {side: [[{"role": "assistant", "content": side}]] for side in ("chosen", "rejected")}
-    write(data, "eos = false", {"prompt": [asked], **answers})
-    blocks = open_blocks(data)
-    [block] = blocks.get([0])
-    tokenizer = open_snapshot(data, data / "../tokenizer.json").recipe.tokenizer
-    assert tokenizer
-    for side in ("chosen", "rejected"):
-        in_loss = [token for turn, is_in_loss in block.features[side].row(0) if is_in_loss for token in turn]
-        assert tokenizer.decode(in_loss) == side
-
-
-def test_what_opens_and_closes_a_chat_moves_no_border_of_its_loss(data: Path) -> None:
+def test_bos_and_eos_of_a_chat_do_not_shift_its_loss(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
     write(data, "bos = 1\neos = 2", {"messages": [chat]})
@@ -284,7 +212,7 @@ def test_what_opens_and_closes_a_chat_moves_no_border_of_its_loss(data: Path) ->
     assert tokenizer.decode(said[:-1]) == f"dog{EOS}"
 
 
-def test_an_eos_behind_the_users_words_is_not_learned(data: Path) -> None:
+def test_eos_has_no_loss_after_a_message_of_the_user(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     asked, said = {"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}
     write(data, "eos = 2", {"messages": [[asked, said], [asked, said, asked]]})
@@ -292,19 +220,6 @@ def test_an_eos_behind_the_users_words_is_not_learned(data: Path) -> None:
     whole, ends_open = (list(block.features["tokens"].row(row)) for row in (0, 1))
     assert [(turn[-1], is_in_loss) for turn, is_in_loss in whole][-1] == (2, True)
     assert [(turn[-1], is_in_loss) for turn, is_in_loss in ends_open if len(turn)][-1] == (2, False)
-
-
-def test_an_eos_behind_an_answer_is_learned_whatever_the_template_puts_in_between(data: Path) -> None:
-    template = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
-        "{% generation %}{{ m.content }}{% endgeneration %} fox{% endif %}{% endfor %}"
-    )
-    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    asked, said, of_a_model = ({"role": role, "content": "dog"} for role in ("user", "assistant", "model"))
-    write(data, "eos = 2", {"messages": [[asked, said], [of_a_model]]})
-    [block] = open_blocks(data).get([0])
-    assert block.bad == {}
-    assert [(turn, is_in_loss) for turn, is_in_loss in block.features["tokens"].row(0)][-1] == ([2], True)
 
 
 @pytest.mark.parametrize(
@@ -315,9 +230,7 @@ def test_an_eos_behind_an_answer_is_learned_whatever_the_template_puts_in_betwee
         (["chosen", "rejected"], [(True, True)]),
     ],
 )
-def test_texts_are_opened_before_the_prompt_where_there_is_one_and_closed_behind_the_answer(
-    data: Path, columns: list[str], ends: list[tuple[bool, bool]]
-) -> None:
+def test_bos_opens_the_prompt_and_eos_closes_the_answer(data: Path, columns: list[str], ends: list[tuple[bool, bool]]) -> None:
     write(data, "bos = 1\neos = 2", {name: ["fox"] for name in columns})
     [block] = open_blocks(data).get([0])
     for feature in block.features.values():
@@ -325,7 +238,7 @@ def test_texts_are_opened_before_the_prompt_where_there_is_one_and_closed_behind
         assert [(turn[0] == 1, turn[-1] == 2) for turn in turns] == ends
 
 
-def test_a_chat_with_a_date_that_python_has_not_is_bad(data: Path) -> None:
+def test_chat_is_bad_when_a_date_exceeds_the_year_9999(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     type_ = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "at": pa.timestamp("s")}))
     chats = [[{"role": "assistant", "content": "dog", "at": at}] for at in (0, 10**12)]

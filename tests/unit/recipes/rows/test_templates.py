@@ -8,13 +8,12 @@ import pyarrow as pa
 import pytest
 
 from blocks_of import rows_of
-from odd_rows import IDS, none_is_bad, open_blocks, write
+from odd_rows import none_is_bad, open_blocks, write
 from penstock_server.problems import DatasetInvalid, ShardUnreadable
 from penstock_server.recipes.tokenizer import load_tokenizer
-from planned import open_snapshot
 
 
-def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None:
+def test_template_with_invalid_utf8_makes_a_bad_row(data: Path) -> None:
     write(data, 'text = "{raw}!"', {"raw": pa.array([b"fox", b"\xff"], pa.binary())})
     [block] = open_blocks(data).get([0])
     assert block.bad == {1: "{raw}! is not valid UTF-8 at byte 0"}
@@ -22,7 +21,7 @@ def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None
 
 
 @pytest.mark.parametrize("declared", ["n", "{n}"])
-def test_a_number_as_text_is_refused_with_the_template_that_prints_it(data: Path, declared: str) -> None:
+def test_number_as_text_is_refused_with_a_template_that_prints_it(data: Path, declared: str) -> None:
     write(data, f'text = "{declared}"', {"n": [7]})
     with pytest.raises(DatasetInvalid, match="is int64, but text must be text") as refusal:
         open_blocks(data)
@@ -31,7 +30,7 @@ def test_a_number_as_text_is_refused_with_the_template_that_prints_it(data: Path
     assert rows_of(block) == [[*load_tokenizer(data / "../tokenizer.json").encode([" 7"], none_is_bad)[0], 0]]
 
 
-def test_a_template_without_a_column_is_refused(data: Path) -> None:
+def test_template_without_a_column_is_refused(data: Path) -> None:
     write(data, 'text = "{{fox}}"', {"text": ["the dog"]})
     with pytest.raises(DatasetInvalid, match="reads no column"):
         open_blocks(data)
@@ -45,16 +44,9 @@ def test_a_template_without_a_column_is_refused(data: Path) -> None:
         ("pa.record_batch({'body': rows['body'], 'n': rows['body']})", "column 'n' is string, but int64 in the first shard"),
     ],
 )
-def test_a_transform_that_changes_its_mind_is_named(data: Path, returned: str, message: str) -> None:
+def test_transform_is_named_when_it_returns_other_columns(data: Path, returned: str, message: str) -> None:
     write(data, 'text = "body"\ntransform = "odd:odd"\ncolumns = ["n"]', {"body": ["fox"], "n": [1]})
     source = f"import pyarrow as pa\n\ndef odd(rows):\n    return {returned} if rows.num_rows else rows\n"
     (data / "odd.py").write_text(source)
     with pytest.raises(ShardUnreadable, match=message):
         open_blocks(data).get([0])
-
-
-def test_a_transform_that_cannot_bear_no_rows_is_told_of_them(data: Path) -> None:
-    (data / "clean.py").write_text("def first(rows):\n    return rows if rows['tokens'][0] else rows\n")
-    write(data, "transform = 'clean:first'", {"tokens": pa.array([[1]], IDS)})
-    with pytest.raises(DatasetInvalid, match=r"raises IndexError in line 2 of clean\.py: .* It was called with no rows"):
-        open_snapshot(data)
