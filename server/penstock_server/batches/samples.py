@@ -35,25 +35,25 @@ class Origin:
     """A row, or a part of one, in a sample."""
 
     dataset: str
-    """name of its dataset"""
+    """The name of the dataset."""
     shard: str
-    """name of its Parquet file"""
+    """The name of the Parquet file."""
     row_group: int
-    """number of its row group in the shard"""
+    """The row group in the file."""
     row: int
-    """number of the row in the row group"""
+    """The number of the row in its row group."""
     start: int
-    """first token of the row in the sample; 0 with task=seq2seq"""
+    """The first token of the row in the sample; 0 with task=seq2seq."""
     stop: int
-    """token after the last one in the sample; the row's end with task=seq2seq, which cuts both sides"""
+    """The token after the last one in the sample; the row's end with task=seq2seq, which cuts both sides."""
     row_tokens: int
-    """number of tokens of the row; of the longer side of a preference pair"""
+    """Tokens of the row, or of the longer side of a preference pair."""
     side_tokens: dict[str, int] | None
-    """number of tokens of each side of a preference pair: chosen and rejected"""
+    """Tokens of each side of a preference pair: chosen and rejected."""
     prompt_tokens: int
-    """number of tokens before the first response; the smaller number for a preference pair; 0 for a text"""
+    """Tokens before the first response; the smaller number for a preference pair; 0 for a text."""
     dataset_row: int
-    """number of the row over all shards, in their order"""
+    """The number of the row, counted over all shards."""
 
 
 @dataclass(slots=True)

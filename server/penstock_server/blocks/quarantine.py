@@ -28,15 +28,15 @@ class Quarantined:
     """A row that cannot be used."""
 
     row: int
-    """its number, counted over all shards in their order"""
+    """The number of the row, counted over all shards."""
     shard: str
-    """its Parquet file"""
+    """The name of the Parquet file."""
     row_group: int
-    """its row group there"""
+    """The row group in the file."""
     row_in_group: int
-    """its number in the row group"""
+    """The number of the row in its row group."""
     reason: str
-    """why it cannot be used"""
+    """Why the row cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +44,11 @@ class BadGroup:
     """A row group that cannot be read, or that has bad rows according to its footer."""
 
     shard: str
-    """its Parquet file"""
+    """The name of the Parquet file."""
     row_group: int
-    """its number there"""
+    """The row group in the file."""
     reason: str
-    """why, and what to do"""
+    """The reason, and what to do."""
 
 
 class Quarantine:

@@ -42,19 +42,19 @@ class Change:
     """Change between two snapshots of a folder."""
 
     snapshot: str
-    """fingerprint of the latest snapshot"""
+    """The fingerprint of the latest snapshot."""
     previous: str | None
-    """fingerprint of the one before; null if there was none"""
+    """The fingerprint of the snapshot before; null without one."""
     changed: bool
-    """whether they differ"""
+    """Whether the fingerprints differ."""
     recipe: bool
-    """whether its recipe differs, also in what makes no other snapshot, such as what becomes of bad rows"""
+    """Whether the recipe differs, even in settings that do not change the fingerprint, such as `on_bad_row`."""
     added: int
-    """shards that are new"""
+    """Number of shards added."""
     removed: int
-    """shards that are gone"""
+    """Number of shards removed."""
     rewritten: int
-    """shards whose content differs"""
+    """Number of shards with other content."""
 
     @classmethod
     def between(cls, before: Snapshot | None, after: Snapshot) -> Change:

@@ -70,7 +70,7 @@ def report(plan: Plan, epoch: int) -> dict[str, Any]:
 
 
 def _neighbour_distances(drawn: Drawn) -> Iterator[Measure]:
-    """Yields quantiles of the distance at which neighbours in the source are served."""
+    """Yields quantiles of the distance between neighbours of the source in the order."""
     if not len(drawn.distances):
         return  # no sample has a successor
     for name, share in _QUANTILES.items():
