@@ -1,4 +1,4 @@
-"""Back-pressure: readers at a kilobyte a second hold back nobody, and hold no more memory than they may."""
+"""Back-pressure: slow readers do not delay other clients, and their responses take bounded memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def contents(batch: dict[str, torch.Tensor]) -> bytes:
     return batch["input_ids"].numpy().tobytes() + batch["labels"].numpy().tobytes()
 
 
-def test_an_epoch_goes_by_more_slow_readers_than_the_server_has_threads(serve: Callable[..., Server], data: Path) -> None:
+def test_slow_readers_do_not_delay_an_epoch(serve: Callable[..., Server], data: Path) -> None:
     with serve(data) as server:
         expected = [contents(batch) for batch in dataset(server.url)]
         with slow_readers(60, server.url, BATCHES, {**WIDE, "stop": 7}) as slow:
@@ -50,9 +50,7 @@ def test_an_epoch_goes_by_more_slow_readers_than_the_server_has_threads(serve: C
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_beyond_the_budget_readers_are_told_to_come_back_and_memory_stays_within_it(
-    serve: Callable[..., Server], data: Path
-) -> None:
+def test_readers_beyond_the_budget_get_a_503_and_memory_stays_within_it(serve: Callable[..., Server], data: Path) -> None:
     with serve(data, "--inflight-bytes", "100MB") as server:
         server.frames(BATCHES, **WIDE)
         with Watch(server.pid) as watch, slow_readers(40, server.url, BATCHES, WIDE) as slow:
@@ -72,7 +70,7 @@ def test_beyond_the_budget_readers_are_told_to_come_back_and_memory_stays_within
             time.sleep(0.05)
 
 
-def test_a_run_waits_for_a_busy_server_longer_than_for_one_that_is_away(serve: Callable[..., Server], data: Path) -> None:
+def test_loop_waits_for_a_busy_server_longer_than_for_a_dead_one(serve: Callable[..., Server], data: Path) -> None:
     """A budget of nothing lets in one response at a time."""
     with serve(data, "--inflight-bytes", "0") as server:
         busy = dataset(server.url, retry_seconds=0.5)
@@ -93,7 +91,7 @@ def test_a_run_waits_for_a_busy_server_longer_than_for_one_that_is_away(serve: C
         assert busy.stats().num_retries >= 2
 
 
-def test_a_busy_server_gives_way_to_a_free_one_at_once(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
+def test_loop_moves_from_a_busy_server_to_a_free_one(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
     with serve(data, "--inflight-bytes", "0") as busy, serve(data) as free:
         expected = [contents(batch) for batch in dataset(free.url)]
         with slow_readers(1, busy.url, BATCHES, WIDE) as slow:
@@ -103,7 +101,7 @@ def test_a_busy_server_gives_way_to_a_free_one_at_once(serve: Callable[..., Serv
             assert both.stats().num_retries == 1  # the busy one was asked once
 
 
-def test_a_batch_that_is_larger_than_the_budget_is_served(serve: Callable[..., Server], data: Path) -> None:
+def test_batch_larger_than_the_budget_is_served(serve: Callable[..., Server], data: Path) -> None:
     with serve(data, "--inflight-bytes", "1KB") as server:
         assert len(server.frames(f"{BATCHES}/0", **WIDE)) == 1
         assert (

@@ -1,4 +1,4 @@
-"""What the documentation page says of the answers of a real server, and what they hold."""
+"""Responses of a real server follow the schemas that the documentation page shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_server.catalog.dataset import Change
 from serving import Server
 
 BATCH = "/v1/datasets/pairs/epochs/0/ranks/0/batches/1"
-ANSWERS: list[tuple[str, Any]] = [
+RESPONSES: list[tuple[str, Any]] = [
     ("/healthz", schemas.HealthInfo),
     ("/readyz", schemas.ReadyInfo),
     ("/v1/datasets", schemas.DatasetsInfo),
@@ -57,26 +57,26 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     return serve(data, "--tokenizer", str(data / "tokenizer.json"))
 
 
-@pytest.mark.parametrize(("url", "answer"), ANSWERS)
-def test_an_answer_holds_what_is_said_of_it_and_nothing_else(server: Server, url: str, answer: Any) -> None:
+@pytest.mark.parametrize(("url", "schema"), RESPONSES)
+def test_response_follows_its_schema(server: Server, url: str, schema: Any) -> None:
     if "holes" in url:
         server.get("/v1/datasets/holes/epochs/0/ranks/0/batches/0?batch_size=3")  # meets the bad row
     path, _, query = url.partition("?")
     content = server.get(path, **dict(pair.split("=") for pair in query.split("&") if pair)).content
-    assert TypeAdapter(answer).validate_json(content, strict=True, extra="forbid")
+    assert TypeAdapter(schema).validate_json(content, strict=True, extra="forbid")
 
 
-def test_a_refresh_tells_what_changed(server: Server) -> None:
+def test_refresh_follows_its_schema(server: Server) -> None:
     content = httpx.post(f"{server.url}/v1/datasets/pairs/refresh", timeout=60).content
     change = TypeAdapter(Change).validate_json(content, strict=True, extra="forbid")
     assert change.changed is False
 
 
 @pytest.mark.parametrize("path", ["nobody", "pairs/rows/999", "pairs/spec?seq_len=0", f"{BATCH.split('/', 3)[3]}?step=1"])
-def test_a_refusal_holds_what_is_said_of_it(server: Server, path: str) -> None:
-    answer = httpx.get(f"{server.url}/v1/datasets/{path}", timeout=60)
-    assert answer.headers["Content-Type"] == "application/problem+json"
-    assert TypeAdapter(schemas.ProblemInfo).validate_json(answer.content, strict=True, extra="forbid")
+def test_problem_follows_its_schema(server: Server, path: str) -> None:
+    response = httpx.get(f"{server.url}/v1/datasets/{path}", timeout=60)
+    assert response.headers["Content-Type"] == "application/problem+json"
+    assert TypeAdapter(schemas.ProblemInfo).validate_json(response.content, strict=True, extra="forbid")
 
 
 def nodes(node: Any) -> Iterator[dict[str, Any]]:
@@ -87,7 +87,7 @@ def nodes(node: Any) -> Iterator[dict[str, Any]]:
         yield from nodes(child)
 
 
-def test_the_document_is_of_openapi_3_0_and_says_what_each_field_is(server: Server) -> None:
+def test_document_is_openapi_3_0_and_describes_each_field(server: Server) -> None:
     document = server.json("/openapi.json")
     assert document["openapi"] == "3.0.3"
     assert not [node for node in nodes(document) if node.get("type") == "null" or isinstance(node.get("type"), list)]
@@ -106,13 +106,13 @@ def test_the_document_is_of_openapi_3_0_and_says_what_each_field_is(server: Serv
     ]
 
 
-def test_the_document_says_nothing_where_openapi_3_0_does_not_look(server: Server) -> None:
+def test_document_has_no_siblings_of_references(server: Server) -> None:
     document = server.json("/openapi.json")
     assert not [node for node in nodes(document) if "nullable" in node and "type" not in node]
     assert not [node for node in nodes(document) if isinstance(node.get("$ref"), str) and len(node) > 1]
 
 
-def test_every_answer_with_a_body_says_what_it_holds(server: Server) -> None:
+def test_every_body_has_a_schema(server: Server) -> None:
     told = [
         (path, status, media)
         for path, methods in server.json("/openapi.json")["paths"].items()

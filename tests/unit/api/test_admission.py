@@ -1,3 +1,7 @@
+"""The budget of bytes in flight."""
+
+from __future__ import annotations
+
 from pathlib import Path
 from unittest.mock import Mock
 

@@ -1,4 +1,4 @@
-"""The HTTP surface of a real server: equal bytes however they are asked for, caching, and errors that help."""
+"""The HTTP surface of a real server: bytes, caching, errors and documentation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def server(serve: Callable[..., Server], data_dir: Path) -> Server:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_one_batch_at_a_time_a_run_and_a_strided_run_are_the_same_bytes(server: Server, spec: dict[str, str | int]) -> None:
+def test_range_and_strided_range_have_the_bytes_of_single_batches(server: Server, spec: dict[str, str | int]) -> None:
     run = server.get(BATCHES, **spec).content
     num_steps = server.json("/v1/datasets/numbers/spec", **spec)["num_steps"]
     single = [server.get(f"{BATCHES}/{step}", **spec).content for step in range(num_steps)]
@@ -53,14 +53,14 @@ def test_one_batch_at_a_time_a_run_and_a_strided_run_are_the_same_bytes(server: 
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_second_server_gives_the_same_bytes(
+def test_second_server_gives_the_same_bytes(
     server: Server, serve: Callable[..., Server], data_dir: Path, spec: dict[str, str | int]
 ) -> None:
     with serve(data_dir) as other:
         assert other.get(BATCHES, **spec).content == server.get(BATCHES, **spec).content
 
 
-def test_the_next_window_is_loaded_while_this_one_is_served(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_next_window_is_loaded_in_the_background(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "n", 400, num_shards=1, row_group_size=20)
     first = "/v1/datasets/n/epochs/0/ranks/0/batches/0"
     for flags, expected in (((), 20), (("--cache-bytes", "2KB"), None)):
@@ -75,7 +75,7 @@ def test_the_next_window_is_loaded_while_this_one_is_served(serve: Callable[...,
             assert expected or len(list(cache.glob("*.block"))) <= 12
 
 
-def test_the_length_is_announced_where_shapes_are_fixed_or_all_is_made_in_one_go(server: Server) -> None:
+def test_response_has_a_length_when_shapes_are_fixed_or_it_is_one_chunk(server: Server) -> None:
     for path in (BATCHES, f"{BATCHES}/70"):
         response = server.get(path, batch_size=4, seq_len=8)
         assert int(response.headers["Content-Length"]) == len(response.content)
@@ -84,14 +84,14 @@ def test_the_length_is_announced_where_shapes_are_fixed_or_all_is_made_in_one_go
     assert "Content-Length" not in server.get(BATCHES, batch_size=4, pad="longest", seq_len=1 << 20, stop=3).headers
 
 
-def test_a_batch_that_names_its_snapshot_is_immutable_and_one_that_means_the_latest_is_not(server: Server) -> None:
+def test_batch_is_immutable_when_its_url_names_the_snapshot(server: Server) -> None:
     snapshot = server.json("/v1/datasets/numbers")["snapshot"]
     assert server.get(f"{BATCHES}/0", snapshot=snapshot).headers["Cache-Control"] == "public, max-age=31536000, immutable"
     assert server.get(f"{BATCHES}/0").headers["Cache-Control"] == "no-cache"
 
 
 @pytest.mark.parametrize("path", ["/0?batch_size=8", "?batch_size=8&stop=5", "/0?batch_size=8&format=json"])
-def test_head_tells_what_get_would_without_the_body(server: Server, path: str) -> None:
+def test_head_has_the_headers_of_get(server: Server, path: str) -> None:
     head, whole = (ask(f"{server.url}{BATCHES}{path}") for ask in (httpx.head, httpx.get))
     for answer in (head, whole):
         del answer.headers["Date"]
@@ -99,7 +99,7 @@ def test_head_tells_what_get_would_without_the_body(server: Server, path: str) -
     assert int(head.headers["Content-Length"]) == len(whole.content) > 0
 
 
-def test_etags_follow_the_address_and_spare_the_body(server: Server) -> None:
+def test_etag_follows_the_address(server: Server) -> None:
     etag = server.get(f"{BATCHES}/0").headers["ETag"]
     for known in (f'"other", W/{etag}', "*"):
         same = httpx.get(f"{server.url}{BATCHES}/0?batch_size=8", headers={"If-None-Match": known}, timeout=60)
@@ -110,7 +110,7 @@ def test_etags_follow_the_address_and_spare_the_body(server: Server) -> None:
     assert httpx.get(f"{server.url}{BATCHES}/150", headers={"If-None-Match": "*"}, timeout=60).status_code == 404
 
 
-def test_the_spec_is_resolved_with_steps_and_tensors(server: Server) -> None:
+def test_spec_is_resolved_with_steps_and_tensors(server: Server) -> None:
     spec = server.json("/v1/datasets/pairs/spec", batch_size=3, pad="longest", world_size=2)
     assert (spec["num_steps"], spec["num_samples"]) == (2, 16)
     assert spec["spec"]["snapshot"] == spec["snapshot"]
@@ -148,7 +148,7 @@ def test_pairs_are_served_for_causal_and_seq2seq_training(server: Server, query:
         assert text.startswith("the ")
 
 
-def test_a_person_can_read_a_batch(server: Server) -> None:
+def test_batch_as_json_is_readable(server: Server) -> None:
     response = server.get("/v1/datasets/text/epochs/0/ranks/0/batches/0", format="json", batch_size=2)
     page = response.json()
     texts = {"the quick fox<|endoftext|>", "a \N{SNOWMAN} dog<|endoftext|>"}
@@ -162,7 +162,7 @@ def test_a_person_can_read_a_batch(server: Server) -> None:
         assert sample["input_ids"] == ids[: sample["num_tokens"]].tolist()
 
 
-def test_the_datasets_are_listed_with_those_that_are_refused(server: Server, data_dir: Path) -> None:
+def test_datasets_are_listed_with_refused_ones(server: Server, data_dir: Path) -> None:
     answer = server.json("/v1/datasets")
     assert [d["name"] for d in answer["datasets"]] == ["holes", "numbers", "pairs", "text"]
     assert answer["refused"][0]["name"] == "broken"
@@ -178,61 +178,33 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server, dat
         ("nope/spec", 404, "unknown-dataset", "there is no dataset 'nope'"),
         ("numbers/epochs/0/ranks/0/batches/150", 404, "step-out-of-range", "this epoch has 150 steps, 0 to 149"),
         ("numbers/epochs/0/ranks/0/batches?start=3&stop=151", 404, "step-out-of-range", "step 150 does not exist"),
-        ("numbers/epochs/0/ranks/0/batches?seq_len=524288&stop=151", 404, "step-out-of-range", "step 150 does not exist"),
         ("numbers/epochs/0/ranks/2/batches/0?world_size=2", 404, "rank-out-of-range", "ranks are 0 to 1"),
         ("numbers/epochs/0/ranks/0/batches/0?batchsize=2", 422, "bad-parameter", "Did you mean 'batch_size'?"),
         ("numbers/epochs/0/ranks/0/batches/0?fromat=json", 422, "bad-parameter", "Did you mean 'format'? Known: batch_size"),
-        ("numbers/epochs/0/ranks/0/batches?strat=1", 422, "bad-parameter", "Did you mean 'start'? Known: batch_size"),
-        ("numbers/rows/1/schedule?epcoh=3", 422, "bad-parameter", "Did you mean 'epoch'? Known: batch_size"),
         ("numbers/epochs/0/ranks/0/batches/0?start=2", 422, "bad-parameter", "'start' is not a parameter"),
         ("numbers?batch_size=3", 422, "bad-parameter", "'batch_size' is not a parameter of this URL"),
-        ("numbers/quarantine?n=1&seed=2", 422, "bad-parameter", "'n' is not a parameter of this URL. Known: start, limit."),
         ("numbers/spec?format=json", 422, "bad-parameter", "'format' is not a parameter"),
         ("numbers/spec?batch_size=-1", 422, "bad-parameter", "batch_size must be from 1 to 65,536, not -1"),
-        ("numbers/spec?batch_size=70000", 422, "bad-parameter", "batch_size must be from 1 to 65,536, not 70,000"),
         ("numbers/spec?batch_size=1000&seq_len=1000000", 422, "bad-parameter", "the limit is 1,073,741,824"),
         ("numbers/spec?batch_size=1201", 422, "bad-parameter", "no step fits: numbers has 1,200 samples"),
-        ("numbers/spec?batch_size=1201&split=train", 422, "bad-parameter", "no step fits: numbers, split=train, has 1,1"),
         ("numbers/spec?offset=1201", 422, "bad-parameter", "offset=1,201 is past the epoch's end"),
         ("numbers/spec?task=seq2seq", 422, "bad-parameter", "rows of numbers are made of tokens"),
-        ("numbers/spec?target_seq_len=5", 422, "bad-parameter", "target_seq_len=5 needs task=seq2seq"),
-        ("numbers/spec?packing=tight", 422, "bad-parameter", "packing must be one of rows"),
-        ("numbers/epochs/-1/ranks/0/batches/0", 422, "bad-parameter", "epoch must be a whole number"),
         ("numbers/epochs/x/ranks/0/batches/0", 422, "bad-parameter", "not 'x'"),
-        (
-            "numbers/epochs/0/ranks/0/batches/99999999999999999999",
-            422,
-            "bad-parameter",
-            "step must be a whole number",
-        ),
-        (
-            "numbers/epochs/0/ranks/0/batches/0?format=xml",
-            422,
-            "bad-parameter",
-            "format must be one of msgpack, json",
-        ),
         ("numbers/epochs/0/ranks/0/batches?start=4&stop=4", 422, "bad-parameter", "start=4 must be below stop=4"),
-        ("numbers/epochs/0/ranks/0/batches?stop=0", 422, "bad-parameter", "start=0 must be below stop=0"),
-        ("numbers/epochs/0/ranks/0/batches?stride=0", 422, "bad-parameter", "stride must be a whole number from 1"),
         ("numbers/epochs/0/ranks/0/batches?start=1&stop=4&start=3", 422, "bad-parameter", "start is given twice"),
-        ("numbers/epochs/0/ranks/0/batches/0?format=json&format=msgpack", 422, "bad-parameter", "format is given twice"),
         (
             "numbers/epochs/0/ranks/0/batches/0?format=json&batch_size=16385&drop_last=false",
             422,
             "bad-parameter",
             "16,385 samples in 1 batch",
         ),
-        ("numbers/epochs/0/ranks/0/batches?%73tart=1&start=2&stop=4", 422, "bad-parameter", "start is given twice"),
-        ("numbers/quarantine?start=1&start=2", 422, "bad-parameter", "start is given twice; give it once."),
         ("numbers/spec?snapshot=0123", 409, "snapshot-gone", "snapshot 0123 of numbers is not on this server"),
         ("broken/spec", 500, "dataset-invalid", "half.parquet is truncated"),
         ("holes/epochs/0/ranks/0/batches/0?batch_size=3", 500, "bad-row", "row 1 of row group 0 in part-000.parquet: is empty"),
         ("holes/epochs/0/ranks/0/batches/0/provenance?batch_size=3", 500, "bad-row", 'on_bad_row = "replace"'),
     ],
 )
-def test_a_refusal_is_a_problem_that_names_what_is_wrong(
-    server: Server, path: str, status: int, slug: str, detail: str
-) -> None:
+def test_error_is_a_problem_that_names_its_cause(server: Server, path: str, status: int, slug: str, detail: str) -> None:
     response = server.get(f"/v1/datasets/{path}")
     assert response.headers["Content-Type"] == "application/problem+json"
     problem = response.json()
@@ -241,22 +213,20 @@ def test_a_refusal_is_a_problem_that_names_what_is_wrong(
     assert problem["detail"].endswith((".", "?"))
 
 
-def test_a_wrong_value_is_quoted_by_its_beginning(server: Server) -> None:
+def test_long_wrong_value_is_cut_in_the_message(server: Server) -> None:
     for path in (f"{BATCHES}/{'9' * 5000}", f"{BATCHES}?stop={'9' * 5000}"):
         detail = server.get(path).json()["detail"]
         assert f"'{'9' * 40}...'" in detail
         assert len(detail) < 200
 
 
-def test_a_url_that_is_none_points_to_the_documentation(server: Server) -> None:
+def test_unknown_url_points_to_the_documentation(server: Server) -> None:
     response = server.get("/v2/anything")
     assert (response.status_code, response.headers["Content-Type"]) == (404, "application/problem+json")
     assert "/docs lists every URL" in response.json()["detail"]
 
 
-def test_a_shard_that_breaks_in_mid_run_breaks_the_connection_and_then_names_itself(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_damaged_shard_closes_the_connection_and_is_named_by_its_own_step(serve: Callable[..., Server], tmp_path: Path) -> None:
     folder = write_numbered(tmp_path / "data" / "long", 60_000, num_shards=2, row_group_size=1000)
     path = folder / "part-001.parquet"
     whole = path.read_bytes()
@@ -271,7 +241,7 @@ def test_a_shard_that_breaks_in_mid_run_breaks_the_connection_and_then_names_its
         assert len(server.frames(run, stop=3750, shuffle="none")) == 3750
 
 
-def test_what_stops_a_run_is_told_and_everything_before_it_is_delivered(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_loop_gets_all_batches_before_a_bad_row(serve: Callable[..., Server], tmp_path: Path) -> None:
     """The bad row lies in the second chunk of a response, where the server can only break the connection off."""
     rows = [[n, 1] for n in range(400)]
     rows[300] = []
@@ -286,7 +256,7 @@ def test_what_stops_a_run_is_told_and_everything_before_it_is_delivered(serve: C
         assert seen == list(range(0, 300, 4))
 
 
-def test_a_run_as_json_is_an_array(server: Server) -> None:
+def test_range_as_json_is_an_array(server: Server) -> None:
     pages = server.json("/v1/datasets/text/epochs/0/ranks/0/batches", format="json", batch_size=4)
     assert [page["step"] for page in pages] == [0, 1, 2, 3]
     assert pages[1] == server.json("/v1/datasets/text/epochs/0/ranks/0/batches/1", format="json", batch_size=4)
@@ -295,7 +265,7 @@ def test_a_run_as_json_is_an_array(server: Server) -> None:
     assert [page["step"] for page in server.json(BATCHES, **in_parts, stop=4)] == [0, 1, 2, 3]
 
 
-def test_probes_and_documentation_need_nothing_from_outside(server: Server) -> None:
+def test_probes_and_documentation_load_nothing_from_outside(server: Server) -> None:
     alive = server.json("/healthz")
     assert abs(alive.pop("time") - time.time()) < 60
     assert alive == {"status": "ok", "version": __version__, "wire": wire.VERSION}
@@ -317,20 +287,20 @@ def test_probes_and_documentation_need_nothing_from_outside(server: Server) -> N
         assert server.get("/v1/datasets/numbers/spec", **{name: ""}).status_code == 422
 
 
-def test_the_documentation_page_tries_a_run_of_one_batch_and_no_whole_epoch(server: Server) -> None:
+def test_documentation_page_tries_a_single_batch(server: Server) -> None:
     run = server.json("/openapi.json")["paths"]["/v1/datasets/{dataset}/epochs/{epoch}/ranks/{rank}/batches"]["get"]
     filled_in = {p["name"]: p["schema"].get("example", p["schema"].get("default")) for p in run["parameters"]}
     assert {name: filled_in[name] for name in ("start", "stop", "format")} == {"start": 0, "stop": 1, "format": "json"}
 
 
-def test_any_address_of_a_batch_is_a_frame_with_that_address(server: Server) -> None:
+def test_frame_has_the_address_of_its_url(server: Server) -> None:
     [frame] = server.frames("/v1/datasets/numbers/epochs/6/ranks/2/batches/9", world_size=3, batch_size=2)
     snapshot = server.json("/v1/datasets/numbers")["snapshot"]
     spec = Spec(world_size=3, batch_size=2, split="all", snapshot=snapshot)
     assert frame.address == wire.Address(dataset="numbers", snapshot=snapshot, spec_digest=spec.digest, epoch=6, rank=2, step=9)
 
 
-def test_the_client_needs_neither_torch_nor_the_server_until_it_is_asked_to() -> None:
+def test_client_imports_torch_and_the_server_only_when_needed() -> None:
     """A trainer installs the client alone; a process that only decodes frames has no torch."""
     script = (
         "import sys, penstock, penstock.wire, penstock.transport\n"
@@ -343,7 +313,7 @@ def test_the_client_needs_neither_torch_nor_the_server_until_it_is_asked_to() ->
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_stats_tell_batches_and_the_bytes_that_came(server: Server) -> None:
+def test_stats_count_batches_and_bytes(server: Server) -> None:
     data = RemoteDataset(server.url, "numbers", batch_size=50, rank=0, world_size=1)
     for epoch in (1, 2):
         data.set_epoch(epoch - 1)
