@@ -20,18 +20,15 @@ from typing import BinaryIO, TypeAlias, TypeVar
 import pyarrow as pa
 import xxhash
 
-from penstock_server.logs import Seldom
-
 T = TypeVar("T")
 Piece: TypeAlias = bytes | memoryview | pa.Buffer
 
 log = logging.getLogger("penstock.sealed")
-_telling_unread = Seldom()
 
 SEAL_BYTES = 8
 _PIECE_BYTES = 1 << 20
 TEMPORARY = ".tmp"  # suffix of files that are not complete yet
-ABANDONED_SECONDS = 60.0  # a temporary file unchanged for this long belongs to a dead process
+ABANDONED_SECONDS = 3600.0  # a temporary file unchanged for this long belongs to a dead process, even if clocks differ
 
 
 class Damaged(Exception):
@@ -57,8 +54,7 @@ def is_there(path: Path) -> bool:
 class Sound:
     """Up to `most` files with verified seals, which can be mapped again without reading them.
 
-    Later damage by the disk is not detected, as in a file that stays mapped. Files are identified by name, inode and size;
-    code that removes or replaces one must call `forget`. Safe for any number of threads.
+    Files are identified by name, inode and size; code that removes or replaces one must call `forget`. For all threads.
     """
 
     def __init__(self, most: int) -> None:
@@ -87,9 +83,9 @@ def _identity(path: Path, stat: os.stat_result) -> int:
 
 
 def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
-    """Maps the bytes of a file before its seal. None if it does not exist, or cannot be read, which is logged.
+    """Maps the bytes of a file before its seal; None if it does not exist. Files in `sound` are not read again.
 
-    The map stays valid after the file is removed or replaced. Files in `sound` are not read again. Raises Damaged.
+    The map stays valid after the file is removed or replaced. Raises Damaged. Raises OSError: it cannot be read now.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -105,10 +101,6 @@ def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
                 if sound:
                     sound.add(path, stat)
     except FileNotFoundError:
-        return None
-    except OSError as error:  # no descriptor left, no permission, a failing disk: the file itself may be sound
-        if _telling_unread.is_due():
-            log.warning("%s cannot be read: %s", path, error)
         return None
     return content.slice(0, content.size - SEAL_BYTES)
 
@@ -128,9 +120,9 @@ def _is_sealed(file: RawIOBase, num_bytes: int, name: str) -> bool:
 
 
 def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None:
-    """Returns `parse` of the mapped bytes of a file; None if the file does not exist or is damaged.
+    """Returns `parse` of the mapped bytes of a file; None, which is logged, if it is damaged or cannot be read.
 
-    `parse` also returns None for bytes with an unexpected layout.
+    None also if it does not exist. `parse` returns None for bytes with an unexpected layout.
     """
     try:
         body = map_sealed(path)
@@ -141,7 +133,9 @@ def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None
         raise Damaged(path)
     except Damaged as damage:
         log.warning("%s", damage)
-        return None
+    except OSError as error:
+        log.warning("%s cannot be read: %s", path, error)
+    return None
 
 
 def write_with_seal(file: BinaryIO, pieces: Iterable[Piece], name: str) -> None:

@@ -78,14 +78,14 @@ def test_a_reader_that_takes_little_stays(tmp_path: Path, caplog: pytest.LogCapt
 def test_who_sends_no_whole_request_is_cut_and_who_waits_for_an_answer_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_asked, is_over, read = threading.Event(), threading.Event(), RowGroupReader.rows
+    is_asked, is_over, read = threading.Event(), threading.Event(), RowGroupReader.blocks
 
     def hanging(*given: Any) -> Any:
         is_asked.set()
         is_over.wait(60)
         return read(*given)
 
-    monkeypatch.setattr(RowGroupReader, "rows", hanging)
+    monkeypatch.setattr(RowGroupReader, "blocks", hanging)
     request = b"GET %s HTTP/1.1\r\nHost: here\r\n\r\n"
     with ExitStack() as opened:
         opened.callback(is_over.set)
@@ -124,7 +124,7 @@ def test_who_asks_again_and_again_is_not_silent(monkeypatch: pytest.MonkeyPatch)
 def test_a_server_that_stops_cuts_what_is_under_way_and_says_nothing_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, is_asked, is_over, read = threading.Event(), threading.Event(), threading.Event(), RowGroupReader.rows
+    hangs, is_asked, is_over, read = threading.Event(), threading.Event(), threading.Event(), RowGroupReader.blocks
 
     def perhaps_hanging(*given: Any) -> Any:
         if hangs.is_set():
@@ -132,7 +132,7 @@ def test_a_server_that_stops_cuts_what_is_under_way_and_says_nothing_of_it(
             is_over.wait(60)
         return read(*given)
 
-    monkeypatch.setattr(RowGroupReader, "rows", perhaps_hanging)
+    monkeypatch.setattr(RowGroupReader, "blocks", perhaps_hanging)
     write_numbered(tmp_path / "data" / "others", 96)
     with ExitStack() as readers:
         readers.callback(is_over.set)

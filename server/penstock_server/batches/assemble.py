@@ -22,7 +22,7 @@ from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.on_demand import PickedRows, RowsFuture
 from penstock_server.blocks.store import Asked
-from penstock_server.order.arrays import IntArray, by_value, distinct, in_order, places_in
+from penstock_server.order.arrays import IntArray, by_value, in_order, places_in
 from penstock_server.order.packing import STREAM, Spans
 from penstock_server.problems import BadRow
 
@@ -61,8 +61,10 @@ class Chunk:
         self.plan.read_ahead(self.epoch, self.steps[-1])
 
     def forget(self, futures: Sequence[Future[Any]]) -> None:
-        """Releases futures of `request`: blocks without other waiters are not made."""
-        self.plan.members[0].blocks.forget(futures)
+        """Cancels futures of `request` whose rows no other request waits for."""
+        for future in futures:
+            if isinstance(future, RowsFuture):
+                future.cancel()
 
 
 def steps_per_chunk(plan: Plan) -> int:
@@ -93,10 +95,7 @@ def _request(need: MemberSpans) -> Sequence[Asked | RowsFuture]:
     if spans.rows[0] == STREAM:  # only the block has the offsets of its rows
         return blocks.request(need.blocks)
 
-    def rows() -> dict[int, IntArray]:
-        return {index: distinct(spans.rows[mine]) for index, mine in by_value(spans.blocks)}
-
-    return blocks.request_rows(need.blocks, rows, need.member.order_key.split)
+    return blocks.request_rows(need.blocks, spans.blocks, spans.rows, need.member.order_key.split)
 
 
 def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Samples:

@@ -91,16 +91,14 @@ class Member:
 
     def read_ahead(self, epoch: int, position: int, step: int) -> None:
         """Makes the blocks after a position in the background; `step` is the number of positions per global batch."""
-        packing, order = self.epoch(epoch)
+        job = (self.snapshot, self.order_key, epoch)
         count = min(max(_POSITIONS_AHEAD, _STEPS_AHEAD * step), _MAX_POSITIONS_AHEAD)
-
-        def next_ones() -> list[tuple[int, int]]:
+        if self.blocks.needs_read_ahead(job, position, count):
+            packing, order = self.epoch(epoch)
             pools, needed_at = order.ahead(position, count)
             when = zip(pools, needed_at.tolist(), strict=True)
-            return [(block, at) for pool, at in when for block in self._blocks_of(packing, pool[None])]
-
-        by_rows = self.order_key.packing != "concat"
-        self.blocks.read_ahead((self.snapshot, self.order_key, epoch), position, count, next_ones, by_rows=by_rows)
+            needed = [(block, at) for pool, at in when for block in self._blocks_of(packing, pool[None])]
+            self.blocks.read_ahead(job, position, needed, by_rows=self.order_key.packing != "concat")
 
     def _blocks_of(self, packing: Packing, pools: IntArray) -> list[int]:
         """Returns the blocks of some pools, without shards that the split leaves out."""

@@ -1,6 +1,6 @@
 """Cache folder: sealed files within a byte budget, evicted least recently used first, shared by any number of processes.
 
-All processes share one count of the bytes in use and being written. One process at a time evicts files.
+The lock file holds the bytes in use and being written. A process locks it to change them, and to evict files.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import math
 import os
 import shutil
 import struct
 import threading
 import time
 import uuid
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 import pyarrow as pa
 
@@ -35,94 +35,24 @@ from penstock_server.checksummed import (
     map_sealed,
     write_with_seal,
 )
-
-_NAME = ".lock"
-_NUMBER = struct.Struct("<q")
-_PATIENCE_SECONDS = 30.0  # wait for the lock: a stopped holder would block all others
-_POLL_SECONDS = 0.002
-
-
-@dataclass(slots=True)
-class Used:
-    """Bytes in use; the holder of the lock may change them."""
-
-    bytes: int
-
-
-class SharedCount:
-    """Count of one folder, for any number of threads. Raises OSError: its file cannot be created."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._threads = threading.Lock()
-        self._patience_seconds = _PATIENCE_SECONDS
-        self._file = self._open()
-        weakref.finalize(self, os.close, self._file).atexit = False  # threads may use it until then
-
-    @property
-    def bytes(self) -> int:
-        """The count written by the last holder of the lock."""
-        return int(_NUMBER.unpack(os.pread(self._file, _NUMBER.size, 0).ljust(_NUMBER.size, b"\0"))[0])
-
-    def now(self) -> float:
-        """Returns the time of the clock that sets the folder's mtimes; a file server's may differ from ours by minutes."""
-        os.utime(self._file)
-        return os.fstat(self._file).st_mtime
-
-    @contextmanager
-    def held(self, recount: Callable[[], int]) -> Iterator[Used]:
-        """Locks the folder for this process and thread; writes the count back at the end, unless an error is raised.
-
-        `recount` returns the bytes if the file is new. Raises OSError: another process has held the lock for thirty seconds;
-        until it releases the lock, later calls raise at once.
-        """
-        with self._threads:  # the file lock belongs to the process, so it does not exclude its other threads
-            self._follow()
-            deadline = time.monotonic() + self._patience_seconds
-            while not self._has_locked():
-                if time.monotonic() >= deadline:
-                    self._patience_seconds = 0.0  # otherwise each block would wait as long
-                    raise OSError(errno.EBUSY, "another process holds it, and may have been stopped", str(self._folder))
-                time.sleep(_POLL_SECONDS)
-            self._patience_seconds = _PATIENCE_SECONDS
-            try:
-                is_new = not os.fstat(self._file).st_size
-                used = Used(recount() if is_new else self.bytes)
-                yield used
-                os.pwrite(self._file, _NUMBER.pack(used.bytes), 0)
-            finally:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def _open(self) -> int:
-        return os.open(self._folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
-
-    def _follow(self) -> None:
-        """Reopens the lock file if the folder was removed: other processes then lock and count in a new file."""
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(self._file), (self._folder / _NAME).stat()):
-                return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        opened = self._open()
-        os.dup2(opened, self._file)
-        os.close(opened)
-
-    def _has_locked(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
+from penstock_server.logs import Seldom
 
 log = logging.getLogger("penstock.cache")
 
 _SUFFIX = ".block"
 _UNFINISHED = f"{_SUFFIX}{TEMPORARY}"
-_NEWS = 0.9  # a budget reduced by less than 10 % is not logged again
+_LOCK_FILE = ".lock"
+_COUNT = struct.Struct("<q")
 _KNOWN_FILES = 1 << 18  # files with a verified seal, some 60 bytes each: a terabyte of blocks
 _LOOK_SECONDS = 30.0  # interval of checks for free space after a full disk lowered the budget
-_FUTURE_SECONDS = 60.0  # a file's mtime may be this far ahead of the folder's clock
 _SPARE = 32  # eviction frees a 32nd of the budget at once, since it scans all files to find the oldest
+
+
+@dataclass(slots=True)
+class _Used:
+    """Bytes in use; the holder of the lock may change them."""
+
+    bytes: int
 
 
 class CacheFolder:
@@ -132,19 +62,19 @@ class CacheFolder:
     """
 
     def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.failure: str | None = None  # why the last file could not be stored; None if the only reason is lack of room
         self.evicted: deque[str] = deque()  # names of files that this process evicted; Maps takes them and closes its maps
+        self.parsed: WeakValueDictionary[Path, Any] = WeakValueDictionary()  # counts in use, shared by all snapshots
         self._sound = Sound(_KNOWN_FILES)
-        self._count = SharedCount(folder)
+        self._threads = threading.Lock()
+        self._warnings = Seldom()
+        self._look_at: float | None = None  # time of the next check whether the budget can rise again
         with self._locked() as used:
             used.bytes = self._recount()
             free = shutil.disk_usage(folder).free
             self.budget_bytes = (free + used.bytes) // 2 if budget_bytes is None else budget_bytes
             self.configured_bytes = self.budget_bytes  # a full disk lowers budget_bytes for a time
-            self._told_bytes = math.inf  # the budget last logged
-            self._look_at = math.inf
             if used.bytes > self.budget_bytes:
                 self._evict(used, self.budget_bytes)
 
@@ -166,7 +96,7 @@ class CacheFolder:
     def used_bytes(self) -> int:
         """Bytes of all files in the folder, as counted by all processes; 0 if its disk fails."""
         try:
-            return self._count.bytes
+            return _parse_count((self.folder / _LOCK_FILE).read_bytes())
         except OSError:
             return 0
 
@@ -180,6 +110,10 @@ class CacheFolder:
         except Damaged as damage:
             log.warning("%s", damage)
             self.drop(name)
+            return None
+        except OSError as error:
+            if self._warnings.is_due():
+                log.warning("%s cannot be read: %s", self._path(name), error)
             return None
         if body is not None:
             self.touch(name)
@@ -215,17 +149,15 @@ class CacheFolder:
         Raises OSError: the folder can no longer be written to.
         """
         nbytes = sum(map(len, pieces)) + SEAL_BYTES
-        if time.monotonic() >= self._look_at:
+        if self._look_at is not None and time.monotonic() >= self._look_at:
             self._grow()
         if nbytes > self.budget_bytes:
             return False
         path = self._path(name)
         # Not mkstemp: its files are private to one user, and servers of several users may share a folder.
         temporary = self.folder / f"{uuid.uuid4().hex}{_UNFINISHED}"
-        is_reserved = False
         try:
-            is_reserved = self._reserve(temporary, nbytes)
-            if not is_reserved:
+            if not self._reserve(temporary, nbytes):
                 return False
             with temporary.open("r+b") as file:
                 write_with_seal(file, pieces, path.name)
@@ -236,7 +168,7 @@ class CacheFolder:
             self.failure = None
             return True
         except BaseException as error:
-            self._release(temporary, is_counted=is_reserved)
+            self._remove(temporary)
             if not isinstance(error, OSError):
                 raise
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -261,25 +193,19 @@ class CacheFolder:
                     os.posix_fallocate(handle, 0, nbytes)
                 else:  # macOS: a full disk raises when the bytes are written
                     os.ftruncate(handle, nbytes)
+            except OSError:
+                temporary.unlink()  # before it is counted
+                raise
             finally:
                 os.close(handle)
             used.bytes += nbytes
         return True
 
-    def _release(self, temporary: Path, *, is_counted: bool) -> None:
-        """Removes a temporary file, if it exists, even if the count cannot be updated; the next recount corrects the count."""
-        with suppress(OSError):
-            try:
-                if is_counted:
-                    with self._locked() as used:
-                        used.bytes -= _size(temporary)
-                        temporary.unlink(missing_ok=True)  # another process may have removed it as abandoned
-            finally:
-                temporary.unlink(missing_ok=True)
-
     def drop(self, name: str) -> None:
         """Removes a file; ignores OSError."""
-        path = self._path(name)
+        self._remove(self._path(name))
+
+    def _remove(self, path: Path) -> None:
         self._sound.forget(path)
         with suppress(OSError), self._locked() as used:
             size = _size(path)
@@ -290,48 +216,29 @@ class CacheFolder:
         """Lowers the budget to the bytes in use after the disk filled up; jobs go on with fewer cached blocks."""
         self.budget_bytes = min(self.budget_bytes, self.used_bytes)
         self._look_at = time.monotonic() + _LOOK_SECONDS
-        if self.budget_bytes >= _NEWS * self._told_bytes:
-            return  # logged already: on a disk that others keep full every block fails
-        self._told_bytes = self.budget_bytes
-        has_no_files = self._has_no_files()
-        log.warning(
-            "%s: %s; the budget of the block cache is lowered to %s bytes. Jobs go on; blocks that do not fit are decoded "
-            "each time they are needed. %s, or name another folder with --cache-dir.",
-            self.folder,
-            "its disk can hold no more files (inodes)" if has_no_files else error.strerror,
-            f"{self.budget_bytes:,}",
-            "Remove files from it" if has_no_files else "Free disk space",
-        )
-
-    def _has_no_files(self) -> bool:
-        """Returns whether the disk has no free inodes; some file systems do not report them."""
-        stat = os.statvfs(self.folder)
-        return stat.f_files > 0 and stat.f_favail == 0
+        if self._warnings.is_due():
+            log.warning(
+                "%s: %s; the budget of the block cache is lowered to %s bytes. Jobs go on; blocks that do not fit are decoded "
+                "each time they are needed. Free disk space, or name another folder with --cache-dir.",
+                self.folder,
+                error.strerror,
+                f"{self.budget_bytes:,}",
+            )
 
     def _grow(self) -> None:
         """Raises the budget again, by half of the free space, up to the configured budget."""
         self.folder.mkdir(parents=True, exist_ok=True)  # an operator who freed the disk may have removed it
-        free = 0 if self._has_no_files() else shutil.disk_usage(self.folder).free
-        room = self.used_bytes + free // 2
+        room = self.used_bytes + shutil.disk_usage(self.folder).free // 2
         self.budget_bytes = max(self.budget_bytes, min(self.configured_bytes, room))
-        self._look_at = math.inf if self.budget_bytes == self.configured_bytes else time.monotonic() + _LOOK_SECONDS
-        if _NEWS * self.budget_bytes > self._told_bytes:
+        self._look_at = time.monotonic() + _LOOK_SECONDS if self.budget_bytes < self.configured_bytes else None
+        if self._look_at is None:
             log.warning("%s has room again; the budget of the block cache is %s bytes", self.folder, f"{self.budget_bytes:,}")
-            self._told_bytes = math.inf if self.budget_bytes == self.configured_bytes else self.budget_bytes
 
-    def _evict(self, used: Used, target_bytes: int) -> None:
+    def _evict(self, used: _Used, target_bytes: int) -> None:
         """Removes the least recently used files until at most `target_bytes` are in use."""
         used.bytes = self._recount()  # also corrects the count after a crashed process
-        # Only files: unlinking a directory of such a name would fail and end the eviction.
-        entries = [entry for entry in os.scandir(self.folder) if entry.name.endswith(_SUFFIX) and entry.is_file()]
-        latest = self.now() + _FUTURE_SECONDS
-
-        def used_at(entry: os.DirEntry[str]) -> float:
-            # A future mtime comes from a wrong clock. Taken as most recent, the file would stay while files in use are evicted.
-            seconds = entry.stat().st_mtime
-            return seconds if seconds <= latest else 0.0
-
-        for entry in sorted(entries, key=used_at):
+        entries = [entry for entry in os.scandir(self.folder) if entry.name.endswith(_SUFFIX)]
+        for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime):
             if used.bytes <= target_bytes:
                 return
             used.bytes -= entry.stat().st_size
@@ -342,7 +249,6 @@ class CacheFolder:
     def _recount(self) -> int:
         """Counts the bytes in the folder, and removes temporary files of crashed processes."""
         total = 0
-        now = self.now()
         for entry in os.scandir(self.folder):
             if not entry.name.endswith((_SUFFIX, TEMPORARY)):
                 continue
@@ -350,21 +256,34 @@ class CacheFolder:
                 stat = entry.stat()
             except FileNotFoundError:  # files of counts are written here without the lock
                 continue
-            if entry.name.endswith(TEMPORARY) and now - stat.st_mtime > ABANDONED_SECONDS:
+            if entry.name.endswith(TEMPORARY) and time.time() - stat.st_mtime > ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
             elif entry.name.endswith((_SUFFIX, _UNFINISHED)):  # files of counts, sometimes gigabytes, are outside the budget
                 total += stat.st_size
         return total
 
-    def now(self) -> float:
-        """Returns the time of the clock that sets the mtimes of the folder's files. Raises OSError: its disk fails."""
-        return self._count.now()
-
-    def _locked(self) -> AbstractContextManager[Used]:
-        return self._count.held(self._recount)
+    @contextmanager
+    def _locked(self) -> Iterator[_Used]:
+        """Locks the folder for this process and thread; writes the count back at the end, unless an error is raised."""
+        # Opened each time: an operator may have removed the folder.
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            with self._threads:  # on network disks a lock excludes other processes, not other threads
+                fcntl.flock(file, fcntl.LOCK_EX)
+                content = os.pread(file, _COUNT.size, 0)
+                used = _Used(_parse_count(content) if content else self._recount())
+                yield used
+                os.pwrite(file, _COUNT.pack(used.bytes), 0)
+        finally:
+            os.close(file)  # releases the lock
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"
+
+
+def _parse_count(content: bytes) -> int:
+    return int(_COUNT.unpack(content.ljust(_COUNT.size, b"\0"))[0])
 
 
 def _size(path: Path) -> int:

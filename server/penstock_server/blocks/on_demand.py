@@ -8,15 +8,13 @@ finish    read-ahead tokenizes the rest of a block, between requests, and stores
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,15 +22,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.decode import RowGroupReader, group_of, name_in
+from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.blocks.mmap import Maps
 from penstock_server.catalog.snapshot import BlockAddress
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import OutOfMemory, Problem
 from penstock_server.recipes.encode import Selected
 from penstock_server.recipes.split import is_selected, is_validation
-
-log = logging.getLogger("penstock.on_demand")
 
 _REQUESTS = 8  # served at a time; each holds the text and tokens of its rows
 _ENCODED_TOGETHER = 32 << 20  # bytes of rows; texts of 2 GiB do not fit into one Arrow array
@@ -63,7 +59,7 @@ class RowsFuture(Future["PickedRows | Block"]):
 
 @dataclass(slots=True, eq=False)
 class Decoded:
-    """A block with decoded rows, and the tokens of the requested rows.
+    """Decoded rows of a block, and the tokens of the requested ones. `is_whole`: it has all rows of the block.
 
     Row i is encoded as row `row_in_piece[i]` of `pieces[piece[i]]`; piece[i] is -1 before that.
     """
@@ -71,15 +67,16 @@ class Decoded:
     name: str
     at: BlockAddress
     rows: Selected
-    nbytes: int
+    is_whole: bool
+    nbytes: int = field(init=False)
     pieces: list[pa.RecordBatch] = field(default_factory=list)
     piece: npt.NDArray[np.int32] = field(init=False)
     row_in_piece: npt.NDArray[np.int32] = field(init=False)
     used_at: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    is_finished: bool = False
 
     def __post_init__(self) -> None:
+        self.nbytes = self.rows.rows.nbytes
         self.piece = np.full(len(self.rows.numbers), -1, np.int32)
         self.row_in_piece = np.zeros(len(self.rows.numbers), np.int32)
 
@@ -89,16 +86,14 @@ class Decoded:
         return missing
 
     def add(self, rows: IntArray, encoded: pa.RecordBatch) -> bool:
-        """Keeps the tokens of rows. Returns True once: when they complete the block."""
+        """Keeps the tokens of rows. Returns whether they complete the block."""
         with self.lock:
             new = self.piece[rows] < 0
             self.row_in_piece[rows[new]] = np.flatnonzero(new)
             self.piece[rows[new]] = len(self.pieces)
             self.pieces.append(encoded)
             self.nbytes += encoded.nbytes
-            is_complete = not self.is_finished and bool((self.piece >= 0).all())
-            self.is_finished = self.is_finished or is_complete
-            return is_complete
+            return self.is_whole and bool(new.any()) and bool((self.piece >= 0).all())
 
     def encoded(self, rows: IntArray) -> pa.RecordBatch:
         """Returns the tokens of encoded rows, in the order of `rows`."""
@@ -111,17 +106,24 @@ class Decoded:
         return joined.take(pa.array(starts[piece] + row_in_piece))
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """Requested rows of one block; `picked` are those not encoded before, `own` the numbers of all in the block."""
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Requested rows of one block. Once they are decoded, they are rows `indices` of `decoded`."""
 
     at: BlockAddress
-    name: str
     rows: IntArray
-    future: RowsFuture
+    future: RowsFuture = field(default_factory=RowsFuture)
     decoded: Decoded | None = None
-    own: IntArray | None = None
-    picked: Selected | None = None
+    indices: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def resolve(self, result: PickedRows | Block | BaseException) -> None:
+        """Resolves the future, unless it is cancelled or done."""
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, BaseException):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
 
 
 class RowsOnDemand:
@@ -132,127 +134,108 @@ class RowsOnDemand:
         self._maps = maps
         self._lock = threading.Lock()
         self._decoded = OrderedDict[str, Decoded]()  # by block name, least recently used first
-        self._decoding: dict[str, Future[None]] = {}  # by the name of a row group's first block
+        self._decoding: dict[str, Future[None]] = {}  # by the name of the row group
         self._idle = threading.Condition()
-        self._num_requests = 0  # requests that wait for rows
-        self._relief: threading.Thread | None = None
+        self.num_requests = 0  # requests that wait for rows
+        self._relief: threading.Thread | None = None  # the thread that makes room while requests wait
         self._requests = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="penstock-rows")
         self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-decode")
 
-    def request(
-        self, reader: RowGroupReader, names: Mapping[int, str], rows: Mapping[int, IntArray], split: str
-    ) -> dict[int, RowsFuture]:
+    def request(self, reader: RowGroupReader, rows: Mapping[int, IntArray], split: str) -> dict[int, RowsFuture]:
         """Returns a future per block index for `rows`: ascending row numbers in the block, or in its split.
 
         The futures raise what RowGroupReader raises. Cancel one to release its rows.
         """
-        snapshot = reader.snapshot
-        wanted = [_Wanted(snapshot.block(index), names[index], own, RowsFuture()) for index, own in rows.items()]
-        if wanted:
-            with self._idle:
-                self._num_requests += 1
-            try:
-                self._requests.submit(self._serve, reader, wanted, split)
-            except RuntimeError:  # no thread can be started now
-                self._leave()
-                raise
-        return {each.at.index: each.future for each in wanted}
+        requests = [_Request(reader.snapshot.block(index), of_block) for index, of_block in rows.items()]
+        if requests:
+            with self._idle:  # the thread cannot end before it is counted
+                self._requests.submit(self._serve, reader, requests, split)
+                self.num_requests += 1
+        return {request.at.index: request.future for request in requests}
 
-    def finish(self, reader: RowGroupReader, address: BlockAddress, name: str) -> Block | None:
-        """Tokenizes the missing rows of a block and stores it. None if it has no room, or is already being completed.
+    def finish(self, reader: RowGroupReader, address: BlockAddress) -> Block | None:
+        """Tokenizes the missing rows of a block and stores it. None if there is no room for its rows.
 
         Gives way to requests before each small part. Raises what RowGroupReader raises.
         """
-        with self._giving_way():
+        try:
             self._give_way()
+            name = reader.names.of(address.index)
             decoded = self._find(name)
             if decoded is None and self._has_room(int(reader.snapshot.bytes_per_block[address.index])):
-                self._decode_group(reader, [_Wanted(address, name, np.zeros(0, np.int64), RowsFuture())], "all")
+                self._decode_group(reader, [_Request(address, np.zeros(0, np.int64))], "all")
                 decoded = self._find(name)
-            if decoded is None:
-                return None
-            return self._complete(reader, decoded, gives_way=True)
+            return self._complete(reader, decoded, gives_way=True) if decoded else None
+        finally:
+            with self._idle:
+                if self._relief is threading.current_thread():
+                    self._relief = None
 
     def close(self) -> None:
         """Cancels the requests that have not started."""
         self._requests.shutdown(wait=False, cancel_futures=True)
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
-    def _leave(self) -> None:
-        with self._idle:
-            self._num_requests -= 1
-            self._idle.notify_all()
-
-    @contextmanager
-    def _giving_way(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            with self._idle:
-                if self._relief is threading.current_thread():
-                    self._relief = None
-
     def _give_way(self) -> None:
         """Waits while requests wait for rows. If decoded rows fill their budget, one thread goes on to make room."""
-        me = threading.current_thread()
+        thread = threading.current_thread()
         with self._idle:
-            while self._num_requests:
-                if self.held_bytes >= _PRESSED * self.budget_bytes and self._relief in (None, me):
-                    self._relief = me
+            while self.num_requests:
+                if self.held_bytes >= _PRESSED * self.budget_bytes and self._relief in (None, thread):
+                    self._relief = thread
                     return
                 self._idle.wait(0.1)
 
-    def _serve(self, reader: RowGroupReader, wanted: list[_Wanted], split: str) -> None:
-        """Serves a request: decodes missing row groups in parallel, then encodes the rows together."""
+    def _serve(self, reader: RowGroupReader, requests: list[_Request], split: str) -> None:
+        """Serves the requests of one call: decodes row groups in parallel, and encodes the rows of many together."""
         try:
-            self._pick_all(reader, wanted, split)
+            ready, nbytes = list[_Request](), 0
+            for request in self._with_decoded(reader, requests, split):
+                ready.append(request)
+                assert request.decoded
+                nbytes += request.decoded.nbytes * len(request.rows) // max(1, len(request.decoded.rows.numbers))
+                if nbytes >= _ENCODED_TOGETHER:
+                    self._encode(reader, ready)
+                    ready, nbytes = [], 0
+            self._encode(reader, ready)
         except BaseException as error:
             if isinstance(error, MemoryError):
                 error = OutOfMemory("for the rows of a batch", error, "write smaller rows")
-            for each in wanted:
-                _answer(each.future, error)
+            for request in requests:
+                request.resolve(error)
         finally:
-            self._leave()
+            with self._idle:
+                self.num_requests -= 1
+                self._idle.notify_all()
 
-    def _pick_all(self, reader: RowGroupReader, wanted: list[_Wanted], split: str) -> None:
-        wanted = [each for each in wanted if not each.future.cancelled()]
-        cold = [each for each in wanted if not self._pick_decoded(reader, each, split)]
-        groups = dict[int, list[_Wanted]]()
-        for each in cold:
-            groups.setdefault(each.at.group, []).append(each)
-        ready = [each for each in wanted if each.picked is not None]
-        under_way = [(own, self._begin_decoding(reader, own, split)) for own in groups.values()]
-        nbytes = sum(each.picked.rows.nbytes for each in ready if each.picked)
-        for own, (future, is_own) in under_way:
+    def _with_decoded(self, reader: RowGroupReader, requests: list[_Request], split: str) -> Iterator[_Request]:
+        """Yields the requests as soon as their rows are decoded. Resolves those whose row group cannot be read."""
+        ready, cold = list[_Request](), defaultdict[int, list[_Request]](list)
+        for request in requests:
+            if self._has_decoded(reader, request, split):
+                ready.append(request)
+            elif not request.future.cancelled():
+                cold[request.at.group].append(request)
+        decoding = [(of_group, self._begin_decoding(reader, of_group, split)) for of_group in cold.values()]
+        yield from ready
+        for of_group, future in decoding:
             try:
                 future.result()
-                # Another request decoded it, perhaps without room to keep all rows of this one.
-                left = [each for each in own if not self._pick_decoded(reader, each, split)] if not is_own else []
-                if left:
+                left = [request for request in of_group if not (request.decoded or self._has_decoded(reader, request, split))]
+                if left:  # another call decoded the row group, and had no room for these rows
                     self._decode_group(reader, left, split)
             except Exception as error:
-                for each in own:
-                    _answer(each.future, error)
-                continue
-            for each in own:
-                if each.picked is not None:  # None if the request was cancelled
-                    nbytes += each.picked.rows.nbytes
-                    ready.append(each)
-            if nbytes >= _ENCODED_TOGETHER:
-                self._encode(reader, ready)
-                ready, nbytes = [], 0
-        self._encode(reader, ready)
+                for request in of_group:
+                    request.resolve(error)
+            else:
+                yield from (request for request in of_group if request.decoded)
 
-    def _pick_decoded(self, reader: RowGroupReader, each: _Wanted, split: str) -> bool:
-        """Picks the rows from a decoded block. Returns False if the block is not decoded."""
-        decoded = self._find(each.name)
-        if decoded is None:
-            return False
-        each.decoded = decoded
-        each.own = _rows_of_split(decoded.rows, split, reader, each.at)[each.rows]
-        each.picked = decoded.rows.take(decoded.missing(each.own))
-        each.future.is_decoded = True
-        return True
+    def _has_decoded(self, reader: RowGroupReader, request: _Request, split: str) -> bool:
+        """Finds the rows in a block that is decoded already. Returns False if there is none."""
+        decoded = self._find(reader.names.of(request.at.index))
+        if decoded:
+            _point_to(request, decoded, _rows_of_split(decoded, split, reader)[request.rows])
+        return decoded is not None
 
     def _find(self, name: str) -> Decoded | None:
         with self._lock:
@@ -262,149 +245,70 @@ class RowsOnDemand:
                 self._decoded.move_to_end(name)
             return decoded
 
-    def _begin_decoding(self, reader: RowGroupReader, wanted: list[_Wanted], split: str) -> tuple[Future[None], bool]:
-        """Decodes a row group once for all requests. Returns the future, and whether this call started it."""
-        name = group_of(wanted[0].name)
+    def _begin_decoding(self, reader: RowGroupReader, requests: list[_Request], split: str) -> Future[None]:
+        """Decodes a row group once for all calls."""
+        name = reader.names.of_group(requests[0].at)
         with self._lock:
-            if under_way := self._decoding.get(name):
-                return under_way, False
-            future = self._decoding[name] = self._decoders.submit(self._decode_group, reader, wanted, split)
+            if name in self._decoding:
+                return self._decoding[name]
+            future = self._decoding[name] = self._decoders.submit(self._decode_group, reader, requests, split)
 
         def forget(_: Future[None]) -> None:
             with self._lock:
                 self._decoding.pop(name, None)
 
         future.add_done_callback(forget)
-        return future, True
+        return future
 
-    def _decode_group(self, reader: RowGroupReader, wanted: Sequence[_Wanted], split: str) -> None:
-        """Decodes a row group up to the last wanted block, keeps its blocks while the budget has room, and picks the rows."""
-        if all(each.future.cancelled() for each in wanted):
+    def _decode_group(self, reader: RowGroupReader, requests: list[_Request], split: str) -> None:
+        """Decodes a row group up to its last requested block, and on while its blocks fit into the budget."""
+        if all(request.future.cancelled() for request in requests):
             return
-        snapshot, first = reader.snapshot, wanted[0].at
-        group = snapshot.blocks_of_group(first.group)
-        named = partial(name_in, group_of(wanted[0].name))
-        by_number = {each.at.number: each for each in wanted}
-        last = max(by_number)
-        is_kept = dict[int, bool]()
-
-        def is_needed(number: int) -> bool:
-            is_new = named(number) not in self._decoded
-            is_kept[number] = is_new and self._has_room(int(snapshot.bytes_per_block[group[number]]))
-            if number not in by_number and is_kept[number]:
-                is_kept[number] = not self._maps.cache.has(named(number))
-            return number in by_number or is_kept[number]
-
-        parts = list[Selected]()
-        rows = reader.rows(first, is_needed)
-        try:
-            pickers = {number: _Picker(reader, each, split) for number, each in by_number.items()}
-            for at, part, is_last in rows:
-                if is_kept[at.number]:
-                    parts.append(part)
-                if picker := pickers.get(at.number):
-                    picker.take(part)
-                if not is_last:
-                    continue
-                decoded = self._keep(named(at.number), at, Selected.joined(parts)) if parts else None
-                parts.clear()
-                if picker:
-                    picker.end(decoded)
-                if at.number >= last and (len(group) == 1 or not is_kept[at.number]):
+        by_number = {request.at.number: request for request in requests}
+        with closing(reader.blocks(requests[0].at)) as blocks:
+            for at, parts in blocks:
+                name, request = reader.names.of(at.index), by_number.get(at.number)
+                keeps = (
+                    (request is not None or not self._maps.cache.has(name))
+                    and name not in self._decoded
+                    and self._has_room(int(reader.snapshot.bytes_per_block[at.index]))
+                )
+                if keeps or request:
+                    decoded = Decoded(name, at, Selected.joined([*parts]), is_whole=True)
+                    if keeps:
+                        decoded = self._keep(decoded)
+                    if request:
+                        indices = _rows_of_split(decoded, split, reader)[request.rows]
+                        if not keeps:  # only the requested rows: all rows of all row groups might not fit into memory
+                            decoded = Decoded(name, at, decoded.rows.take(indices), is_whole=False)
+                            indices = np.arange(len(indices))
+                        _point_to(request, decoded, indices)
+                if at.number >= max(by_number) and not keeps:
                     return
-        finally:
-            rows.close()
 
     def _has_room(self, nbytes: int) -> bool:
         with self._lock:
-            if self.held_bytes + nbytes > self.budget_bytes:
-                self._drop_unused()
+            before = time.monotonic() - _UNUSED_SECONDS
+            while self.held_bytes + nbytes > self.budget_bytes and self._decoded:
+                oldest = next(iter(self._decoded.values()))
+                if oldest.used_at >= before:
+                    break
+                del self._decoded[oldest.name]
+                self.held_bytes -= oldest.nbytes
             return self.held_bytes + nbytes <= self.budget_bytes
 
-    def _drop_unused(self) -> None:
-        before = time.monotonic() - _UNUSED_SECONDS
-        while self._decoded and (oldest := next(iter(self._decoded.values()))).used_at < before:
-            del self._decoded[oldest.name]
-            self.held_bytes -= oldest.nbytes
-
-    def _keep(self, name: str, at: BlockAddress, rows: Selected) -> Decoded:
-        decoded = Decoded(name, at, rows, rows.rows.nbytes)
+    def _keep(self, decoded: Decoded) -> Decoded:
         with self._lock:
-            if found := self._decoded.get(name):
-                return found
-            self._decoded[name] = decoded
-            self.held_bytes += decoded.nbytes
-        return decoded
+            if decoded.name not in self._decoded:
+                self._decoded[decoded.name] = decoded
+                self.held_bytes += decoded.nbytes
+            return self._decoded[decoded.name]
 
     def _drop(self, decoded: Decoded) -> None:
         with self._lock:
             if self._decoded.get(decoded.name) is decoded:
                 del self._decoded[decoded.name]
                 self.held_bytes -= decoded.nbytes
-
-    def _encode(self, reader: RowGroupReader, wanted: list[_Wanted]) -> None:
-        """Encodes the picked rows, together if they share a schema, and resolves their futures."""
-        alike = list[list[_Wanted]]()
-        for each in wanted:
-            if each.future.cancelled():
-                continue
-            assert each.picked is not None
-            if each.decoded is not None and not len(each.picked.numbers):
-                self._hand_over(reader, each, None)
-                continue
-            for others in alike:
-                other = others[0]
-                assert other.picked is not None
-                is_same_bound = reader.token_bound(other.at) == reader.token_bound(each.at)
-                if is_same_bound and other.picked.rows.schema == each.picked.rows.schema:
-                    others.append(each)
-                    break
-            else:
-                alike.append([each])
-        for some in alike:
-            try:
-                self._encode_alike(reader, some)
-            except Problem:
-                if len(some) == 1:
-                    raise
-                for each in some:  # one by one: one may be at fault, and the joint error names the row group of the first
-                    try:
-                        self._encode_alike(reader, [each])
-                    except Problem as problem:
-                        _answer(each.future, problem)
-
-    def _encode_alike(self, reader: RowGroupReader, wanted: list[_Wanted]) -> None:
-        picked = [each.picked for each in wanted if each.picked is not None]
-        joined = reader.encode(Selected.joined(picked), wanted[0].at)
-        first = 0
-        for each, own in zip(wanted, picked, strict=True):
-            # Copied: a slice would keep the whole joint batch in memory.
-            encoded = joined.take(pa.array(np.arange(first, first + len(own.numbers))))
-            first += len(own.numbers)
-            self._hand_over(reader, each, encoded)
-
-    def _hand_over(self, reader: RowGroupReader, each: _Wanted, encoded: pa.RecordBatch | None) -> None:
-        """Resolves the future for the rows of one block, and keeps their tokens to complete the block.
-
-        `encoded` are the tokens of the picked rows; None if all were encoded before.
-        """
-        decoded, is_complete = each.decoded, False
-        assert each.picked is not None
-        numbers = each.picked.numbers
-        if decoded is not None:
-            assert each.own is not None
-            if encoded is not None:
-                is_complete = self._add(decoded, np.searchsorted(decoded.rows.numbers, numbers), encoded)
-            if encoded is None or len(numbers) < len(each.own):
-                encoded, numbers = decoded.encoded(each.own), decoded.rows.numbers[each.own]
-        assert encoded is not None
-        block = Block.of(encoded)
-        if block.bad:
-            _answer(each.future, self._whole(reader, each))
-        else:
-            _answer(each.future, PickedRows(replace(block, numbered=numbers), each.rows))
-        if is_complete and decoded is not None:
-            self._store(reader, decoded)
 
     def _add(self, decoded: Decoded, rows: IntArray, encoded: pa.RecordBatch) -> bool:
         is_complete = decoded.add(rows, encoded)
@@ -413,81 +317,82 @@ class RowsOnDemand:
                 self.held_bytes += encoded.nbytes
         return is_complete
 
-    def _whole(self, reader: RowGroupReader, each: _Wanted) -> Block:
+    def _encode(self, reader: RowGroupReader, requests: list[_Request]) -> None:
+        """Encodes the requested rows, together if they share a schema, and resolves the futures."""
+        by_schema = defaultdict[pa.Schema, list[_Request]](list)
+        for request in requests:
+            assert request.decoded
+            if not request.future.cancelled():
+                by_schema[request.decoded.rows.rows.schema.remove_metadata()].append(request)
+        for alike in by_schema.values():
+            try:
+                self._encode_together(reader, alike)
+            except Problem:  # one row group may be at fault, and the joint error names the first
+                for request in alike:
+                    try:
+                        self._encode_together(reader, [request])
+                    except Problem as problem:
+                        request.resolve(problem)
+
+    def _encode_together(self, reader: RowGroupReader, requests: list[_Request]) -> None:
+        missing = [(own, own.missing(request.indices)) for request in requests if (own := request.decoded)]
+        joined = Selected.joined([decoded.rows.take(rows) for decoded, rows in missing])
+        encoded = reader.encode(joined, requests[0].at) if len(joined.numbers) else None
+        first = 0
+        for request, (decoded, rows) in zip(requests, missing, strict=True):
+            is_complete = False
+            if encoded is not None and len(rows):
+                # Copied: a slice would keep the whole joint batch in memory.
+                of_block = encoded.take(pa.array(np.arange(first, first + len(rows))))
+                first += len(rows)
+                is_complete = self._add(decoded, rows, of_block)
+            block = Block.of(decoded.encoded(request.indices))
+            if block.bad:
+                request.resolve(self._whole_block(reader, decoded))
+            else:
+                request.resolve(PickedRows(replace(block, numbered=decoded.rows.numbers[request.indices]), request.rows))
+            if is_complete and not block.bad:
+                self._store(reader, decoded)
+
+    def _whole_block(self, reader: RowGroupReader, decoded: Decoded) -> Block:
         """Makes the whole block now: the replacement of a bad row, and its error message, depend on all rows."""
-        decoded = each.decoded
-        if decoded is None:
-            parts = [rows for at, rows, _ in reader.rows(each.at, lambda number: number == each.at.number)]
-            decoded = Decoded(each.name, each.at, Selected.joined(parts), 0)
+        if not decoded.is_whole:
+            decoded = Decoded(decoded.name, decoded.at, reader.block(decoded.at), is_whole=True)
         return self._complete(reader, decoded, gives_way=False)
 
     def _complete(self, reader: RowGroupReader, decoded: Decoded, *, gives_way: bool) -> Block:
         """Encodes the remaining rows of a block, some at a time, and stores it."""
         rows = decoded.rows
-        size = len(rows.numbers)
-        step = max(1, _FINISHED_TOGETHER * size // max(1, rows.rows.nbytes)) if gives_way else max(1, size)
-        is_complete = False
+        size = max(1, len(rows.numbers))
+        step = max(1, _FINISHED_TOGETHER * size // max(1, rows.rows.nbytes)) if gives_way else size
         for start in range(0, size, step):
             if gives_way:
                 self._give_way()
                 if self._maps.cache.has(decoded.name) and (block := self._maps.read(decoded.name)):
-                    self._drop(decoded)  # another process has stored it meanwhile
+                    self._drop(decoded)  # another thread or process has stored it meanwhile
                     return block
-            missing = decoded.missing(np.arange(start, min(start + step, size)))
-            if len(missing):
-                encoded = reader.encode(rows.take(missing), decoded.at)
-                is_complete = self._add(decoded, missing, encoded)
-        if not size:
-            decoded.add(np.zeros(0, np.int64), reader.encode(rows, decoded.at))
-        return self._store(reader, decoded, tells=is_complete)
+            missing = decoded.missing(np.arange(start, min(start + step, len(rows.numbers))))
+            if len(missing) or not decoded.pieces:
+                self._add(decoded, missing, reader.encode(rows.take(missing), decoded.at))
+        return self._store(reader, decoded)
 
-    def _store(self, reader: RowGroupReader, decoded: Decoded, *, tells: bool = True) -> Block:
+    def _store(self, reader: RowGroupReader, decoded: Decoded) -> Block:
         """Stores a block after all its rows are encoded."""
         batch = decoded.encoded(np.arange(len(decoded.rows.numbers)))
-        if tells:
-            reader.warn_of_bad_rows(decoded.at, batch)
+        reader.warn_of_bad_rows(batch, decoded.at)
         self._maps.write(decoded.name, batch)
         self._drop(decoded)
         return self._maps.read(decoded.name) or Block.of(batch)
 
 
-class _Picker:
-    """Picks the wanted rows of a block from its parts as they are decoded."""
-
-    def __init__(self, reader: RowGroupReader, wanted: _Wanted, split: str) -> None:
-        self._reader, self._wanted, self._split = reader, wanted, split
-        self._parts = list[Selected]()
-        self._num_before = 0  # rows of the split in earlier parts
-
-    def take(self, part: Selected) -> None:
-        """Picks the rows of one part."""
-        own = _rows_of_split(part, self._split, self._reader, self._wanted.at)
-        rows = self._wanted.rows - self._num_before
-        self._parts.append(part.take(own[rows[(rows >= 0) & (rows < len(own))]]))
-        self._num_before += len(own)
-
-    def end(self, decoded: Decoded | None) -> None:
-        """Sets the picked rows after the last part; `decoded` is the block, if it is kept."""
-        self._wanted.decoded = decoded
-        if decoded:
-            self._wanted.own = _rows_of_split(decoded.rows, self._split, self._reader, self._wanted.at)[self._wanted.rows]
-        self._wanted.picked = Selected.joined(self._parts)
-        self._wanted.future.is_decoded = True
-
-
-def _rows_of_split(rows: Selected, split: str, reader: RowGroupReader, at: BlockAddress) -> IntArray:
-    """Returns the indices of the rows of a block in a split."""
-    selection = reader.snapshot.select_in(at.index, split)
+def _rows_of_split(decoded: Decoded, split: str, reader: RowGroupReader) -> IntArray:
+    """Returns the indices of the rows of a whole block in a split."""
+    rows, selection = decoded.rows, reader.snapshot.select_in(decoded.at.index, split)
     if selection == "all":
         return np.arange(len(rows.numbers))
     return np.flatnonzero(is_selected(is_validation(rows.hashes, reader.snapshot.validation), selection))
 
 
-def _answer(future: RowsFuture, answer: PickedRows | Block | BaseException) -> None:
-    """Resolves a future, unless it is cancelled or done."""
-    if future.done() or not future.set_running_or_notify_cancel():
-        return
-    if isinstance(answer, BaseException):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
+def _point_to(request: _Request, decoded: Decoded, indices: IntArray) -> None:
+    request.decoded, request.indices = decoded, indices
+    request.future.is_decoded = True

@@ -34,6 +34,11 @@ class _Job:
     began: tuple[float, int]
 
     @property
+    def is_old(self) -> bool:
+        """Whether its ranks have stopped."""
+        return time.monotonic() >= self.asked_at + _FORGET_SECONDS
+
+    @property
     def seconds_left(self) -> float:
         """Seconds until the next pending block is needed, at the pace of the ranks so far."""
         began_at, first = self.began
@@ -42,7 +47,7 @@ class _Job:
 
 
 class ReadAhead:
-    """A pool of `num_threads` threads that always makes the soonest needed block of all jobs.
+    """Threads that always make the soonest needed block of all jobs.
 
     No request waits for it or depends on it: a block that it did not make is made on request.
     """
@@ -53,41 +58,34 @@ class ReadAhead:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
-    def want(
-        self,
-        job: Hashable,
-        position: int,
-        count: int,
-        blocks: Callable[[], Sequence[tuple[int, int]]],
-        load: Callable[[int], object],
-    ) -> None:
-        """Records that a job has reached a position. Call it with every request.
+    def is_due(self, job: Hashable, position: int, count: int) -> bool:
+        """Returns whether to call `want` for a job that has reached a position. Call it with every request.
 
-        `blocks()` returns (block, position that needs it) from there on, ascending. It is called again when the job has
-        advanced by a quarter of `count`, or is `count` behind: ranks slightly behind find the blocks made for the others.
-        `load(block)` makes one block.
+        It is due when the job has advanced by a quarter of `count` since, or is `count` behind: ranks slightly behind find
+        the blocks made for the others.
         """
+        with self._changed:
+            known = self._jobs.get(job)
+            if not known or known.is_old or not known.position - count < position < known.position + max(1, count // 4):
+                return True
+            known.asked_at = time.monotonic()
+            return False
+
+    def want(self, job: Hashable, position: int, blocks: Sequence[tuple[int, int]], load: Callable[[int], object]) -> None:
+        """Replaces the blocks that a job wants: (block, position that needs it), ascending. `load(block)` makes one."""
         now = time.monotonic()
         with self._changed:
             known = self._jobs.get(job)
-            if known and _is_old(known):
+            if known and known.is_old:
                 known = None
-            if known and known.position - count < position < known.position + max(1, count // 4):
-                known.asked_at = now
-                return
-            wanted = blocks()
-            begun = known.begun.intersection(block for block, _ in wanted) if known else set()
-            pending = deque(own for own in wanted if own[0] not in begun)
+            begun = known.begun.intersection(block for block, _ in blocks) if known else set()
+            pending = deque((block, needed_at) for block, needed_at in blocks if block not in begun)
             began = known.began if known and known.position < position else (now, position)
             self._jobs[job] = _Job(position, pending, load, now, begun, began)
             while len(self._threads) < self._num_threads:
+                # Daemon threads: the process need not wait for blocks that nothing will read.
                 thread = threading.Thread(target=self._run, name="penstock-read-ahead", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:  # no thread can be started now
-                    if not self._threads:
-                        log.warning("nothing is loaded ahead of its time: %s", error)
-                    break
+                thread.start()
                 self._threads.append(thread)
             self._changed.notify(len(pending))
 
@@ -104,14 +102,10 @@ class ReadAhead:
     def _next(self) -> tuple[Callable[[int], object], int]:
         with self._changed:
             while True:
-                self._jobs = {name: job for name, job in self._jobs.items() if not _is_old(job)}
+                self._jobs = {name: job for name, job in self._jobs.items() if not job.is_old}
                 if waiting := [job for job in self._jobs.values() if job.pending]:
                     job = min(waiting, key=lambda job: job.seconds_left)
                     block, _ = job.pending.popleft()
                     job.begun.add(block)
                     return job.load, block
                 self._changed.wait()
-
-
-def _is_old(job: _Job) -> bool:
-    return time.monotonic() >= job.asked_at + _FORGET_SECONDS

@@ -1,20 +1,19 @@
 """Block store: maps cached blocks of tokens and decodes the others, once for all callers.
 
-For each row group, the store keeps one future per requested block, and whether a thread decodes the row group:
-
-request    returns a mapped block at once; otherwise a future, shared by all callers, and a mapper looks the block up
-_find      a mapper reads the block from the cache folder, or schedules the row group unless a thread decodes it already
-_make      a thread decodes the row group, and resolves its futures, including those added meanwhile
-forget     a caller left: a future without waiters is cancelled, and its block is not made
+request   returns a mapped block at once; otherwise a future, shared by all callers
+_find     a thread maps a stored block, or has its row group decoded
+_decode   a thread decodes a row group, stores its blocks, and resolves their futures, including those requested meanwhile
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,13 +21,15 @@ import pyarrow as pa
 
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.decode import ParsedFooters, RowGroupReader
 from penstock_server.blocks.mmap import Maps
 from penstock_server.blocks.on_demand import RowsOnDemand
 from penstock_server.blocks.prefetch import ReadAhead
-from penstock_server.blocks.splits import Splits
+from penstock_server.catalog.snapshot import BlockAddress
 from penstock_server.machine import num_cores
 from penstock_server.map_ordered import map_ordered
-from penstock_server.problems import OutOfMemory, Problem
+from penstock_server.problems import OutOfMemory
+from penstock_server.recipes.split import Selection
 
 log = logging.getLogger("penstock.store")
 
@@ -38,30 +39,19 @@ _Made = TypeVar("_Made")
 DECODED_BYTES = 1 << 30  # default budget for rows that are decoded and wait to be tokenized
 _AHEAD_SHARE = 2  # one thread in two loads ahead, at least one; the others serve requests
 _MAPPERS = 4  # threads that serve requests; mapping reads the block, and a disk is faster with several readers
-
+_SPLIT_BYTES = 256 << 20
+_MIN_SPLIT_BYTES = 4096  # of Python objects per split
 
 # A requested block: the block if it is mapped, else a future. A future takes 1.4 KB; many clients request tens of thousands.
 Asked = Block | Future[Block]
 
-# Yields (number, encoded rows) for the blocks of a row group that its argument, a predicate on the number, accepts.
-Decoder = Callable[[Callable[[int], bool]], Generator[tuple[int, pa.RecordBatch], None, None]]
-
 
 @dataclass(slots=True)
-class _Wanted:
-    """Requested blocks of a row group, by block number."""
+class _RowGroup:
+    """Requested blocks of a row group, by number."""
 
     futures: dict[int, Future[Block]] = field(default_factory=dict)
-    is_under_way: bool = False  # a thread decodes it
-
-
-@dataclass(slots=True)
-class _Load:
-    """Location and number of waiters of an unresolved future."""
-
-    wanted: _Wanted
-    number: int
-    num_askers: int = 0
+    is_decoding: bool = False
 
 
 class BlockStore:
@@ -74,6 +64,7 @@ class BlockStore:
     def __init__(self, cache: CacheFolder, num_threads: int | None = None, decoded_bytes: int = DECODED_BYTES) -> None:
         self.cache, self.maps = cache, Maps(cache)
         self.splits = Splits()
+        self.footers = ParsedFooters()
         self._num_threads = num_threads or num_cores()
         self.rows = RowsOnDemand(self.maps, decoded_bytes, self._num_threads)
         self.ahead = ReadAhead(self._num_threads)
@@ -82,44 +73,16 @@ class BlockStore:
         self._mappers = ThreadPoolExecutor(_MAPPERS + num_ahead, thread_name_prefix="penstock-map")
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
-        self._wanted: dict[str, _Wanted] = {}  # row groups with requests, by the key of the first block
-        self._loads: dict[Future[Block], _Load] = {}  # unresolved futures
+        self._groups: dict[str, _RowGroup] = {}  # row groups with requests, by name
 
-    def request(self, group: Sequence[str], number: int, decode: Decoder) -> Asked:
-        """Returns block `number` of the row group with these block keys, or a future.
+    def request(self, reader: RowGroupReader, indices: Sequence[int]) -> list[Asked]:
+        """Returns blocks of the reader's snapshot, or futures for those that are not mapped.
 
-        Dedicated threads map stored blocks. `decode` makes the others, together with all requested blocks of the row group.
-        It also makes their neighbours if the cache can keep them, since the group is decoded from its start. The future
-        raises whatever `decode` raises; the next request retries.
+        A future raises what RowGroupReader raises; the next request retries. The neighbours of a block are made, too, if the
+        cache can keep them, since a row group is decoded from its start.
         """
-        if found := self.maps.open_now(group[number]):
-            return found
-        with self._lock:
-            wanted = self._wanted.setdefault(group[0], _Wanted())
-            future = wanted.futures.get(number)
-            if future is None:
-                future = wanted.futures[number] = Future()
-                self._loads[future] = _Load(wanted, number)
-                try:
-                    self._mappers.submit(self._find, group, number, wanted, decode)
-                except RuntimeError:  # no thread can be started now
-                    del wanted.futures[number], self._loads[future]
-                    raise
-            self._loads[future].num_askers += 1
-            return future
-
-    def forget(self, future: Future[Block]) -> None:
-        """Releases a block, once per request for it; the last release drops the load."""
-        with self._lock:
-            load = self._loads.get(future)
-            if load is None:  # it is being resolved; a cancelled future could not be
-                return
-            load.num_askers -= 1
-            if load.num_askers > 0:
-                return
-            del self._loads[future]
-            del load.wanted.futures[load.number]
-        future.cancel()
+        mapped = self.maps.known([reader.names.of(index) for index in indices])
+        return [block or self._future(reader, index) for index, block in zip(indices, mapped, strict=True)]
 
     def map_ordered(self, make: Callable[[_Item], _Made], items: Iterable[_Item]) -> Iterator[_Made]:
         """Yields `make(item)` for each item in order, in parallel on all threads. Raises what `make` raises."""
@@ -131,115 +94,143 @@ class BlockStore:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.rows.close()
 
-    def _find(self, group: Sequence[str], number: int, wanted: _Wanted, decode: Decoder) -> None:
-        """Maps a stored block; schedules its row group otherwise."""
-        with self._answering(wanted, [number]):
-            if self._missing(group, wanted, [number]):
-                with self._lock:
-                    if number in wanted.futures and not wanted.is_under_way:
-                        self._threads.submit(self._make, group, wanted, decode)
-                        wanted.is_under_way = True  # not before: no caller may rely on a thread that could not be started
+    def _future(self, reader: RowGroupReader, index: int) -> Future[Block]:
+        at = reader.snapshot.block(index)
         with self._lock:
-            self._end(group, wanted)
+            group = self._groups.setdefault(reader.names.of_group(at), _RowGroup())
+            if at.number not in group.futures:
+                self._mappers.submit(self._find, reader, at, group)  # first: it raises if no thread can be started
+                group.futures[at.number] = Future()
+            return group.futures[at.number]
 
-    def _make(self, group: Sequence[str], wanted: _Wanted, decode: Decoder) -> None:
-        """Makes the requested blocks of a row group, including requests added meanwhile, and resolves every future.
+    def _find(self, reader: RowGroupReader, at: BlockAddress, group: _RowGroup) -> None:
+        """Maps a stored block; has its row group decoded otherwise."""
+        with self._failing(group, [at.number]):
+            if not self._map(reader, at, group):
+                with self._lock:
+                    if at.number in group.futures and not group.is_decoding:
+                        self._threads.submit(self._decode, reader, at, group)
+                        group.is_decoding = True
+        with self._lock:
+            self._forget_if_idle(reader, at, group)
 
-        Holds at most one block at a time. A block that the cache does not keep is handed out once.
-        """
-        while asked := self._still_wanted(group, wanted):
-            with self._answering(wanted, asked):
-                # A block may have been stored since the request looked for it; do not make it again.
-                if missing := self._missing(group, wanted, asked):
-                    self._decode_once(group, wanted, missing, decode)
-
-        if not self._wanted:
+    def _decode(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup) -> None:
+        """Makes the requested blocks of a row group, including those requested meanwhile, and resolves every future."""
+        while wanted := self._wanted(reader, first, group):
+            with self._failing(group, wanted):
+                self._make(reader, first, group, wanted)
+        if not self._groups:
             pa.default_memory_pool().release_unused()  # the buffers of decoding; until now decoding reused them
 
+    def _make(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup, wanted: list[int]) -> None:
+        """Decodes a row group up to the last requested block; stores its other blocks if the cache can keep all of them.
+
+        Holds one block at a time. A block that the cache does not keep is handed to its waiters only.
+        """
+        blocks = reader.snapshot.blocks_of_group(first.group)
+        # A block may have been stored since the request looked for it.
+        missing = {number for number in wanted if not self._map(reader, reader.snapshot.block(blocks[number]), group)}
+        if not missing:
+            return
+        keeps_neighbours = True
+        with closing(reader.blocks(first)) as decoded:
+            for at, parts in decoded:
+                name = reader.names.of(at.index)
+                is_useful = at.number in group.futures or keeps_neighbours
+                if at.number in missing or (is_useful and not self.cache.has(name)):
+                    batch = reader.encode_block(parts, at)
+                    nbytes = self.maps.write(name, batch)
+                    # Neighbours are worth tokenizing only if the cache has room for the whole group beside other blocks in use.
+                    keeps_neighbours = keeps_neighbours and 0 < 2 * nbytes * len(blocks) <= self.cache.budget_bytes
+                    if at.number in group.futures:
+                        self._resolve(group, at.number, self.maps.read(name) or Block.of(batch))
+                with self._lock:
+                    last = max(group.futures, default=-1)  # serve later requests in this pass, not in a new one
+                if at.number >= last and not keeps_neighbours:
+                    return
+
+    def _map(self, reader: RowGroupReader, at: BlockAddress, group: _RowGroup) -> bool:
+        """Resolves the future of a stored block. Returns False if the block is not stored."""
+        block = self.maps.read(reader.names.of(at.index))
+        if block is not None:
+            self._resolve(group, at.number, block)
+        return block is not None
+
+    def _resolve(self, group: _RowGroup, number: int, block: Block) -> None:
+        with self._lock:
+            future = group.futures.pop(number, None)
+        if future:
+            future.set_result(block)
+
     @contextmanager
-    def _answering(self, wanted: _Wanted, asked: list[int]) -> Iterator[None]:
-        """Sets an error raised in the `with` block on the unresolved futures of `asked`."""
+    def _failing(self, group: _RowGroup, numbers: list[int]) -> Iterator[None]:
+        """Sets an error raised in the `with` block on the unresolved futures of these blocks."""
         try:
             yield
         except BaseException as error:
             failure = error
             if isinstance(error, MemoryError):
                 failure = OutOfMemory("for a block of rows", error, "write smaller row groups")
-            for number in asked:
-                if future := self._take(wanted, number):
-                    future.set_exception(failure)
+            with self._lock:
+                failed = [future for number in numbers if (future := group.futures.pop(number, None))]
+            for future in failed:
+                future.set_exception(failure)
+            if not failed:
+                log.warning("the requested blocks are served; reading on in their row group failed: %s", failure)
 
-    def _missing(self, group: Sequence[str], wanted: _Wanted, asked: list[int]) -> list[int]:
-        """Hands out the stored blocks in `asked`; returns the numbers of the others that still have waiters."""
-        missing = []
-        for number in asked:
-            if number not in wanted.futures:
-                continue
-            block = self.maps.read(group[number])
-            if block is None:
-                missing.append(number)
-            elif future := self._take(wanted, number):
-                future.set_result(block)
-        return missing
-
-    def _still_wanted(self, group: Sequence[str], wanted: _Wanted) -> list[int]:
-        """Returns the block numbers with waiters; if it returns no number, the row group is no longer being made."""
+    def _wanted(self, reader: RowGroupReader, at: BlockAddress, group: _RowGroup) -> list[int]:
+        """Returns the numbers of unresolved blocks; without any, the row group is no longer decoded."""
         with self._lock:
-            wanted.is_under_way = bool(wanted.futures)
-            self._end(group, wanted)
-            return list(wanted.futures)
+            group.is_decoding = bool(group.futures)
+            self._forget_if_idle(reader, at, group)
+            return list(group.futures)
 
-    def _end(self, group: Sequence[str], wanted: _Wanted) -> None:
+    def _forget_if_idle(self, reader: RowGroupReader, at: BlockAddress, group: _RowGroup) -> None:
         """Forgets a row group without requests, so that the next request starts anew. The caller holds the lock."""
-        if not wanted.futures and not wanted.is_under_way and self._wanted.get(group[0]) is wanted:
-            del self._wanted[group[0]]
+        name = reader.names.of_group(at)
+        if not group.futures and not group.is_decoding and self._groups.get(name) is group:
+            del self._groups[name]
 
-    def _take(self, wanted: _Wanted, number: int) -> Future[Block] | None:
-        """Returns the future of a block for the caller to resolve; None if it was resolved or released."""
+
+_SplitKey = tuple[int, Selection, float]
+
+
+class Splits:
+    """Least recently used splits of live blocks, within a budget: a block is mapped, but its splits are in memory."""
+
+    def __init__(self, budget_bytes: int = _SPLIT_BYTES) -> None:
+        self._budget_bytes, self.held_bytes = budget_bytes, 0
+        self._lock = threading.RLock()  # reentrant: a block may be collected while this thread holds the lock
+        # Weak references, so that evicted files can be unmapped; a split is dropped with its block.
+        self._held = OrderedDict[_SplitKey, tuple[weakref.ref[Block], Block]]()
+
+    def of(self, block: Block, selection: Selection, share: float) -> Block:
+        """Returns the rows of one split as a block; the block itself if the split has all rows. See Block.selected."""
+        if selection == "all":
+            return block
+        key = (id(block), selection, share)
         with self._lock:
-            future = wanted.futures.pop(number, None)
-            if future:
-                self._loads.pop(future, None)
-            return future
+            reference, split = self._held.get(key, (None, None))
+            if split and reference and reference() is block:
+                self._held.move_to_end(key)
+                return split
+        split = block.selected(selection, share)
+        with self._lock:
+            self._drop(key)
+            self._held[key] = weakref.ref(block, lambda _: self._drop(key)), split
+            self.held_bytes += _nbytes(split)
+            while self.held_bytes > self._budget_bytes and len(self._held) > 1:
+                self._drop(next(iter(self._held)))
+        return split
 
-    def _hand_out(self, key: str, wanted: _Wanted, number: int, batch: pa.RecordBatch) -> bool:
-        """Hands a new block to its waiters and keeps no reference. Returns whether it had waiters."""
-        block = self.maps.read(key) or Block.of(batch)  # before the future is taken: waiters must get what this raises
-        future = self._take(wanted, number)
-        if future:
-            future.set_result(block)
-        return future is not None
+    def _drop(self, key: _SplitKey) -> None:
+        with self._lock:
+            if held := self._held.pop(key, None):
+                self.held_bytes -= _nbytes(held[1])
 
-    def _decode_once(self, group: Sequence[str], wanted: _Wanted, asked: list[int], decode: Decoder) -> None:
-        """Decodes a row group from its start up to the last requested block, and hands out the requested blocks.
 
-        It also makes and stores the other blocks if the cache can keep all of them.
-        """
-        last, keeps, served = max(asked), True, False
-
-        def needed(number: int) -> bool:
-            if number in asked and number in wanted.futures:
-                return True
-            # Make no neighbours once every request has been released.
-            keeps_neighbours = keeps and (served or bool(wanted.futures))
-            # A stored block need not be made: later requests for it are served from the cache.
-            return (number in wanted.futures or keeps_neighbours) and not self.cache.has(group[number])
-
-        batches = decode(needed)
-        try:
-            for number, batch in batches:
-                nbytes = self.maps.write(group[number], batch)
-                # Neighbours are worth tokenizing only if the cache has room for the whole group beside other blocks in use.
-                keeps = keeps and 0 < 2 * nbytes * len(group) <= self.cache.budget_bytes
-                if number in wanted.futures:
-                    served = self._hand_out(group[number], wanted, number, batch) or served
-                with self._lock:
-                    last = max([last, *wanted.futures])  # serve later requests in this pass, not in a new one
-                if (number >= last and not keeps) or not (served or wanted.futures):
-                    return
-        except Problem as problem:
-            if any(number in wanted.futures for number in asked):
-                raise
-            log.warning("what was asked for is served; reading on in its row group failed: %s", problem)
-        finally:
-            batches.close()
+def _nbytes(split: Block) -> int:
+    """Estimates the memory of a split, without the tokens, which it shares with the block."""
+    lists = sum(len(feature) - feature.count(None) for feature in split.features.values())
+    columns = sum(int(column.nbytes) for column in split.columns.values())
+    return _MIN_SPLIT_BYTES + 8 * split.num_rows * (2 * lists + 4) + columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -236,7 +237,7 @@ def _link_to_nothing(folder: Path) -> Path | None:
 def _tidy(cache: CacheFolder, drop: Callable[[Path, float], None]) -> None:
     """Drop unused files from the cache folder. If it cannot be listed now, leave that to a later call."""
     with suppress(OSError):
-        drop(cache.folder, cache.now())
+        drop(cache.folder, time.time())
 
 
 def _why_no_folder(path: Path) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,14 +22,10 @@ T = TypeVar("T")
 
 log = logging.getLogger("penstock.counting")
 
-_PATIENCE_SECONDS = 1.0  # from the start, one deadline for all callers; once more shortly before the end
+_PATIENCE_SECONDS = 1.0  # from the start, one deadline for all callers
 _FAILURE_SECONDS = 30.0  # all callers get a failure for this long; the next call after it starts again
-
-
-def _duration(seconds: int) -> str:
-    if seconds < 120:
-        return f"{seconds} s"
-    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
+_LOCK_FILE = ".counting"
+_POLL_SECONDS = 0.1
 
 
 class Counting(Generic[T]):
@@ -48,8 +47,7 @@ class Counting(Generic[T]):
         self._made: list[T] = []
         self._thread: threading.Thread | None = None
         self._failure: tuple[Problem, float] | None = None
-        self._began_at = self._wait_until = 0.0
-        self._has_neared_end = False
+        self._began_at = 0.0
 
     def get(self) -> T:
         """Returns the result; the first call starts to make it.
@@ -57,19 +55,21 @@ class Counting(Generic[T]):
         Raises IndexNotReady: the result is not ready; the message gives the progress. Raises the error that stopped it.
         """
         if not self._made and (thread := self._start()):
-            thread.join(max(0.0, self._wait_until - time.monotonic()))
+            thread.join(max(0.0, self._began_at + _PATIENCE_SECONDS - time.monotonic()))
         if self._made:
             return self._made[0]
         if failure := self._failure:
             raise failure[0].with_traceback(None)  # otherwise the traceback would grow with every caller
-        done, seconds_left = self.num_done, self._seconds_left(time.monotonic())
+        done = self.num_done
+        seconds_left = None
+        if done:
+            seconds_left = max(1, math.ceil((time.monotonic() - self._began_at) * (self.total - done) / done))
+        progress = f"{done:,} of {self.total:,} blocks are done ({done / max(self.total, 1):.0%})"
         # The time comes first: a terminal truncates long lines.
-        if seconds_left is None:
-            told = f"{self._what} are being counted"
-        else:
-            told = f"about {_duration(seconds_left)} left until {self._what} are counted"
-        share = f"{done:,} of {self.total:,} blocks are done ({done / max(self.total, 1):.0%})"
-        raise IndexNotReady(f"{told}: {share}. This happens once.", done, self.total, seconds_left)
+        left = f"about {_duration(seconds_left)} left, " if seconds_left else ""
+        raise IndexNotReady(
+            f"{left}{self._what} are being counted: {progress}. This happens once.", done, self.total, seconds_left
+        )
 
     def _start(self) -> threading.Thread | None:
         """Starts the thread unless it runs or failed recently; returns the running thread, if any."""
@@ -77,30 +77,11 @@ class Counting(Generic[T]):
             now = time.monotonic()
             if self._made or (self._failure and now < self._failure[1]):
                 return None
-            if self._thread:
-                if not self._has_neared_end and self._will_end_soon(now):
-                    # Once, with one deadline for all callers: they arrive one by one, and each holds a thread that others need.
-                    self._has_neared_end, self._wait_until = True, now + _PATIENCE_SECONDS
-                return self._thread
-            self.num_done, self._failure, self._has_neared_end = 0, None, False
-            self._began_at, self._wait_until = now, now + _PATIENCE_SECONDS
-            self._thread = threading.Thread(target=self._run, name="penstock-counting", daemon=True)
-            try:
+            if not (self._thread and self._thread.is_alive()):
+                self.num_done, self._failure, self._began_at = 0, None, now
+                self._thread = threading.Thread(target=self._run, name="penstock-counting", daemon=True)
                 self._thread.start()
-            except RuntimeError:  # no thread can be started now; the next call retries
-                self._thread = None
-                raise
             return self._thread
-
-    def _will_end_soon(self, now: float) -> bool:
-        """Returns whether it will end within the patience, at the rate so far."""
-        seconds_left = self._seconds_left(now)
-        return seconds_left is not None and seconds_left <= _PATIENCE_SECONDS
-
-    def _seconds_left(self, now: float) -> int | None:
-        """Returns the seconds left at the rate so far, rounded up; None before the first step is done."""
-        elapsed, done = now - self._began_at, self.num_done
-        return max(1, math.ceil(elapsed * (self.total - done) / done)) if done else None
 
     @property
     def is_ready(self) -> bool:
@@ -139,18 +120,61 @@ class Counting(Generic[T]):
     def _run(self) -> None:
         try:
             self.make(self._advance)
+            return
         except Problem as problem:
-            self._fail(problem)
+            failure = problem
         except MemoryError as error:
-            self._fail(OutOfMemory(f"to count {self._what}", error, "write smaller row groups"))
+            failure = OutOfMemory(f"to count {self._what}", error, "write smaller row groups")
         except Exception as error:
             if lacks_threads(error):
-                self._fail(OutOfMemory(f"to count {self._what}", error, MORE_THREADS))
-                return
-            log.exception("%s cannot be counted", self._what)
-            self._fail(IndexFailed(f"{self._what} cannot be counted because of a fault in penstock: {error!r}."))
-        finally:
-            self._thread = None
+                failure = OutOfMemory(f"to count {self._what}", error, MORE_THREADS)
+            else:
+                log.exception("%s cannot be counted", self._what)
+                failure = IndexFailed(f"{self._what} cannot be counted because of a fault in penstock: {error!r}.")
+        self._failure = (failure, time.monotonic() + _FAILURE_SECONDS)
 
-    def _fail(self, problem: Problem) -> None:
-        self._failure = (problem, time.monotonic() + _FAILURE_SECONDS)
+
+def _duration(seconds: int) -> str:
+    if seconds < 120:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
+
+
+@contextmanager
+def build_lock(*paths: Path) -> Iterator[None]:
+    """Locks files of one folder that this process is to make; waits while another process makes one of them.
+
+    A file that exists is not locked. On a disk without locks, processes do the same work twice. Threads of one process do not
+    wait for each other.
+    """
+    folder, offsets = paths[0].parent, [_offset(path) for path in paths]
+    with suppress(OSError):
+        for path, offset in zip(paths, offsets, strict=True):
+            while not path.exists() and not _is_locked(folder, offset):
+                time.sleep(_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for offset in offsets:
+                fcntl.lockf(_lock_file(folder), fcntl.LOCK_UN, 1, offset)
+
+
+def _is_locked(folder: Path, offset: int) -> bool:
+    """Locks a byte of the lock file. Returns False if another process holds it."""
+    try:
+        fcntl.lockf(_lock_file(folder), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _offset(path: Path) -> int:
+    """Returns the offset of a file's byte in the lock file, from its name."""
+    return int.from_bytes(blake2b(path.name.encode(), digest_size=7).digest(), "big")
+
+
+@cache
+def _lock_file(folder: Path) -> int:
+    # Once for the process, like its locks: closing any descriptor of a file releases all locks of the process on it.
+    return os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)

@@ -23,42 +23,11 @@ import numpy as np
 from penstock_server.blocks.loader import Blocks
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.checksummed import read_sealed, write_sealed
-from penstock_server.index.build_lock import turn
-from penstock_server.index.counting import Counting
+from penstock_server.index.counting import Counting, build_lock
 from penstock_server.index.row_lengths import SUFFIX, RowLengths, count_lengths, lengths_files
 from penstock_server.order.arrays import IntArray
 from penstock_server.order.best_fit import Bins, PackedPools, pack
 from penstock_server.recipes.split import Selection
-
-
-def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) -> PackedPools:
-    """Returns the stored bins; otherwise stores those that `pack` yields per pool, or keeps them in memory if that fails."""
-    load = partial(read_sealed, path, partial(_parse, num_pools))
-    with turn(path) as get_further:
-        if found := load():
-            return found
-        write_sealed(path, _pieces(pack(), get_further), "it is held in memory, and packed again after a restart")
-        return load() or PackedPools.of(pack())
-
-
-def _pieces(pools: Iterable[Bins], get_further: Callable[[], None]) -> Iterator[bytes]:
-    # Pool by pool: all pools may exceed the memory.
-    sizes = []
-    for bins in pools:
-        yield bins.words.astype("<u4").tobytes()
-        sizes.append((bins.num_bins, len(bins.rows)))
-        get_further()
-    yield np.array(sizes, "<i8").reshape(-1, 2).T.tobytes()
-
-
-def _parse(num_pools: int, body: memoryview) -> PackedPools | None:
-    end = len(body) - 16 * num_pools
-    if end < 0:
-        return None
-    sizes = np.frombuffer(body[end:], "<i8").astype(np.int64).reshape(2, num_pools)
-    fits = end == 4 * PackedPools.num_words(sizes)
-    return PackedPools(sizes, np.frombuffer(body[:end], "<u4")) if fits else None
-
 
 _FORMAT = 4
 _SUFFIX = ".index"
@@ -95,8 +64,8 @@ class Index:
             rows |= {"all": kept + held_out, "train": kept, "validation": held_out}
         if len({*selections}) == 1:
             return rows[selections[0]]
-        blocks = map(snapshot.blocks_of_shard, range(len(selections)))
-        return np.concatenate([rows[own][some.start : some.stop] for own, some in zip(selections, blocks, strict=True)])
+        shards = zip(selections, map(snapshot.blocks_of_shard, range(len(selections))), strict=True)
+        return np.concatenate([rows[selection][blocks.start : blocks.stop] for selection, blocks in shards])
 
     @property
     def num_rows(self) -> int | None:
@@ -169,8 +138,7 @@ class Index:
         """Marks the stored counts as used, at most once a day, so that they are not dropped."""
         if time.monotonic() >= self._mark_at:
             self._mark_at = time.monotonic() + _MARK_SECONDS
-            countings = self._countings()
-            for counting in countings:
+            for counting in self._countings():
                 counting.mark_used()
 
     def _sound_lengths(self, split: str) -> RowLengths:
@@ -194,19 +162,19 @@ class Index:
         def parse(body: memoryview) -> IntArray | None:
             return np.frombuffer(body, "<i8").astype(np.int64).reshape(2, -1) if len(body) == size else None
 
-        with turn(path) as get_further:
+        with build_lock(path):
             rows = read_sealed(path, parse)
             if rows is None:
-                rows = self._read_rows(get_further, advance)
+                rows = self._read_rows(advance)
                 write_sealed(path, [rows.astype("<i8").tobytes()], "it is counted again after a restart")
             self._blocks.quarantine.num_rows = int(rows.sum())
             return rows
 
-    def _read_rows(self, get_further: Callable[[], None], advance: Callable[[int], None]) -> IntArray:
+    def _read_rows(self, advance: Callable[[int], None]) -> IntArray:
         if self.lengths.is_ready:
             return self.lengths.get().rows_by_hash()
         counts = []
-        for shard, of_shard in enumerate(self._blocks.rows_of_shards(get_further)):
+        for shard, of_shard in enumerate(self._blocks.rows_of_shards()):
             counts.append(of_shard)
             advance(self._snapshot.blocks_of_shard(shard).stop)
         return np.concatenate(counts, axis=1)
@@ -230,10 +198,41 @@ class Index:
         return self._blocks.cache.folder / f"{self._blocks.names.of_all}-{name}-{_FORMAT}{_SUFFIX}"
 
 
+def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) -> PackedPools:
+    """Returns the stored bins; otherwise stores those that `pack` yields per pool, or keeps them in memory if that fails.
+
+    A file holds, little-endian: the Bins.words of each pool, uint32; then bins and parts of each pool, int64 [2, num_pools].
+    """
+    load = partial(read_sealed, path, partial(_parse, num_pools))
+    with build_lock(path):
+        if stored := load():
+            return stored
+        write_sealed(path, _pieces(pack()), "it is held in memory, and packed again after a restart")
+        return load() or PackedPools.of(pack())
+
+
+def _pieces(pools: Iterable[Bins]) -> Iterator[bytes]:
+    # Pool by pool: all pools may exceed the memory.
+    sizes = []
+    for bins in pools:
+        yield bins.words.astype("<u4").tobytes()
+        sizes.append((bins.num_bins, len(bins.rows)))
+    yield np.array(sizes, "<i8").reshape(-1, 2).T.tobytes()
+
+
+def _parse(num_pools: int, body: memoryview) -> PackedPools | None:
+    end = len(body) - 16 * num_pools
+    if end < 0:
+        return None
+    sizes = np.frombuffer(body[end:], "<i8").astype(np.int64).reshape(2, num_pools)
+    fits = end == 4 * PackedPools.num_words(sizes)
+    return PackedPools(sizes, np.frombuffer(body[:end], "<u4")) if fits else None
+
+
 def drop_old_counts(folder: Path, now: float) -> None:
     """Removes the counts of all snapshots that no server has used for 30 days. Existing maps stay valid.
 
-    `now` is the time of the clock that sets the folder's mtimes. Raises OSError: the folder cannot be listed.
+    Raises OSError: the folder cannot be listed.
     """
     for entry in os.scandir(folder):
         if entry.name.endswith((SUFFIX, _SUFFIX)):

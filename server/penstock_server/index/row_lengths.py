@@ -9,23 +9,21 @@ A new snapshot reuses the files of unchanged shards, and an interrupted count re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.checksummed import read_sealed, write_sealed
-from penstock_server.index.build_lock import turn
+from penstock_server.index.counting import build_lock
 from penstock_server.machine import num_cores
 from penstock_server.order.arrays import IntArray, find_one, starts_of
 from penstock_server.order.packing import SplitRows
@@ -39,12 +37,11 @@ QUANTILES = {"median": 500, "p90": 900, "p99": 990, "longest": 1000}  # per mill
 _STEP = 1 << 20  # rows per step: a shard may have any number
 _SHORT = 1 << 16  # tokens; the few longer rows are kept one by one
 _GROUPS_A_CORE = 4  # with fewer, cores would wait for the slowest row group of each batch
-# Linux gives a process 65,530 maps. Files up to _SMALL_BYTES are copied instead, up to _COPIED_BYTES in all.
-_SMALL_BYTES, _COPIED_BYTES = 1 << 16, 1 << 28
+_SMALL_BYTES = 1 << 14  # smaller files are copied, since Linux gives a process 65,530 maps
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class _ShardLengths:
+class ShardLengths:
     """Counts of one shard.
 
     starts       the first row of each block, and the total, shape [num_blocks + 1]
@@ -64,10 +61,6 @@ class _ShardLengths:
         return self.words.nbytes + self.prompts.nbytes
 
 
-# Counts in use, by cache folder and file: snapshots of a dataset that grows share most shards.
-_read: WeakValueDictionary[tuple[CacheFolder, Path], _ShardLengths] = WeakValueDictionary()
-
-
 class Counts(NamedTuple):
     """Counts per block, shape [num_blocks] each. `rows` includes bad rows, which have no tokens."""
 
@@ -83,7 +76,7 @@ class Counts(NamedTuple):
 class RowLengths:
     """Lengths of all rows of a snapshot, by block. `select(split)` returns the selection of each shard."""
 
-    def __init__(self, first_block: IntArray, shards: list[_ShardLengths], select: Callable[[str], list[Selection]]) -> None:
+    def __init__(self, first_block: IntArray, shards: list[ShardLengths], select: Callable[[str], list[Selection]]) -> None:
         self._first_block, self._shards = first_block, shards
         self._select = lru_cache(maxsize=_REMEMBERED)(select)
         # Cached, since each call scans all rows.
@@ -93,9 +86,9 @@ class RowLengths:
     def of_block(self, block: int, split: str) -> IntArray:
         """Returns the tokens of each row of a block in the split, shape [rows]; 0 for a bad row."""
         shard = find_one(self._first_block, block)
-        found, number = self._shards[shard], block - int(self._first_block[shard])
-        selection = self._select(split)[shard]
-        lengths, inside = _selected(found.words[found.starts[number] : found.starts[number + 1]], selection)
+        starts, number = self._shards[shard].starts, block - int(self._first_block[shard])
+        words = self._shards[shard].words[starts[number] : starts[number + 1]]
+        lengths, inside = _selected(words, self._select(split)[shard])
         return lengths[inside]
 
     @cached_property
@@ -109,19 +102,19 @@ class RowLengths:
 
         Keys: "row"; and "prompt" and "response" if rows have both.
         """
-        found = {"row": _Quantiles()}
+        sides = {"row": _Quantiles()}
         if any(len(shard.prompts) for shard in self._shards):
-            found |= {"prompt": _Quantiles(), "response": _Quantiles()}
+            sides |= {"prompt": _Quantiles(), "response": _Quantiles()}
         for shard in self._shards:
             for at in range(0, len(shard.words), _STEP):
                 lengths = shard.words[at : at + _STEP] & ~_VALIDATION
                 is_good = lengths > 0
-                found["row"].add(lengths[is_good])
+                sides["row"].add(lengths[is_good])
                 if len(shard.prompts):
                     prompts = shard.prompts[at : at + _STEP]
-                    found["prompt"].add(prompts[is_good])
-                    found["response"].add((lengths - prompts)[is_good])
-        return {name: quantiles.found() for name, quantiles in found.items()}
+                    sides["prompt"].add(prompts[is_good])
+                    sides["response"].add((lengths - prompts)[is_good])
+        return {name: side.result() for name, side in sides.items()}
 
     def _per_block(self, split: str) -> Counts:
         """Returns the counts of a split per block; the results for the last few splits are cached."""
@@ -148,34 +141,32 @@ class _Quantiles:
 
     def __init__(self) -> None:
         self._counts = np.zeros(_SHORT, np.int64)
-        self._long: list[npt.NDArray[np.uint32]] = []
+        self._long = [np.zeros(0, np.uint32)]
 
     def add(self, lengths: npt.NDArray[np.uint32]) -> None:
         """Adds lengths."""
         self._counts += np.bincount(lengths[lengths < _SHORT], minlength=_SHORT)
         self._long.append(lengths[lengths >= _SHORT])
 
-    def found(self) -> dict[str, int]:
+    def result(self) -> dict[str, int]:
         """Returns each quantile in `QUANTILES`; 0 without lengths."""
-        upto, longer = self._counts.cumsum(), np.sort(np.concatenate([np.zeros(0, np.uint32), *self._long]))
+        upto, longer = self._counts.cumsum(), np.sort(np.concatenate(self._long))
         num_short, number = int(upto[-1]), int(upto[-1]) + len(longer)
-        if not number:
-            return dict.fromkeys(QUANTILES, 0)
-        places = {name: max(0, -(-share * number // 1000) - 1) for name, share in QUANTILES.items()}
-        return {
-            name: int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short])
-            for name, at in places.items()
-        }
+        quantiles = dict.fromkeys(QUANTILES, 0)
+        for name, share in QUANTILES.items() if number else ():
+            at = max(0, -(-share * number // 1000) - 1)
+            quantiles[name] = int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short])
+        return quantiles
 
 
-def _sums(shard: _ShardLengths, selection: Selection, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
+def _sums(shard: ShardLengths, selection: Selection, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
     sums = np.zeros(len(shard.starts) - 1, np.int64)
     for at in range(0, len(shard.words), _STEP):
         lengths, inside = _selected(shard.words[at : at + _STEP], selection)
         first = np.searchsorted(shard.starts, at, "right") - 1
         last = np.searchsorted(shard.starts, at + len(lengths), "left")
-        borders = np.clip(shard.starts[first : last + 1] - at, 0, len(lengths))
-        sums[first:last] += np.diff(starts_of(np.where(inside, function(lengths), 0))[borders])
+        offsets = np.clip(shard.starts[first : last + 1] - at, 0, len(lengths))
+        sums[first:last] += np.diff(starts_of(np.where(inside, function(lengths), 0))[offsets])
     return sums
 
 
@@ -190,26 +181,22 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
     Calls `advance` with the number of blocks done. Raises what an unreadable block raises.
     """
     paths = list(lengths_files(snapshot, blocks))
+    in_use = blocks.cache.parsed  # snapshots of a dataset that grows share most shards
     shards = []
-    small = [own.nbytes for ref in _read.valuerefs() if (own := ref()) and own.nbytes <= _SMALL_BYTES]
-    spare_bytes = _COPIED_BYTES - sum(small)
-    for some in _counted_together(snapshot):
-        with turn(*(paths[number] for number in some)) as get_further, ExitStack() as opened:
-            known = {n: _read.get((blocks.cache, paths[n])) or _stored(snapshot, n, paths[n]) for n in some}
-            missing = [index for n in some if known[n] is None for index in snapshot.blocks_of_shard(n)]
-            loaded = opened.enter_context(closing(blocks.each(missing)))
-            for number in some:
-                path, indices = paths[number], snapshot.blocks_of_shard(number)
-                shard = known[number] or _count_shard(
-                    snapshot, number, path, islice(loaded, len(indices)), get_further, advance
-                )
-                if (blocks.cache, path) not in _read:
-                    if shard.nbytes <= min(_SMALL_BYTES, spare_bytes):
+    for together in _counted_together(snapshot):
+        with build_lock(*(paths[number] for number in together)):
+            known = {number: in_use.get(paths[number]) or _stored(snapshot, number, paths[number]) for number in together}
+            missing = [index for number in together if not known[number] for index in snapshot.blocks_of_shard(number)]
+            with closing(blocks.each(missing)) as loaded:
+                for number in together:
+                    indices = snapshot.blocks_of_shard(number)
+                    shard = known[number] or _count_shard(
+                        snapshot, number, paths[number], islice(loaded, len(indices)), advance
+                    )
+                    if shard.nbytes <= _SMALL_BYTES:
                         shard = replace(shard, words=shard.words.copy(), prompts=shard.prompts.copy())
-                        spare_bytes -= shard.nbytes
-                    _read[blocks.cache, path] = shard
-                shards.append(shard)
-                advance(indices.stop)
+                    shards.append(in_use.setdefault(paths[number], shard))
+                    advance(indices.stop)
     return RowLengths(snapshot.first_block_of_shard, shards, snapshot.select)
 
 
@@ -230,18 +217,13 @@ def _counted_together(snapshot: Snapshot) -> Iterator[range]:
             first, num_groups = number, 0
 
 
-def _stored(snapshot: Snapshot, shard: int, path: Path) -> _ShardLengths | None:
+def _stored(snapshot: Snapshot, shard: int, path: Path) -> ShardLengths | None:
     return read_sealed(path, partial(_parse, len(snapshot.blocks_of_shard(shard)), snapshot.recipe.has_prompts))
 
 
 def _count_shard(
-    snapshot: Snapshot,
-    shard: int,
-    path: Path,
-    blocks: Iterable[Block],
-    get_further: Callable[[], None],
-    advance: Callable[[int], None],
-) -> _ShardLengths:
+    snapshot: Snapshot, shard: int, path: Path, blocks: Iterable[Block], advance: Callable[[int], None]
+) -> ShardLengths:
     """Counts and stores the row lengths of a shard from its blocks; maps the file if it was stored."""
     num_rows, block_bytes, words, prompts = [], [], [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
     for done, block in enumerate(blocks, start=snapshot.blocks_of_shard(shard).start + 1):
@@ -250,9 +232,8 @@ def _count_shard(
         words.append(_words(block, snapshot.validation))
         if snapshot.recipe.has_prompts:
             prompts.append(block.prompt_lengths(np.arange(block.num_rows)).astype(np.uint32))
-        get_further()
         advance(done)
-    counted = _ShardLengths(
+    counted = ShardLengths(
         starts_of(np.array(num_rows, np.int64)), np.array(block_bytes, np.int64), np.concatenate(words), np.concatenate(prompts)
     )
     of_rows = (column.astype("<u4").tobytes() for column in (counted.words, counted.prompts))
@@ -267,7 +248,7 @@ def _words(block: Block, validation: float) -> npt.NDArray[np.uint32]:
     return words
 
 
-def _parse(num_blocks: int, has_prompts: bool, body: memoryview) -> _ShardLengths | None:
+def _parse(num_blocks: int, has_prompts: bool, body: memoryview) -> ShardLengths | None:
     head = 16 * num_blocks
     if len(body) < head:
         return None
@@ -277,4 +258,4 @@ def _parse(num_blocks: int, has_prompts: bool, body: memoryview) -> _ShardLength
     if len(body) != head + column_bytes * (1 + has_prompts):
         return None
     words, prompts = body[head : head + column_bytes], body[head + column_bytes :]
-    return _ShardLengths(starts, block_bytes, np.frombuffer(words, "<u4"), np.frombuffer(prompts, "<u4"))
+    return ShardLengths(starts, block_bytes, np.frombuffer(words, "<u4"), np.frombuffer(prompts, "<u4"))

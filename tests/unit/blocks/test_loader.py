@@ -15,18 +15,17 @@ import pytest
 from blocks_of import loading, rows_of
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server.blocks import decode as decode_module
-from penstock_server.blocks import decode as reader_module
 from penstock_server.blocks import loader as blocks_module
 from penstock_server.blocks import quarantine as quarantine_module
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.decode import BlockNames
+from penstock_server.blocks.decode import BlockNames, RowGroupReader
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.catalog.held import Served
 from penstock_server.catalog.shard import numbers
-from penstock_server.catalog.snapshot import Snapshot
+from penstock_server.catalog.snapshot import BlockAddress, Snapshot
 from penstock_server.index.index import Index
 from penstock_server.index.row_lengths import count_lengths
 from penstock_server.lookup import show_quarantine, show_row
@@ -148,15 +147,15 @@ def test_a_row_group_that_the_cache_cannot_keep_is_decoded_once_though_its_block
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards, snapshot = open_large_groups(tmp_path, monkeypatch)
-    begun, rows_of_group = list[str](), decode_module.rows_of_group
+    begun, blocks_of = list[str](), RowGroupReader.blocks
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        begun.append(args[1].shard.path.name)
-        for found in rows_of_group(*args, **kwargs):
+    def recorded(reader: RowGroupReader, address: BlockAddress) -> Any:
+        begun.append(address.shard.path.name)
+        for block in blocks_of(reader, address):
             time.sleep(0.01)  # as tokenizing takes: meanwhile the next are asked for
-            yield found
+            yield block
 
-    monkeypatch.setattr(reader_module, "rows_of_group", recorded)
+    monkeypatch.setattr(RowGroupReader, "blocks", recorded)
     blocks = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / "cache", 1), 1))
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
     assert begun == ["part-000.parquet", "part-001.parquet"]
@@ -255,28 +254,6 @@ def test_what_is_cached_waits_for_nothing_that_is_not(tmp_path: Path, cache_dir:
     assert not any(future.done() for future in cold)
     gate.set()
     assert [rows_of(future.result(30))[0][0] for future in cold] == list(range(20, 400, 20))
-
-
-def test_a_block_is_decoded_once_for_all_servers_on_a_folder(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
-    first = rows_of(open_blocks().get([1])[0])
-    assert rows_of(open_blocks().get([1])[0]) == first
-    assert len(count_reads) == 1
-
-
-def test_a_block_is_decoded_once_however_many_ask(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
-    blocks = open_blocks()
-    gate = threading.Barrier(8)
-
-    def ask() -> None:
-        gate.wait()
-        blocks.get([0, 1, 2])
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(count_reads) == 3
 
 
 def test_a_damaged_row_group_is_named_once_in_the_log_too_and_the_others_are_served(

@@ -134,7 +134,7 @@ def test_a_cold_batch_tokenizes_its_own_rows_alone_and_no_row_is_tokenized_twice
     bytes_of(plan, range(plan.schedule.num_steps))
     blocks = catalog["d"].latest.blocks
     for index in range(len(blocks._snapshot.rows_per_block)):
-        blocks._finish(index)
+        blocks.finish(index)
     assert sum(num_encoded) == ROWS
     assert all(blocks.is_stored(index) for index in range(blocks._snapshot.num_blocks))
     assert blocks._store.rows.held_bytes == 0
@@ -145,7 +145,7 @@ def test_finished_blocks_are_the_same_whichever_rows_were_asked_for_before(write
     whole, mixed = opened(folder, "whole")["d"].latest, opened(folder, "mixed")
     bytes_of(plan_of(mixed, "d", batch_size=8, seq_len=16, shuffle="global"), range(3))
     for index in range(whole.snapshot.num_blocks):
-        mixed["d"].latest.blocks._finish(index)
+        mixed["d"].latest.blocks.finish(index)
         [one], [other] = whole.blocks.get([index]), mixed["d"].latest.blocks.get([index])
         assert [f.tokens.values.tolist() for f in one.features.values()] == [
             f.tokens.values.tolist() for f in other.features.values()
@@ -177,14 +177,14 @@ def test_a_row_group_that_cannot_be_read_fails_the_batches_that_need_it(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(COLUMNS["text"])
-    rows = RowGroupReader.rows
+    blocks_of = RowGroupReader.blocks
 
-    def failing(reader: RowGroupReader, address: Any, *args: Any) -> Any:
+    def failing(reader: RowGroupReader, address: Any) -> Any:
         if address.group == 1:
             raise ShardUnreadable("row group 1 is damaged")
-        yield from rows(reader, address, *args)
+        yield from blocks_of(reader, address)
 
-    monkeypatch.setattr(RowGroupReader, "rows", failing)
+    monkeypatch.setattr(RowGroupReader, "blocks", failing)
     plan = plan_of(opened(folder, "cache"), "d", batch_size=15, seq_len=16, shuffle="none")
     bytes_of(plan, range(1))
     with pytest.raises(ShardUnreadable, match="row group 1 is damaged"):
@@ -212,7 +212,7 @@ def test_blocks_that_nobody_waits_for_are_finished_between_requests(
     request = threading.Thread(target=bytes_of, args=(plan, range(1)))
     request.start()
     assert began.wait(30)
-    finishing = threading.Thread(target=served.blocks._finish, args=(5,))
+    finishing = threading.Thread(target=served.blocks.finish, args=(5,))
     finishing.start()
     time.sleep(0.3)
     assert not served.blocks.is_stored(5)
@@ -220,7 +220,7 @@ def test_blocks_that_nobody_waits_for_are_finished_between_requests(
     finishing.join(30)
     go_on.set()
     request.join(30)
-    served.blocks._finish(5)
+    served.blocks.finish(5)
     assert served.blocks.is_stored(5)
 
 
@@ -244,14 +244,14 @@ def test_rows_that_a_client_gave_up_are_not_tokenized(write: Callable[..., Path]
     folder = write(COLUMNS["text"])
     catalog = opened(folder, "cache")
     plan = plan_of(catalog, "d", batch_size=8, seq_len=16, shuffle="global")
-    encoded, read, go_on, rows = list[int](), threading.Event(), threading.Event(), RowGroupReader.rows
+    encoded, read, go_on, blocks_of = list[int](), threading.Event(), threading.Event(), RowGroupReader.blocks
 
     def waiting(*args: Any) -> Any:
         read.set()
         assert go_on.wait(30)
-        yield from rows(*args)
+        yield from blocks_of(*args)
 
-    monkeypatch.setattr(RowGroupReader, "rows", waiting)
+    monkeypatch.setattr(RowGroupReader, "blocks", waiting)
     monkeypatch.setattr(encode, "encode", lambda selected, *_: encoded.append(len(selected.numbers)))
     [chunk] = chunks(plan, 0, 0, range(1))
     futures: list[Any] = chunk.request()
@@ -260,7 +260,7 @@ def test_rows_that_a_client_gave_up_are_not_tokenized(write: Callable[..., Path]
     go_on.set()
     store = catalog["d"].latest.blocks._store
     deadline = time.monotonic() + 30
-    while store.rows._num_requests:
+    while store.rows.num_requests:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert (encoded, [future.cancelled() for future in futures]) == ([], [True] * len(futures))

@@ -1,9 +1,8 @@
-"""Who waits for a block, and for none that is not theirs; and what nobody waits for any more."""
+"""Callers share the loads of blocks, and wait for no others."""
 
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -19,56 +18,7 @@ from penstock_server.problems import OutOfMemory
 from planned import open_snapshot
 
 
-def test_who_leaves_at_the_moment_of_the_answer_breaks_nobody_elses(
-    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take = BlockStore._take
-
-    def taken_and_forgotten(store: BlockStore, *args: Any) -> Any:
-        future = take(store, *args)
-        if future:
-            store.forget(future)
-        return future
-
-    monkeypatch.setattr(BlockStore, "_take", taken_and_forgotten)
-    assert [block.num_rows for block in open_blocks().get(range(4))] == [32, 2, 32, 2]
-
-
-def test_what_nobody_wants_any_more_is_not_made(
-    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, count_reads: list[str]
-) -> None:
-    blocks, began, go_on = open_blocks(), threading.Event(), threading.Event()
-    encoding_waits(monkeypatch, began, go_on)
-    # As many as there are threads, and more that queue up behind them.
-    futures = loading(blocks, range(5)) + loading(blocks, range(5))
-    assert began.wait(30)
-    queued = [number for number in range(5) if not futures[number].running()]
-    blocks.forget(futures[1:5])
-    assert not any(future.cancelled() for future in futures)  # the second who asked still waits
-    blocks.forget(futures[6:])
-    assert queued
-    assert all(future.cancelled() for future in futures[1:5])
-    go_on.set()
-    assert futures[0].result(30).num_rows == 32
-    assert blocks.get([4])[0].num_rows == 32  # asked for anew, it is made
-    assert len(count_reads) < 5
-
-
-def test_who_goes_through_blocks_and_leaves_wants_none_of_those_ahead(
-    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_blocks().get([0])
-    blocks, began, go_on = open_blocks(), threading.Event(), threading.Event()
-    encoding_waits(monkeypatch, began, go_on)
-    through = blocks.each(range(5))
-    assert next(through).num_rows == 32
-    assert began.wait(30)
-    through.close()
-    assert not blocks._store._loads
-    go_on.set()
-
-
-def test_a_crowd_that_comes_after_a_restart_has_each_stored_block_read_once(
+def test_many_callers_after_a_restart_have_each_stored_block_read_once(
     open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_blocks().get(range(5))
@@ -87,34 +37,47 @@ def test_a_crowd_that_comes_after_a_restart_has_each_stored_block_read_once(
     for few in futures:
         assert [future.result(30).num_rows for future in few] == [32, 2, 32, 2, 32]
     assert len(names) == len(set(names)) == 5
-    assert not blocks._store._wanted
 
 
-def test_a_block_that_no_thread_could_be_started_for_may_be_asked_for_again(
+def test_a_block_is_decoded_once_for_all_threads_and_servers(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
+    blocks, gate = open_blocks(), threading.Barrier(8)
+
+    def get() -> None:
+        gate.wait()
+        blocks.get([0, 1, 2])
+
+    threads = [threading.Thread(target=get) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rows_of(open_blocks().get([1])[0]) == rows_of(blocks.get([1])[0])
+    assert len(count_reads) == 3
+
+
+def test_a_block_can_be_requested_again_after_no_thread_could_be_started(
     open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = open_blocks()
-    for pool in (blocks._store._mappers, blocks._store._threads):
-        with monkeypatch.context() as patch:
-            patch.setattr(pool, "submit", Mock(side_effect=RuntimeError("can't start new thread")))
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                blocks.get([0])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            blocks.get([0])
     assert blocks.get([0])[0].num_rows == 32
-    assert not blocks._store._loads
 
 
-@pytest.mark.parametrize(("error", "told"), [(ZeroDivisionError, ZeroDivisionError), (MemoryError, OutOfMemory)])
-def test_what_goes_wrong_with_a_block_once_it_is_made_reaches_who_waits_for_it(
-    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, error: type[Exception], told: type[Exception]
+@pytest.mark.parametrize(("error", "raised"), [(ZeroDivisionError, ZeroDivisionError), (MemoryError, OutOfMemory)])
+def test_an_error_after_a_block_is_made_reaches_its_waiters(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, error: type[Exception], raised: type[Exception]
 ) -> None:
     blocks = open_blocks()
-    monkeypatch.setattr(blocks._store.cache, "read", Mock(side_effect=[None, None, error]))
+    monkeypatch.setattr(blocks.cache, "read", Mock(side_effect=[None, None, error]))
     [future] = loading(blocks, [0])
-    with pytest.raises(told):
+    with pytest.raises(raised):
         future.result(timeout=20)
 
 
-def test_what_is_stored_does_not_wait_for_what_is_being_made_of_the_same_row_group(
+def test_a_stored_block_does_not_wait_for_others_of_its_row_group(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 1500)

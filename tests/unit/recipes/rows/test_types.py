@@ -11,7 +11,6 @@ from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +19,6 @@ from blocks_of import rows_of
 from odd_rows import CHATML, IDS, as_json, index_of, open_blocks, write
 from penstock.spec import Spec
 from penstock_server.batches.tensors import tensors_of
-from penstock_server.blocks.decode import completed
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.fields import python_values
 from penstock_server.recipes.tokenizer import load_tokenizer
@@ -128,18 +126,6 @@ def test_times_of_96_bits_are_read_beyond_the_year_2262(data: Path) -> None:
     assert first.splits.tolist() == second.splits.tolist()
     assert index_of(blocks, data).rows.make(lambda _: None).sum() == 2
 
-
-def test_rows_read_in_two_parts_are_joined() -> None:
-    kinds = {"text": pa.string(), "raw": pa.binary(), "list": pa.list_(pa.string())}
-    parts = [pa.record_batch({name: pa.nulls(rows, kind) for name, kind in kinds.items()}) for rows in (3, 1, 2)]
-    more = iter(parts[1:])
-    joined = completed(parts[0], more, 4)
-    assert joined.num_rows == 4
-    assert joined.schema.types == [pa.large_string(), pa.large_binary(), pa.list_(pa.string())]
-    assert completed(joined, more, 8).num_rows == 6  # there are no more
-
-
-def test_blocks_read_in_two_parts_are_complete(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(data, "columns = ['n']", {"tokens": pa.array([[n] for n in range(9)], IDS), "n": list(range(9))})
     iter_batches = pq.ParquetFile.iter_batches
 
@@ -151,15 +137,6 @@ def test_blocks_read_in_two_parts_are_complete(data: Path, monkeypatch: pytest.M
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", in_parts)
     [block] = open_blocks(data).get([0])
     assert rows_of(block) == [[n] for n in range(9)]
-
-
-def test_lists_of_2_gib_are_refused() -> None:
-    ends = [pa.py_buffer(np.array(at, np.int32)) for at in ([0, 1 << 30], [0, 1])]
-    text = pa.Array.from_buffers(pa.string(), 1, [None, ends[0], pa.py_buffer(np.zeros(1 << 30, np.uint8))])
-    lists = pa.Array.from_buffers(pa.list_(pa.string()), 1, [None, ends[1]], children=[text])
-    part = pa.record_batch({"list": lists})
-    with pytest.raises(ValueError, match="2 of its rows hold more than 2 GiB; write row groups of fewer rows"):
-        completed(part, iter([part]), 2)
 
 
 @pytest.mark.parametrize("type_", [pa.binary(), pa.large_binary(), pa.binary_view()])
