@@ -126,6 +126,8 @@ def test_times_of_96_bits_are_read_beyond_the_year_2262(data: Path) -> None:
     assert first.splits.tolist() == second.splits.tolist()
     assert index_of(blocks, data).rows.make(lambda _: None).sum() == 2
 
+
+def test_blocks_read_in_two_parts_are_complete(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(data, "columns = ['n']", {"tokens": pa.array([[n] for n in range(9)], IDS), "n": list(range(9))})
     iter_batches = pq.ParquetFile.iter_batches
 
