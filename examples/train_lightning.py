@@ -13,7 +13,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from penstock.lightning import ExactResume, RemoteEpochs
+from penstock.lightning import RemoteDataLoader, ResumeCallback
 from penstock.tensors import Batch
 from train_gpt import TinyGPT, vocab_size_of
 
@@ -26,9 +26,9 @@ class Data(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:  # noqa: ARG002
         # Here, and not where Trainer is made: Lightning starts the other ranks in between, and a dataset made before would
         # take each process for the only one.
-        self.data = RemoteEpochs(self.server, self.dataset, batch_size=16, seq_len=128, seed=7)
+        self.data = RemoteDataLoader(self.server, self.dataset, batch_size=16, seq_len=128, seed=7)
 
-    def train_dataloader(self) -> RemoteEpochs:
+    def train_dataloader(self) -> RemoteDataLoader:
         return self.data  # as it is: Lightning saves its state and shards nothing that is no DataLoader
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save_top_k=1,
         enable_version_counter=False,
     )
-    trainer = lightning.Trainer(max_steps=args.steps, devices=args.devices, callbacks=[saver, ExactResume()], logger=False)
+    trainer = lightning.Trainer(max_steps=args.steps, devices=args.devices, callbacks=[saver, ResumeCallback()], logger=False)
     resumed = args.checkpoint if args.checkpoint.exists() else None
     trainer.fit(Model(), datamodule=Data(args.server, args.dataset), ckpt_path=resumed)
 

@@ -31,12 +31,11 @@ from penstock.lint import (
     Advice,
     is_trained_on,
     warn_as_advised,
-    warn_of_beginning_anew,
     warn_of_discard,
-    warn_of_joining,
     warn_of_lag,
     warn_of_repetition,
     warn_of_replay,
+    warn_of_restart,
     warn_of_same_batch,
 )
 from penstock.logs import name_rank
@@ -153,7 +152,7 @@ class RemoteDataset(IterableDataset[Batch]):
         retry_seconds = check_amount("retry_seconds", retry_seconds)
         replay = None if replay is None else check_whole("replay", replay, 1)
         if replay is not None and ledger is not None:
-            raise SpecError("replay trains on the same batches again and again; leave the ledger out", ("replay", "ledger"))
+            raise SpecError("replay repeats the same batches: leave the ledger out", ("replay", "ledger"))
         self._device, self._replay = check_device(device), replay
         self._rank, self._world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
@@ -269,7 +268,7 @@ class RemoteDataset(IterableDataset[Batch]):
         elif self._progress.is_resumed:
             warn_of_lag(epoch)
         elif self._progress.is_left:
-            warn_of_beginning_anew(self.spec, self._progress.position)
+            warn_of_restart(self.spec, self._progress.position)
 
     def rewind(self, epoch: int = 0) -> None:
         """Puts the next iteration at the first step of an epoch, whatever was consumed or loaded.
@@ -289,8 +288,6 @@ class RemoteDataset(IterableDataset[Batch]):
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.  Raises PenstockError: the rank has changed.
         """
-        if not torch.compiler.is_compiling():  # that knows nothing of frames
-            warn_of_joining(sys._getframe().f_back)
         worker = find_worker()
         # torchdata asks a worker for its state before the first batch, when that must no longer be the pass before.
         return Iteration(self._batches(worker, self._progress.begin(worker) if worker else None))

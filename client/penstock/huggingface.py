@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     DataCollatorWithPadding,
-    Seq2SeqTrainer,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -34,19 +33,15 @@ from penstock.errors import SpecError, StateMismatch
 from penstock.tensors import Batch
 
 _KEY = "penstock"  # key of the data's state in trainer_state.json
-_ONE_FOR_BOTH = (
+_SHARED_DATASET = (
     "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': evaluating on train_dataset would "
-    "move its place, and no checkpoint could be resumed"
+    "move its position, and no checkpoint could resume"
 )
-_APART = (
-    "A callback ended an epoch early, or something else drew batches of train_dataset, such as a callback that looks into "
-    "train_dataloader (let it look into a RemoteDataset of its own)."
+_MISCOUNTED = (
+    "A callback ended an epoch early, or something else drew batches of train_dataset, such as a callback that reads "
+    "train_dataloader (let it use another RemoteDataset)."
 )
-_LOADED = (
-    "a state was loaded into train_dataset, but Trainer begins with the first step of epoch 0: batches that were trained on "
-    "would come again. Resume with train(resume_from_checkpoint=...), which loads the state by itself; to begin anew, call "
-    "data.rewind() first. Only a loop of your own, or Accelerate, can go on with another batch size or number of ranks."
-)
+_DECIDED_BY_DATASET = {"ignore_data_skip": False, "auto_find_batch_size": False, "train_sampling_strategy": "random"}
 
 
 class RemoteTrainer(Trainer):
@@ -65,17 +60,16 @@ class RemoteTrainer(Trainer):
             a checkpoint although a state was loaded into the data.
     """
 
-    _place: _Place
+    _state_callback: _StateCallback
     _signature_columns: Any  # Trainer's attribute, set by _set_signature_columns_if_needed
 
     if not TYPE_CHECKING:  # editors and type checkers see Trainer's named parameters
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._place = _Place()
+            self._state_callback = _StateCallback()
             # First: a later callback may save a checkpoint at a step's end, as Trainer's own does on preemption.
-            self.callback_handler.callbacks.insert(0, self._place)
-            self._warn_of_no_generation()
+            self.callback_handler.callbacks.insert(0, self._state_callback)
             if self.train_dataset is not None:
                 self._check_train_dataset()
                 self._warn_of_another_task()
@@ -83,7 +77,7 @@ class RemoteTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's batches. Trainer's own loader would collate batches and shard the rank's share again."""
         self._check_train_dataset()  # the user may have replaced it
-        self._place.data = self.train_dataset
+        self._state_callback.data = self.train_dataset
         return _Loader(self.train_dataset, self._for_the_model)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
@@ -107,7 +101,7 @@ class RemoteTrainer(Trainer):
 
     def _held_out(self, data: Dataset[Any] | None) -> DataLoader[Any] | None:
         if data is not None and data is self.train_dataset:
-            raise SpecError(_ONE_FOR_BOTH)
+            raise SpecError(_SHARED_DATASET)
         if not isinstance(data, RemoteDataset):
             return None
         data.rewind(data.epoch)  # each evaluation uses the same batches on purpose: no warning
@@ -117,32 +111,19 @@ class RemoteTrainer(Trainer):
         data, args = self.train_dataset, self.args
         if not isinstance(data, RemoteDataset):
             raise SpecError(f"train_dataset must be a RemoteDataset, not a {type(data).__name__}")
-        if args.ignore_data_skip:
-            raise SpecError(
-                "leave ignore_data_skip out: resuming fetches nothing again, and with it Trainer miscounts a resumed epoch"
-            )
-        if data.spec.dataset_index and args.remove_unused_columns:
-            raise SpecError(
-                "with dataset_index set remove_unused_columns=False, or Trainer takes that tensor out before compute_loss sees "
-                "it; there take it out yourself, for no model takes it",
-                ("dataset_index",),
-            )
-        if args.auto_find_batch_size:
-            raise SpecError("leave auto_find_batch_size out: a dataset has one batch_size, and Trainer cannot make it smaller")
-        if getattr(args, "train_sampling_strategy", "random") != "random" or getattr(args, "length_bucket_size", False):
-            raise SpecError(
-                "leave train_sampling_strategy out: no sampler takes part, so it would do nothing. The dataset chooses the "
-                "order: length_bucket_size=N puts rows of one length together, and shuffle='none' takes them as they are "
-                "stored."
-            )
+        for name, default in _DECIDED_BY_DATASET.items():
+            if getattr(args, name, default) != default:
+                raise SpecError(
+                    f"leave {name} out: the dataset decides batch size, order (shuffle, length_bucket_size) and how to resume"
+                )
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if any(other is data for other in evaluated):
-            raise SpecError(_ONE_FOR_BOTH)
+            raise SpecError(_SHARED_DATASET)
         is_default = self.data_collator is default_data_collator or type(self.data_collator) is DataCollatorWithPadding
         if not is_default and all(other is None or isinstance(other, RemoteDataset) for other in evaluated):
             raise SpecError(
-                "leave data_collator out: batches come ready-made, so it would never be called. To change them on the way, as "
-                "masked-language modelling does, override compute_loss, which is given each of them."
+                "leave data_collator out: batches come ready-made, so it would never be called. To change batches, as "
+                "masked-language modelling does, override compute_loss."
             )
         expected = self.get_total_train_batch_size(args) // args.gradient_accumulation_steps
         if data.spec.samples_per_step != expected:
@@ -154,41 +135,25 @@ class RemoteTrainer(Trainer):
                 ("batch_size", "world_size"),
             )
 
-    def _warn_of_no_generation(self) -> None:
-        """Warn if nothing generates: metrics would be computed from predictions that were never generated."""
-        if getattr(self.args, "predict_with_generate", False) and not isinstance(self, Seq2SeqTrainer):
-            warnings.warn(
-                "predict_with_generate does nothing here, since it is Seq2SeqTrainer that generates. Combine the two: class "
-                "GeneratingTrainer(RemoteTrainer, Seq2SeqTrainer).",
-                stacklevel=3,  # the caller of RemoteTrainer
-            )
-
     def _warn_of_another_task(self) -> None:
         """Warn about the wrong task: an encoder would see the responses its decoder should learn; the loss looks fine."""
         has_encoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
-        task = self.train_dataset.spec.task
-        if has_encoder and task != "seq2seq":
+        needed = "seq2seq" if has_encoder else "causal"
+        if self.train_dataset.spec.task != needed:
             warnings.warn(
-                f"{type(self.model).__name__} has an encoder and a decoder, but with task={task!r} both are given one stream, "
-                "prompt and response. For prompts in and responses out pass task='seq2seq' to the dataset.",
+                f"{type(self.model).__name__} has {'an' if has_encoder else 'no'} encoder: pass task={needed!r} to the "
+                f"dataset, not task={self.train_dataset.spec.task!r}. Otherwise the loss means nothing.",
                 stacklevel=3,  # the caller of RemoteTrainer
-            )
-        elif not has_encoder and task == "seq2seq":
-            warnings.warn(
-                f"{type(self.model).__name__} has no encoder, but with task='seq2seq' its labels are not the ids that it is "
-                "given. Pass task='causal' to the dataset.",
-                stacklevel=3,
             )
 
     def _check_that_rows_stay_apart(self) -> None:
         if self.args.use_cache:
-            raise SpecError("leave use_cache=True out: with a cache, models do not tell rows apart by position_ids")
+            raise SpecError("leave use_cache=True out: with a cache, models do not separate rows by position_ids")
         if self.args.remove_unused_columns and "position_ids" not in self._taken:
             raise SpecError(
                 f"{type(self.model).__name__} takes no position_ids, so rows of one sample would attend to the rows before "
-                "them. Give each row its own sample, with packing='rows' (length_bucket_size saves padding); if rows may "
-                "attend "
-                "to each other, use packing='concat' without boundaries.",
+                "them. Use packing='rows' (length_bucket_size saves padding), or packing='concat' without mark_documents if "
+                "rows may attend to each other.",
                 ("packing",),
             )
 
@@ -199,9 +164,9 @@ class RemoteTrainer(Trainer):
         TRL's trainers declare only the columns that their own dataset preparation produces.
         """
         self._set_signature_columns_if_needed()
-        said, self._signature_columns = self._signature_columns, None
+        declared, self._signature_columns = self._signature_columns, None
         Trainer._set_signature_columns_if_needed(self)
-        taken, self._signature_columns = frozenset([*said, *self._signature_columns]), said
+        taken, self._signature_columns = frozenset([*declared, *self._signature_columns]), declared
         return taken
 
     def _for_the_model(self, batch: Batch) -> Batch:
@@ -213,13 +178,13 @@ class RemoteTrainer(Trainer):
         taken = {name: value for name, value in batch.items() if name in self._taken}
         if not taken:
             raise SpecError(
-                f"{type(self.model).__name__} takes none of {', '.join(batch)}. Of preference pairs make the loss in a loop of "
-                "your own, or in compute_loss with remove_unused_columns=False, as examples/train_dpo.py does for DPO."
+                f"{type(self.model).__name__} takes none of {', '.join(batch)}. For preference pairs set "
+                "remove_unused_columns=False and override compute_loss, as examples/train_dpo.py does."
             )
         return taken
 
 
-class _Place(TrainerCallback):
+class _StateCallback(TrainerCallback):
     """Callback that keeps the data's state in trainer_state.json, and restores it when a run resumes.
 
     `data` belongs to the loader that was made last.
@@ -234,14 +199,15 @@ class _Place(TrainerCallback):
         if self.data.replay:  # Trainer counts replayed batches, the data does not
             state.stateful_callbacks.pop(_KEY, None)
             return
-        place = self.data.state_dict()
-        state.stateful_callbacks[_KEY] = {"args": {}, "attributes": place}
-        counted, trained = _counted(state, args, self.data), place["epoch"] * self.data.steps_per_epoch + place["step"]
-        if counted != trained and not place["offset"] and not self._has_warned:
+        position = self.data.state_dict()
+        state.stateful_callbacks[_KEY] = {"args": {}, "attributes": position}
+        counted = _counted(state, args, self.data)
+        trained = position["epoch"] * self.data.steps_per_epoch + position["step"]
+        if counted != trained and not position["offset"] and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"Trainer counts {counted:,} batches, but train_dataset is at its batch {trained:,}. {_APART} Training goes "
-                "on, but no checkpoint from here on can be resumed.",
+                f"Trainer counts {counted:,} batches, but train_dataset is at its batch {trained:,}. {_MISCOUNTED} Training "
+                "continues, but no checkpoint from here on can resume.",
                 stacklevel=1,
             )
 
@@ -250,21 +216,22 @@ class _Place(TrainerCallback):
         data, self._has_warned = self.data, False
         if not state.global_step:
             if data.has_loaded:
-                raise StateMismatch(_LOADED)
-            data.rewind()  # after a load_state_dict the audit would take this start for a resume
+                raise StateMismatch(
+                    "a state was loaded into train_dataset, but Trainer starts with the first step of epoch 0. Resume with "
+                    "train(resume_from_checkpoint=...), which loads the state; to start again, call data.rewind() first."
+                )
+            data.rewind()  # otherwise the audit would take this start for a resume
             return
         saved = state.stateful_callbacks.get(_KEY)
         if saved is None:
-            raise StateMismatch(
-                "this checkpoint holds no state of the data: it was not written by a RemoteTrainer, or in a replay."
-            )
+            raise StateMismatch("this checkpoint holds no state of the data: no RemoteTrainer wrote it, or one in a replay")
         data.load_state_dict(saved["attributes"])
         counted, trained = _counted(state, args, data), (data.epoch + 1) * data.steps_per_epoch - len(data)
         if trained != counted:
             raise StateMismatch(
                 f"Trainer counts {counted:,} batches before this checkpoint, but the state of the data counts {trained:,}. "
-                "Resume with the ranks, the batch size and the gradient_accumulation_steps that it was saved with. If you do: "
-                f"{_APART[0].lower()}{_APART[1:]} Resume from a checkpoint that was written before."
+                "Resume with the ranks, batch size and gradient_accumulation_steps that it was saved with. If they are the "
+                f"same: {_MISCOUNTED} Resume from an earlier checkpoint."
             )
 
 

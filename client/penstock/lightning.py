@@ -1,15 +1,15 @@
 """Lightning Trainer for a RemoteDataset: a new order in each epoch; checkpoints resume at the next batch.
 
-    from penstock.lightning import ExactResume, RemoteEpochs
+    from penstock.lightning import RemoteDataLoader, ResumeCallback
 
     class Data(lightning.LightningDataModule):
         def setup(self, stage):  # ranks are known here, and not before
-            self.data = RemoteEpochs("http://localhost:8000", "stories", batch_size=16)
+            self.data = RemoteDataLoader("http://localhost:8000", "stories", batch_size=16)
 
         def train_dataloader(self):
             return self.data
 
-    lightning.Trainer(callbacks=[ExactResume()]).fit(model, datamodule=Data(), ckpt_path=...)
+    lightning.Trainer(callbacks=[ResumeCallback()]).fit(model, datamodule=Data(), ckpt_path=...)
 
 Needs lightning.
 """
@@ -24,10 +24,10 @@ from penstock.dataset import RemoteDataset
 from penstock.errors import SpecError, StateMismatch
 
 
-class RemoteEpochs(RemoteDataset):
-    """RemoteDataset with the length of a full epoch: Lightning reads it once, and applies it to all epochs.
+class RemoteDataLoader(RemoteDataset):
+    """Data loader of a RemoteDataset, whose length is always that of a full epoch.
 
-    Lightning may read it in a resumed epoch, so the number of remaining steps would be wrong. `train_dataloader` returns this
+    Lightning reads the length once, maybe in a resumed epoch, and applies it to all epochs. `train_dataloader` returns this
     object without a DataLoader: Lightning saves its state, and does not shard it.
     """
 
@@ -39,14 +39,14 @@ class RemoteEpochs(RemoteDataset):
         return {"replay": self.replay} if self.replay else super().state_dict()
 
 
-class ExactResume(Callback):
+class ResumeCallback(Callback):
     """Callback that sets the data's epoch, and resumes a run at the batch after the last trained one.
 
     Lightning counts epochs and batches separately, and resumes from its counts. From some checkpoints, such as one at an
     epoch's last step, it would repeat or omit an epoch. The callback corrects these counts if possible, and raises otherwise.
 
     Raises:
-        SpecError: train_dataloader is no RemoteEpochs, or a replay, which cannot resume.
+        SpecError: train_dataloader is no RemoteDataLoader, or a replay, which cannot resume.
         StateMismatch: the checkpoint has another batch size or number of ranks, or Lightning would not continue with the next
             batch.
     """
@@ -69,14 +69,14 @@ class ExactResume(Callback):
         if self._loop is None:
             return
         if data.replay:
-            raise SpecError("a replay goes through no epoch, so it cannot resume in one: leave ckpt_path out", ("replay",))
+            raise SpecError("a replay cannot resume: leave ckpt_path out", ("replay",))
         state = _state_in(self._loop)
         for name in ("batch_size", "world_size"):
             if state[name] != (now := getattr(data.spec, name)):
                 raise StateMismatch(
-                    f"this checkpoint was saved with {name}={state[name]}, and now it is {now}. Lightning counts "
-                    f"batches, and would end epochs too early or too late. Resume with the devices and the batch size of then; "
-                    f"only a loop of your own, or Accelerate, can go on with others."
+                    f"this checkpoint was saved with {name}={state[name]}, and now it is {now}. Lightning counts batches, and "
+                    f"would end epochs too early or too late. Resume with the same devices and batch size; only your own "
+                    f"loop, or Accelerate, can continue with others."
                 )
         epoch, step = state["epoch"], state["step"]
         epoch, step = self._due = (epoch, step) if step < num_batches else (epoch + 1, 0)
@@ -103,8 +103,8 @@ class ExactResume(Callback):
         given, due, self._due = (state["epoch"], state["step"] - 1), self._due, None
         if given != due:
             raise StateMismatch(
-                f"after this checkpoint step {due[1]:,} of epoch {due[0]} is due, but Lightning goes on with step {given[1]:,} "
-                f"of epoch {given[0]}. Resume from a checkpoint that was written before."
+                f"after this checkpoint step {due[1]:,} of epoch {due[0]} is due, but Lightning continues with step "
+                f"{given[1]:,} of epoch {given[0]}. Resume from an earlier checkpoint."
             )
 
 
@@ -113,16 +113,16 @@ def _state_in(loop: dict[str, Any]) -> dict[str, Any]:
     states = loop["state_dict"].get("combined_loader") or [{}]
     if not states[0].keys() >= {"epoch", "step", "batch_size", "world_size"}:
         raise StateMismatch(
-            "this checkpoint holds no state of the data: it was not saved while training on a RemoteEpochs, and where in the "
-            "data it was cannot be told. Load the weights alone, and begin anew."
+            "this checkpoint holds no state of the data: it was not saved while training on a RemoteDataLoader. Load its "
+            "weights alone, and start again."
         )
     counts = loop["epoch_loop.batch_progress"]["current"]
     # A batch that was yielded, but whose step failed, is not trained on.
     return {**states[0], "step": states[0]["step"] - (counts["ready"] - counts["processed"])}
 
 
-def _data_of(trainer: Trainer) -> RemoteEpochs:
+def _data_of(trainer: Trainer) -> RemoteDataLoader:
     data = trainer.train_dataloader
-    if not isinstance(data, RemoteEpochs):
-        raise SpecError(f"train_dataloader must return a RemoteEpochs as it is, not a {type(data).__name__}")
+    if not isinstance(data, RemoteDataLoader):
+        raise SpecError(f"train_dataloader must return a RemoteDataLoader as it is, not a {type(data).__name__}")
     return data

@@ -1,13 +1,11 @@
-"""Warnings for the training loop about mistakes that its loss or its checkpoints would show late or never."""
+"""Warnings about mistakes of a training loop that its loss or its checkpoints would show late or never."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from types import FrameType
 
 import torch
-from torch.utils.data import get_worker_info
 
 from penstock.batch import IGNORED, SIDES
 from penstock.client import Client
@@ -57,28 +55,28 @@ class Advice:
     def _check_place(self, number: int, *, has_place: bool) -> bool:
         if not has_place:
             _warn(
-                f"a loop goes on with batch {number:,} of its iteration of epoch {self._epoch}, though set_epoch, "
-                f"load_state_dict or another iteration of this dataset came in between: state_dict tells the place of that, "
-                f"not of this loop. Call them between two loops, and look at single batches with a second RemoteDataset."
+                f"a loop continues with batch {number:,} of epoch {self._epoch} after set_epoch, load_state_dict or another "
+                f"iteration of this dataset: state_dict returns their position, not this loop's. Call them between two "
+                f"loops, and look at single batches with a second RemoteDataset."
             )
         return has_place
 
     def _check_peers(self, differences: str) -> None:
         _warn(
-            f"other ranks have not begun epoch {self._epoch} where this one has: {differences}. Ranks share an epoch only with "
-            f"the same parameters, seed and batch_size among them, the same epoch and the same state: else some samples are "
-            f"trained on several times, and others never."
+            f"other ranks have not started epoch {self._epoch} where this one has: {differences}. Ranks share an epoch only "
+            f"with the same parameters (such as seed and batch_size), epoch and state. Otherwise some samples are trained on "
+            f"several times, and others never."
         )
         self._peers = None
 
     def _check_labels(self, batch: Batch, number: int) -> bool:
-        """Whether any token of a batch has loss. Labels on a GPU pass: to read them would block."""
+        """Whether any token of a batch has loss. Labels on a GPU pass: reading them would block."""
         labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
         is_fine = not labels or any(value.is_cuda or (value != IGNORED).any() for value in labels)
         if not is_fine:
             _warn(
                 f"no token has loss in {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
-                f"{IGNORED}, and the mean loss over no labels is NaN. Do the prompts fill seq_len={self._spec.seq_len}? "
+                f"{IGNORED}, and their mean loss is NaN. Do the prompts fill seq_len={self._spec.seq_len}? "
                 f"{way_out_of_prompts(batch.keys())}"
             )
         return is_fine
@@ -104,14 +102,14 @@ class Advice:
         num_without_loss = int((labels == IGNORED).all(1).sum())
         if num_without_loss > max(_FEW_UNLEARNED, _UNLEARNED_SHARE * len(labels)):
             _warn(
-                f"no token has loss in {num_without_loss:,} of the {len(labels):,} samples of a batch: prompts alone fill "
-                f"them. Raise seq_len={self._spec.seq_len:,}, or learn from the prompts, too, with loss_on='all'."
+                f"no token has loss in {num_without_loss:,} of the {len(labels):,} samples of a batch: prompts fill them. "
+                f"Raise seq_len={self._spec.seq_len:,}, or train on prompts, too, with loss_on='all'."
             )
 
     def _check_runs(self, batch: Batch) -> None:
         """Warn if tokens repeat: the model would learn padding that was stored with the rows."""
         labels = next((value for side in SIDES if (value := batch.get(f"{side}labels")) is not None), None)
-        if not isinstance(labels, torch.Tensor) or labels.is_cuda:  # to read labels on a GPU would block
+        if not isinstance(labels, torch.Tensor) or labels.is_cuda:  # reading labels on a GPU would block
             return
         labels = labels[:_SAMPLES_CHECKED]
         repeats = (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] != IGNORED)
@@ -121,9 +119,9 @@ class Advice:
         share = len(in_runs) / max(1, int((labels != IGNORED).sum()))
         if share > _RUNS_SHARE:
             _warn(
-                f"more than {share:.0%} of the tokens that have loss from a batch are one token again and again, such as "
-                f"{int(in_runs.mode().values)}. Were the rows padded before they were stored? Then store them without padding, "
-                f"or beside their ids an attention_mask that is 0 where they are padded."
+                f"more than {share:.0%} of the tokens with loss repeat one token, such as {int(in_runs.mode().values)}. If the "
+                f"rows were padded before they were stored, store them without padding, or with an attention_mask that is 0 "
+                f"where they are padded."
             )
 
 
@@ -133,34 +131,14 @@ def warn_as_advised(advice: Sequence[str]) -> None:
         warnings.warn(text, stacklevel=4)  # the line that creates the dataset: above this and two frames of __init__
 
 
-def warn_of_joining(caller: FrameType | None) -> None:
-    """Warn if a DataLoader will collate batches, which are complete, and so add a dimension.
-
-    Torch does not pass that to a dataset, but the caller of `__iter__` holds it in a local variable. A custom collate_fn may
-    be intended: no warning. Only the first worker warns.
-    """
-    # Before Python 3.13, f_locals of the loop's frame would keep its objects alive until the loop ends.
-    if caller is None or "auto_collation" not in caller.f_code.co_varnames:
-        return
-    joins, collate_fn, worker = caller.f_locals.get("auto_collation"), caller.f_locals.get("collate_fn"), get_worker_info()
-    is_usual = str(getattr(collate_fn, "__module__", "")).partition(".")[0] in ("torch", "transformers")
-    if joins and is_usual and (worker is None or worker.id == 0):
-        warnings.warn(
-            "a DataLoader joins items of this dataset into tensors of one dimension more, and each item is a whole batch. Loop "
-            "over the dataset itself, or pass batch_size=None to the DataLoader. In place of Trainer take RemoteTrainer.",
-            stacklevel=8,  # the loop, without workers: above four frames of the loader, its fetcher, __iter__ and this
-        )
-
-
 def warn_of_repetition(spec: Spec, epoch: int) -> None:
     """Warn that a loop restarts the epoch of the loop before it. Evaluation does so on purpose."""
     if is_trained_on(spec):
         warnings.warn(
-            f"epoch {epoch} is given once more from its first step, in the same order: call set_epoch(n) before the loop of "
-            f"each epoch n. To go on where a loop was left, call data.load_state_dict(data.state_dict()) before another "
-            f"begins, and look at single batches with a second RemoteDataset. To evaluate on the same batches again and "
-            f"again, take the rows in their stored order: shuffle='none'.",
-            stacklevel=4,  # in the loop: before it are the iteration, its batches and this
+            f"epoch {epoch} is given once more from its first step, in the same order. Call set_epoch(n) before the loop of "
+            f"each epoch n. To continue where a loop was left, call data.load_state_dict(data.state_dict()) first. Look at "
+            f"single batches with a second RemoteDataset. To evaluate on the same batches repeatedly, use shuffle='none'.",
+            stacklevel=4,  # the loop: above the iteration, its batches and this
         )
 
 
@@ -168,20 +146,20 @@ def warn_of_same_batch(spec: Spec, epoch: int) -> None:
     """Warn that a loop calls next(iter(data)) in each step, as with loaders that reshuffle at iter()."""
     if is_trained_on(spec):
         warnings.warn(
-            f"this is the third iteration in a row that begins at the first batch of epoch {epoch}, and the two before ended "
-            f"after that batch. Each iter() starts the epoch again, so next(iter(...)) in each step gives the same batch "
-            f"forever. Loop with `for batch in data`, or call iter() once before the steps.",
-            stacklevel=4,  # in the loop: before it are the iteration, its batches and this
+            f"this is the third iteration in a row that starts at the first batch of epoch {epoch}, and the two before stopped "
+            f"after it. Each iter() starts the epoch again, so next(iter(...)) in each step always gives the same batch. Loop "
+            f"with `for batch in data`, or call iter() once before the steps.",
+            stacklevel=4,  # the loop: above the iteration, its batches and this
         )
 
 
-def warn_of_beginning_anew(spec: Spec, left: Position) -> None:
+def warn_of_restart(spec: Spec, left: Position) -> None:
     """Warn that set_epoch restarts an epoch that the loop left unfinished, for example after an interrupt."""
     if is_trained_on(spec):
         warnings.warn(
-            f"set_epoch({left.epoch}) starts that epoch again from its first step, and the loop was left in its midst, after "
-            f"{left.step:,} steps: it is given the same batches again. To go on there, call "
-            f"data.load_state_dict(data.state_dict()) before the loop over epochs; to begin anew, data.rewind({left.epoch}).",
+            f"set_epoch({left.epoch}) starts that epoch again from its first step, though the loop stopped after {left.step:,} "
+            f"steps of it: the same batches come again. To continue there, call data.load_state_dict(data.state_dict()) before "
+            f"the loop over epochs; to start again, call data.rewind({left.epoch}).",
             stacklevel=3,  # the caller of set_epoch
         )
 
@@ -195,7 +173,7 @@ def warn_of_discard(old: int, num_left: int, new: int) -> None:
     """Warn that set_epoch discards a position inside an epoch that load_state_dict set."""
     warnings.warn(
         f"set_epoch({new}) discards the position that load_state_dict set, with {counted(num_left, 'batch', 'batches')} left "
-        f"of epoch {old}: epoch {new} starts at its first step. To go on instead, begin the loop over epochs at data.epoch.",
+        f"of epoch {old}: epoch {new} starts at its first step. To continue instead, start the loop over epochs at data.epoch.",
         stacklevel=3,  # the caller of set_epoch
     )
 
@@ -203,9 +181,9 @@ def warn_of_discard(old: int, num_left: int, new: int) -> None:
 def warn_of_lag(epoch: int) -> None:
     """Warn that set_epoch restarts the epoch that the loop has just continued from a state."""
     warnings.warn(
-        f"the loop went on with epoch {epoch} from a state that was loaded, and now set_epoch({epoch}) starts it again from "
-        f"its first batch. If a loader loads the state, it does so when its loop begins, and data.epoch is not right before: "
-        f"save the number of the epoch beside the state, and begin the loop over epochs there.",
+        f"the loop continued epoch {epoch} from a loaded state, and now set_epoch({epoch}) starts it again from its first "
+        f"batch. A loader that loads the state does so when its loop starts, so data.epoch is wrong before. Save the "
+        f"epoch's number beside the state, and start the loop over epochs there.",
         stacklevel=3,  # the caller of set_epoch
     )
 
@@ -213,8 +191,8 @@ def warn_of_lag(epoch: int) -> None:
 def warn_of_replay(replay: int) -> None:
     """Warn that state_dict of a replay does not hold the position of the loop."""
     warnings.warn(
-        f"replay={replay} gives the same batches again and again, so none of the epoch counts as consumed: this state goes on "
-        f"where the replay began.",
+        f"replay={replay} repeats the same batches, so it consumes nothing of the epoch: this state resumes where the replay "
+        f"started.",
         stacklevel=3,  # the caller of state_dict
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,11 +68,3 @@ def test_a_model_learns_answers_and_is_evaluated_by_what_it_generates(url: str, 
     answers = [[token for token in row if token > 1] for row in found.predictions.tolist()]
     expected = [[token for token in row if token > 1] for row in found.label_ids.tolist()]
     assert sum(a == b for a, b in zip(answers, expected, strict=True)) > NUM_ROWS / 2
-
-
-def test_generation_that_would_not_take_place_is_told_of(url: str, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="predict_with_generate does nothing here"):
-        trainer(url, tmp_path, predict_with_generate=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer(url, tmp_path)

@@ -215,7 +215,7 @@ def test_a_replay_is_resumed_by_none_and_may_begin_at_any_checkpoint(url: str, t
     )
     assert given == [whole_run(url, 40)[5:7][step % 2] for step in range(5)]
     for checkpoint in ("checkpoint-5", "checkpoint-10"):
-        with pytest.raises(StateMismatch, match="holds no state of the data: .* or in a replay"):
+        with pytest.raises(StateMismatch, match="holds no state of the data"):
             trainer(url, tmp_path).train(resume_from_checkpoint=str(tmp_path / "replay" / checkpoint))
 
 
@@ -247,7 +247,7 @@ def test_whoever_draws_batches_beside_trainer_is_told_what_follows(url: str, tmp
 
     one = trainer(url, tmp_path, max_steps=6, save_steps=5)
     one.add_callback(Looks())
-    with pytest.warns(UserWarning, match="Trainer counts|a loop goes on") as warned:
+    with pytest.warns(UserWarning, match="Trainer counts|a loop continues") as warned:
         one.train()
     assert sum("Trainer counts 4 batches, but train_dataset is at its batch 1." in str(one.message) for one in warned) == 1
     del given[3]  # what the callback saw
@@ -292,29 +292,13 @@ def test_a_state_that_was_loaded_is_not_thrown_away(url: str, tmp_path: Path, gi
     assert given == whole_run(url, 2)
 
 
-def test_the_librarys_own_trainer_is_told_that_it_joins_batches(url: str, tmp_path: Path) -> None:
-    from transformers import Trainer
-
-    remote = trainer(url, tmp_path, max_steps=1)
-    plain = Trainer(model=remote.model, args=remote.args, train_dataset=RemoteDataset(url, "numbers", **SPEC))
-    with pytest.warns(UserWarning, match="whole batch.*take RemoteTrainer"):
-        plain.train()  # of a model that flattens what it is given: nothing else would tell
-
-
-def test_a_dataset_index_is_not_taken_out_unseen(url: str, tmp_path: Path) -> None:
-    data = RemoteDataset(url, "numbers", **SPEC, dataset_index=True)
-    with pytest.raises(SpecError, match="with dataset_index set remove_unused_columns=False"):
-        trainer(url, tmp_path, data=data)
-    trainer(url, tmp_path, data=data, remove_unused_columns=False)
-
-
-def test_a_task_that_is_not_the_models_is_told_of(url: str, tmp_path: Path) -> None:
+def test_task_that_does_not_fit_the_model_is_warned_of(url: str, tmp_path: Path) -> None:
     run = trainer(url, tmp_path)
     run.model.config.is_encoder_decoder = True
-    with pytest.warns(UserWarning, match="has an encoder and a decoder, but with task='causal' both are given one stream"):
+    with pytest.warns(UserWarning, match="has an encoder: pass task='seq2seq'"):
         run._warn_of_another_task()
     run.train_dataset._resolved = replace(run.train_dataset._resolved, spec=replace(run.train_dataset.spec, task="seq2seq"))
     run._warn_of_another_task()
     run.model.config.is_encoder_decoder = False
-    with pytest.warns(UserWarning, match="has no encoder, but with task='seq2seq'"):
+    with pytest.warns(UserWarning, match="has no encoder: pass task='causal'"):
         run._warn_of_another_task()

@@ -52,11 +52,11 @@ def test_a_run_goes_on_from_each_of_its_checkpoints(
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from penstock.lightning import ExactResume
+    from penstock.lightning import ResumeCallback
     from train_lightning import Data, Model
 
     def train(savers: list[Any], resumed: Path | None) -> None:
-        callbacks = [*savers, ExactResume()]
+        callbacks = [*savers, ResumeCallback()]
         trainer = lightning.Trainer(callbacks=callbacks, logger=False, enable_checkpointing=bool(savers), **limit)
         trainer.fit(Model(), datamodule=Data(url, "numbers"), ckpt_path=resumed)
 
@@ -78,13 +78,13 @@ def test_a_checkpoint_of_another_batch_size_is_refused(
 ) -> None:
     """Lightning would cut the epoch at what it counts, and with larger batches leave out the rest without a word."""
     import train_lightning
-    from penstock.lightning import RemoteEpochs
+    from penstock.lightning import RemoteDataLoader
 
     arguments = [url, "numbers", "--save-every", "4", "--checkpoint", str(tmp_path / "gpt.ckpt"), "--steps"]
     train_lightning.main([*arguments, str(steps)])
     other = {"batch_size": batch_size}
-    monkeypatch.setattr(train_lightning, "RemoteEpochs", lambda *args, **spec: RemoteEpochs(*args, **spec | other))
-    with pytest.raises(StateMismatch, match=f"saved with batch_size=16, and now it is {batch_size}. .* Resume with"):
+    monkeypatch.setattr(train_lightning, "RemoteDataLoader", lambda *args, **spec: RemoteDataLoader(*args, **spec | other))
+    with pytest.raises(StateMismatch, match=f"saved with batch_size=16, and now it is {batch_size}"):
         train_lightning.main([*arguments, "24"])
 
 
@@ -98,7 +98,7 @@ def fit(url: str, tmp_path: Path) -> Callable[..., list[int]]:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-    from penstock.lightning import ExactResume, RemoteEpochs
+    from penstock.lightning import RemoteDataLoader, ResumeCallback
 
     spec = SPEC | {"batch_size": 80}
     data, numbers = RemoteDataset(url, "numbers", **spec), dict[tuple[int, ...], int]()
@@ -112,8 +112,8 @@ def fit(url: str, tmp_path: Path) -> Callable[..., list[int]]:
             self.replay = replay
             self.weight, self.fails_at, self.trained = torch.nn.Parameter(torch.zeros(1)), fails_at, list[int]()
 
-        def train_dataloader(self) -> RemoteEpochs:
-            return RemoteEpochs(url, "numbers", **spec, replay=self.replay)
+        def train_dataloader(self) -> RemoteDataLoader:
+            return RemoteDataLoader(url, "numbers", **spec, replay=self.replay)
 
         def training_step(self, batch: Batch) -> torch.Tensor:
             if len(self.trained) == self.fails_at:
@@ -140,7 +140,7 @@ def fit(url: str, tmp_path: Path) -> Callable[..., list[int]]:
         saves = OnExceptionCheckpoint(tmp_path) if saver is None else ModelCheckpoint(tmp_path, save_top_k=-1, **saver)
         num_held_out = 1 if "val_check_interval" in settings else 0
         trainer = lightning.Trainer(
-            callbacks=[saves, ExactResume()], logger=False, accelerator="cpu", limit_val_batches=num_held_out, **settings
+            callbacks=[saves, ResumeCallback()], logger=False, accelerator="cpu", limit_val_batches=num_held_out, **settings
         )
         held_out = RemoteDataset(url, "numbers", batch_size=80, shuffle="none")
         model = Model(fails_at, replay)
@@ -192,7 +192,7 @@ def test_a_run_that_lightning_would_resume_elsewhere_is_refused(fit: Callable[..
     for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
         counts |= dict.fromkeys(counts, 2)
     torch.save(checkpoint, path)
-    with pytest.raises(StateMismatch, match="step 0 of epoch 1 is due, but Lightning goes on with step 0 of epoch 3"):
+    with pytest.raises(StateMismatch, match="step 0 of epoch 1 is due, but Lightning continues with step 0 of epoch 3"):
         fit({"every_n_train_steps": 4}, "epoch=0-step=4", max_steps=10)
 
 
@@ -201,7 +201,7 @@ def test_a_replay_neither_resumes_nor_is_resumed(fit: Callable[..., list[int]]) 
     with pytest.raises(StateMismatch, match=r"not a state of a RemoteDataset.*\['replay'\]"):
         fit({"every_n_train_steps": 3}, "epoch=0-step=3", max_steps=10)
     fit({"every_n_train_steps": 2}, None, max_steps=2)
-    with pytest.raises(SpecError, match="a replay goes through no epoch"):
+    with pytest.raises(SpecError, match="a replay cannot resume"):
         fit({"every_n_train_steps": 2}, "epoch=0-step=2", max_steps=10, replay=2)
 
 
@@ -219,7 +219,7 @@ def test_a_checkpoint_without_a_state_of_the_data_is_refused(fit: Callable[..., 
 def test_a_checkpoint_that_was_validated_moves_no_training(url: str, tmp_path: Path, given: list[Given]) -> None:
     import lightning
 
-    from penstock.lightning import ExactResume
+    from penstock.lightning import ResumeCallback
     from train_lightning import Data, Model
 
     class Validated(Model):
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_was_validated_moves_no_training(url: str, tmp_path: P
             pass
 
     trainer = lightning.Trainer(
-        default_root_dir=tmp_path, callbacks=[ExactResume()], logger=False, max_steps=4, limit_val_batches=1
+        default_root_dir=tmp_path, callbacks=[ResumeCallback()], logger=False, max_steps=4, limit_val_batches=1
     )
     held_out = RemoteDataset(url, "numbers", batch_size=80, shuffle="none")
     with patch.object(Data, "val_dataloader", lambda _: held_out):
@@ -243,14 +243,14 @@ def test_a_checkpoint_that_was_validated_moves_no_training(url: str, tmp_path: P
 def test_data_whose_length_may_be_that_of_a_resumed_epoch_is_refused(url: str, tmp_path: Path) -> None:
     import lightning
 
-    from penstock.lightning import ExactResume
+    from penstock.lightning import ResumeCallback
     from train_lightning import Data, Model
 
     model, data = Model(), Data(url, "numbers")
-    trainer = lightning.Trainer(default_root_dir=tmp_path, callbacks=[ExactResume()], logger=False, max_steps=1)
+    trainer = lightning.Trainer(default_root_dir=tmp_path, callbacks=[ResumeCallback()], logger=False, max_steps=1)
     with (
         patch.object(data, "train_dataloader", lambda: RemoteDataset(url, "numbers", **SPEC)),
-        pytest.raises(SpecError, match="must return a RemoteEpochs as it is, not a RemoteDataset"),
+        pytest.raises(SpecError, match="must return a RemoteDataLoader as it is, not a RemoteDataset"),
     ):
         trainer.fit(model, datamodule=data)
 

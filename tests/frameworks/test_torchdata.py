@@ -251,7 +251,7 @@ def test_a_loop_that_does_not_know_its_epoch_is_warned_before_it_repeats_one(url
     resumed.load_state_dict(state)
     resumed.dataset.set_epoch(0)  # as data.epoch says, until the loader hands the state on
     rows(resumed)
-    with pytest.warns(UserWarning, match=r"went on with epoch 1 .* set_epoch\(1\) starts it again from its first batch"):
+    with pytest.warns(UserWarning, match=r"continued epoch 1 .* set_epoch\(1\) starts it again from its first batch"):
         resumed.dataset.set_epoch(1)
     resumed.dataset.set_epoch(2)
 

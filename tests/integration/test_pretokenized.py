@@ -139,7 +139,7 @@ def test_ids_beyond_32_bits_are_bad_also_where_the_footers_tell_of_them(server: 
 
 @pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])
 def test_padding_without_a_mask_is_told_of(server: Server, packing: str) -> None:
-    with pytest.warns(UserWarning, match=r"one token again and again, such as 0\. Were the rows padded"):
+    with pytest.warns(UserWarning, match=r"repeat one token, such as 0\. If the rows were padded"):
         for _ in dataset(server, "unmasked", packing=packing, pad="seq_len", batch_size=8):
             pass
 

@@ -220,7 +220,7 @@ def test_an_interrupt_takes_nothing_of_a_replay(server: Server, monkeypatch: pyt
         patch.setattr("penstock.iteration.next", interrupted, raising=False)
         with pytest.raises(KeyboardInterrupt):
             next(iter(data))
-    with pytest.warns(UserWarning, match="none of the epoch counts as consumed"):
+    with pytest.warns(UserWarning, match="consumes nothing of the epoch"):
         assert data.state_dict()["step"] == 0
 
 
@@ -313,7 +313,7 @@ def test_choosing_an_epoch_in_mid_loop_skips_nothing_of_it(server: Server) -> No
             if number == 5:
                 break
 
-    with pytest.warns(UserWarning, match="goes on with batch 4 of its iteration of epoch 0, .* Call them between two") as told:
+    with pytest.warns(UserWarning, match="continues with batch 4 of epoch 0 .* Call them between two") as told:
         loop()
     assert len(told) == 1
     assert (data.state_dict()["epoch"], data.state_dict()["step"]) == (1, 0)
@@ -506,7 +506,7 @@ def test_a_look_at_a_batch_in_mid_loop_is_told_to_cost_the_place(server: Server)
             if number == 3:
                 next(iter(data))
 
-    with pytest.warns(UserWarning, match="state_dict tells the place of that, not of this loop"):
+    with pytest.warns(UserWarning, match="state_dict returns their position"):
         loop()
     assert data.state_dict()["step"] == 1
 
