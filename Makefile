@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format docs property-test docker-test memory-test trl-test bench clean
+.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test trl-test bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -31,8 +31,11 @@ demo: install  ## train a tiny GPT on a generated corpus, kill the server and th
 # In the order of the folders, the slow ones first: by default the files of few tests come last, though they take longest, and a
 # worker is left alone with them. Four workers, also on two cores: many tests wait for a server that does not answer.
 # Bytecode is kept, or else each of some hundred processes would compile anew what it imports.
-test: $(FRAMEWORKS)  ## the whole test suite, training frameworks included; what needs a Docker engine is skipped where there is none
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+test: $(FRAMEWORKS)  ## the test suite without the slow tests, training frameworks included; needs no Docker engine
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" --numprocesses 4 --dist loadfile --no-loadscope-reorder
+
+slow-test: $(FRAMEWORKS)  ## the slow tests: several ranks, long chaos
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m slow --numprocesses 2
 
 property-test: $(FRAMEWORKS)  ## the tests of random examples with a thousand each, but for the costliest; five minutes
 	PENSTOCK_TEST_EXAMPLES=1000 $(BIN)/python -m pytest tests -m hypothesis --numprocesses 2
