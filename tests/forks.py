@@ -29,7 +29,6 @@ _CONTEXT.set_forkserver_preload(
         "penstock_server.app",
         "penstock_server.cli",
         "penstock_server.prepare",
-        "penstock_server.catalog.watch",
         "penstock_server.importing.run",
         "penstock_server.opening",
         "penstock_server.sample",

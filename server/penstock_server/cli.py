@@ -19,7 +19,7 @@ from penstock_server.settings import Settings, SettingsError, default_cache_dir
 
 if TYPE_CHECKING:
     from penstock_server.catalog.catalog import Catalog
-    from penstock_server.catalog.held import Served
+    from penstock_server.catalog.dataset import OpenSnapshot
 
 # The service itself is imported by the command that runs it: `penstock --help` and the client's commands must not take the
 # two seconds that it needs.
@@ -181,7 +181,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _chosen(catalog: Catalog, names: list[str] | None) -> tuple[list[Served], list[str]]:
+def _chosen(catalog: Catalog, names: list[str] | None) -> tuple[list[OpenSnapshot], list[str]]:
     """The datasets of these names, or all, and what is said of those that are refused. Raises UnknownDataset: there is none."""
     served, refused = [], dict[str, object]()
     if not names:

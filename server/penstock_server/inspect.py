@@ -13,16 +13,16 @@ from penstock.batch import SIDES
 from penstock.cli.batch_view import Piece, ids_as_text, text_of
 from penstock.printable import printable
 from penstock.text import counted, size
+from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.describe import describe_dataset, lengths_told, rows_held_out, summary
-from penstock_server.catalog.held import Served
 from penstock_server.catalog.snapshot import Snapshot
-from penstock_server.catalog.warnings import told_splits
+from penstock_server.catalog.warnings import describe_splits
 from penstock_server.lookup import show_row
 
 _MARGIN = 6
 
 
-def inspect(served: Served, rows: range, console: Console, num_lines: int) -> Iterator[RenderableType]:
+def inspect(served: OpenSnapshot, rows: range, console: Console, num_lines: int) -> Iterator[RenderableType]:
     """Describe a dataset in a few lines, then each of these rows in about `num_lines` lines of text; 0 means all lines.
 
     Rows beyond the last are skipped. Raises RowOutOfRange: the dataset has none of the rows.
@@ -47,7 +47,7 @@ def _splits(snapshot: Snapshot) -> str:
     held_out = f"{snapshot.validation:.3g} of the rows held out for validation by hash"
     if not snapshot.shard_splits:
         return held_out
-    by_name = f"by the names of the shards: {told_splits(snapshot.shard_splits)}"
+    by_name = f"by the names of the shards: {describe_splits(snapshot.shard_splits)}"
     return f"{by_name}; of train, {held_out}" if snapshot.validation else by_name
 
 

@@ -13,7 +13,7 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import shown_columns
 from penstock_server.blocks.block import Block
-from penstock_server.catalog.held import Served
+from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import BadParameter, RowOutOfRange
@@ -26,7 +26,7 @@ _MAX_TOKENS = 1 << 20  # of a row
 _MIN_PASSES, _MAX_PASSES, _MAX_POOLS = 8, 100, 1 << 22
 
 
-def show_row(served: Served, row: int) -> dict[str, Any]:
+def show_row(served: OpenSnapshot, row: int) -> dict[str, Any]:
     """Return the fields of RowInfo for a row of a snapshot; `row` counts over all shards in their order.
 
     Raises RowOutOfRange: the dataset has fewer rows. Raises the errors of a block that cannot be read.
@@ -65,7 +65,7 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
     return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
 
 
-def show_quarantine(served: Served, start: int, limit: int) -> QuarantineInfo:
+def show_quarantine(served: OpenSnapshot, start: int, limit: int) -> QuarantineInfo:
     """Return the known bad rows of a dataset, `limit` rows after the first `start`, and all bad row groups.
 
     When the tokens of all rows are counted, every bad row is known.

@@ -10,13 +10,13 @@ from penstock.cli.output import complain
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
-from penstock_server.catalog.held import Served
+from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.warnings import advice_on_data, advice_on_folder
 from penstock_server.settings import Settings, SettingsError
 
 
-def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, Catalog]:
-    """Opens the block store and the catalog of the settings; `joins`: see Catalog.open.
+def open_data(settings: Settings) -> tuple[BlockStore, Catalog]:
+    """Opens the block store and the catalog of the settings.
 
     Raises SettingsError: the cache folder cannot be used. Raises DatasetInvalid: see open_catalog.
     """
@@ -29,10 +29,10 @@ def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, C
             f"with --cache-dir."
         ) from error
     store = BlockStore(cache, settings.num_decoders, settings.max_decoded_bytes)
-    return store, open_catalog(settings.data_dir, settings.tokenizer, store, joins=joins)
+    return store, open_catalog(settings.data_dir, settings.tokenizer, store)
 
 
-def warn(command: str, settings: Settings, cache: CacheFolder, datasets: Collection[Served]) -> None:
+def warn(command: str, settings: Settings, cache: CacheFolder, datasets: Collection[OpenSnapshot]) -> None:
     """Prints warnings about the data folder and these datasets, before they are read."""
     for sentence in (*advice_on_folder(settings.data_dir), *advice_on_data(datasets, cache.budget_bytes)):
         complain(command, sentence)

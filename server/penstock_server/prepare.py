@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from penstock.printable import printable
 from penstock.text import counted
+from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.describe import lengths_told, rows_held_out
-from penstock_server.catalog.held import Served
 from penstock_server.problems import BadParameter
 
 
@@ -19,7 +19,7 @@ class NotKept(Exception):
     """A result could not be stored. The message says which, and the consequences."""
 
 
-def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
+def prepare(served: OpenSnapshot, seq_lens: list[int]) -> Iterator[str]:
     """Count a dataset's tokens, fill the cache up to its budget and pack for packing=best_fit; yield progress messages.
 
     If the recipe has splits, everything is also made for each split.
@@ -61,7 +61,7 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
         )
 
 
-def _pack(served: Served, split: str, seq_len: int) -> str:
+def _pack(served: OpenSnapshot, split: str, seq_len: int) -> str:
     of_split = "" if split == "all" else f" of split={split}"
     with _progress(f"{served.name}: packing{of_split} for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
         num_bins = int(served.index.counting_bins(split, seq_len).make(advance).bins_per_pool.sum())
@@ -70,7 +70,7 @@ def _pack(served: Served, split: str, seq_len: int) -> str:
     return f"{served.name}: {samples} of {tokens}{of_split}, {padding:.1%} of them padding"
 
 
-def _fill(served: Served) -> list[int]:
+def _fill(served: OpenSnapshot) -> list[int]:
     """Load missing blocks until the cache's budget is used. Return the blocks that are still missing."""
     blocks, missing = served.blocks, _missing(served)
     with _progress(f"{served.name}: filling the cache", len(missing)) as advance:
@@ -82,19 +82,19 @@ def _fill(served: Served) -> list[int]:
     return _missing(served)
 
 
-def _missing(served: Served) -> list[int]:
+def _missing(served: OpenSnapshot) -> list[int]:
     """Return the blocks that are not in the cache."""
     return [index for index in range(served.snapshot.num_blocks) if not served.blocks.is_stored(index)]
 
 
-def _num_fitting(served: Served, missing: list[int]) -> int:
+def _num_fitting(served: OpenSnapshot, missing: list[int]) -> int:
     """Return how many of these blocks fit into the cache: beyond its budget they would evict each other."""
     needed = np.cumsum(served.index.bytes_per_block()[missing])
     cache = served.blocks.cache
     return int(np.searchsorted(needed, cache.budget_bytes - cache.used_bytes, side="right"))
 
 
-def _reason(served: Served, missing: list[int]) -> str:
+def _reason(served: OpenSnapshot, missing: list[int]) -> str:
     """Return why these blocks are not in the cache, and the remedy."""
     cache = served.blocks.cache
     if _num_fitting(served, missing):

@@ -187,7 +187,7 @@ def test_labels_and_masks_that_are_not_used_are_warned_of_at_the_start(serve: Ca
     lists = "a mask is a list of whole numbers, or of booleans, for each row of ids. Write it as such, or, if it is none, set"
     none = f"labels = false and attention_mask = false in {where['classes']}."
     assert f"classes: labels, attention_mask of its shards are not used: {lists} {none}" in log
-    assert "two: assistant_masks of its shards is not used: what has loss is told by completion_mask alone." in log
+    assert "two: the recipe does not use assistant_masks: " in log
     either = 'Set loss_mask = "assistant_masks" to take that one, or loss_mask = "completion_mask" if this is right, in'
     assert f"{either} {where['two']}." in log
     assert "turns: attention_mask, response_labels of its shards are not used: every id of an answer has loss, none of a" in log

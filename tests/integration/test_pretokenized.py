@@ -125,7 +125,7 @@ def test_labels_that_are_none_are_refused_with_a_way_out(server: Server) -> None
 
 
 def test_a_mask_that_is_not_used_is_told_to_who_trains(server: Server) -> None:
-    with pytest.warns(UserWarning, match="floats: loss_mask of its shards is not used: a mask is a list of whole numbers"):
+    with pytest.warns(UserWarning, match="floats: the recipe does not use loss_mask"):
         dataset(server, "floats")
 
 

@@ -15,7 +15,7 @@ from penstock_server.api.parameters import PROBLEMS, SPEC_PARAMETERS, EpochQuery
 from penstock_server.api.service import service_of
 from penstock_server.batches.plan import Plan, check_room
 from penstock_server.catalog.dataset import Change
-from penstock_server.catalog.describe import describe_dataset, describe_held, describe_mixture, describe_spec
+from penstock_server.catalog.describe import describe_dataset, describe_mixture, describe_spec, describe_state
 from penstock_server.lookup import find_row, show_quarantine, show_row
 from penstock_server.schemas import (
     DatasetInfo,
@@ -61,7 +61,7 @@ def show_dataset(request: Request, dataset: Name) -> Response:
     catalog = service_of(request).catalog
     if mixture := catalog.mixtures.get(dataset):
         return JSONResponse(describe_mixture(mixture))
-    return JSONResponse(describe_held(catalog[dataset].held))
+    return JSONResponse(describe_state(catalog[dataset]))
 
 
 @router.post("/{dataset}/refresh", summary="Load new data", tags=_DATASETS, responses=_json(Change))

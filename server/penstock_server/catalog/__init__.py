@@ -1,10 +1,12 @@
-"""Datasets by name: their snapshots, their reaction to changes in a folder, and look-ups.
+"""Datasets by name, and how they follow changes in their folders. Each module uses those above it.
 
-catalog     all names below the data folder; `known` is their state at one time, `declared` a mixture
-resolving   the datasets and snapshots of a spec, with every parameter resolved
-dataset     one folder: one thread loads a change in it as a whole; `watch` is the thread that polls
-held        the snapshots that a dataset serves at one time: the latest, and older ones whose shards are all present
-history     records of snapshots in the cache folder, so that older ones outlive a restart
-lookup      answers about a row; `describe` and `inspection` about a dataset, `warnings` about what may go wrong
-prepare     fills the index and the cache ahead of time
+scan       folders below the data folder, and the stats of their files
+shard      one Parquet file, as its footer describes it
+snapshot   immutable list of shards and their blocks, named by a fingerprint
+history    records of snapshots in the cache folder, so that older ones outlive a restart
+footers    recipe and shards of a folder; a footer is read once
+dataset    DatasetState: what a dataset serves at one time; loads a change in its folder as a whole
+mixtures   mixtures that folders declare, and every parameter of a spec resolved
+catalog    all names below the data folder
+describe   a dataset, a mixture or a spec as JSON, with its `warnings`
 """

@@ -2,75 +2,99 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from stat import S_ISDIR
 
 from penstock.spec import Spec
-from penstock.text import counted
+from penstock.text import counted, did_you_mean, listed
 from penstock_server.batches.plan import Plan, make_plan
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
-from penstock_server.catalog.dataset import Change, Dataset
-from penstock_server.catalog.held import Served
-from penstock_server.catalog.known import Known
-from penstock_server.catalog.mixtures import DeclaredMixture, members_of, resolved
-from penstock_server.catalog.notes import drop_old_notes
-from penstock_server.catalog.scan import Survey, survey
-from penstock_server.files import may_be_there, spelled
+from penstock_server.catalog.dataset import Change, DatasetLoader, DatasetState, OpenSnapshot
+from penstock_server.catalog.history import drop_old_notes
+from penstock_server.catalog.mixtures import DeclaredMixture, SpecResolver, read_mixture
+from penstock_server.catalog.scan import SETTLED_SECONDS, Scan, scan_folders
+from penstock_server.files import may_be_there
 from penstock_server.index.index import drop_old_counts
-from penstock_server.problems import BadParameter, Busy, DatasetInvalid, DatasetUnavailable, ShardUnavailable, UnknownDataset
+from penstock_server.problems import BadParameter, Busy, DatasetInvalid, DatasetUnavailable, UnknownDataset
 from penstock_server.recipes.tokenizer import load_tokenizer
 
+log = logging.getLogger("penstock.catalog")
+
 _CATCH_UP_SECONDS = 2.0  # a request waits this long, in a thread, for a poll of the folders to end
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """All names at one time; a change replaces it by another. `refused` has the names that are not a dataset or mixture."""
+
+    scan: Scan = field(default_factory=Scan)
+    datasets: Mapping[str, DatasetLoader] = field(default_factory=dict)
+    mixtures: Mapping[str, DeclaredMixture] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def followed_by(self, scan: Scan, loaders: Iterable[DatasetLoader]) -> _Names:
+        """Return the names that follow from a scan of the folders, with these datasets."""
+        datasets = {**self.datasets, **{loader.state.name: loader for loader in loaders}}
+        datasets = {
+            name: loader
+            for name, loader in sorted(datasets.items())
+            # Forget a dataset that was never served and whose folder is gone: no job waits for it.
+            if name in scan.folders or loader.state.records or scan.why_unread(loader.folder)
+        }
+        # A mixture whose folder cannot be listed now is still served, as its datasets are.
+        mixtures = {
+            name: mixture for name, mixture in self.mixtures.items() if name not in datasets and scan.why_unread(mixture.folder)
+        }
+        refused = {name: why for name, why in scan.refused.items() if name not in datasets and name not in mixtures}
+        for name, folder in scan.mixtures.items():
+            if name not in datasets:
+                try:
+                    mixtures[name] = read_mixture(name, folder, datasets)
+                except DatasetInvalid as invalid:
+                    refused[name] = str(invalid)
+        return _Names(scan, datasets, mixtures, refused)
 
 
 class Catalog:
     """Datasets of one data folder. `tokenizer` is the default for text recipes that name no tokenizer.
 
-    A refused dataset does not affect the others: a half-written file must not stop jobs that train on its neighbours.
+    An invalid dataset does not affect the others: a half-written file must not stop jobs that train on its neighbours.
     """
 
     def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore) -> None:
         self._data_dir, self._tokenizer, self._store = data_dir, tokenizer, store
-        self._known = Known()
-        self._looking = threading.Lock()
+        self._names = _Names()
+        self._specs = SpecResolver()
+        self._loading = threading.Lock()
 
     @property
-    def datasets(self) -> dict[str, Served]:
+    def datasets(self) -> dict[str, OpenSnapshot]:
         """Return the latest snapshot of each served dataset, by name, sorted by name."""
-        return self._known.served
+        states = {name: loader.state for name, loader in self._names.datasets.items()}
+        return {name: state.opened for name, state in states.items() if state.opened}
 
     @property
     def mixtures(self) -> Mapping[str, DeclaredMixture]:
         """Return the declared mixtures, by name."""
-        return self._known.mixtures
+        return self._names.mixtures
 
     @property
     def refused(self) -> dict[str, str]:
         """Return the names that are not served, each with the reason."""
-        return self._known.refused
+        states = [loader.state for loader in self._names.datasets.values()]
+        return {**self._names.refused, **{s.name: s.error for s in states if s.error and not s.opened}}
 
-    def __getitem__(self, name: str) -> Dataset:
-        """Return the dataset of that name.
+    def __getitem__(self, name: str) -> DatasetState:
+        """Return the dataset of that name as it is now.
 
-        Raises UnknownDataset, DatasetInvalid, BadParameter: see Known.find.
-        Raises ShardUnavailable: the folder, of a dataset or a mixture, is below a broken symlink.
+        Raises UnknownDataset, DatasetInvalid, BadParameter: see _loader.
         """
-        try:
-            return self._known.find(name)
-        except (UnknownDataset, DatasetInvalid):
-            for own in self._known.missing.get(name, [name]):
-                folders = (self._data_dir / own, self._data_dir.joinpath(*own.split(".")))
-                if away := next(filter(None, map(_link_to_nothing, folders)), None):
-                    raise ShardUnavailable(
-                        f"there is no dataset {own!r} now: {away} is a link to nothing. Bring back what it leads to, or remove "
-                        f"it."
-                    ) from None
-            raise
+        return self._loader(name).state
 
     def plan(self, name: str, spec: Spec) -> Plan:
         """Resolve the spec against a dataset, or against all datasets that its mix names, this one included.
@@ -81,72 +105,44 @@ class Catalog:
         Raises SnapshotGone, DatasetInvalid, and the errors of make_plan.
         """
         try:
-            spec, found = self._found(name, spec)
-        except DatasetInvalid as refusal:
+            spec, snapshots = self._open_snapshots(name, spec)
+        except DatasetInvalid as invalid:
             if spec.snapshot is None:
                 raise
             raise DatasetUnavailable(
-                f"snapshot {spec.snapshot} may be served again: {refusal} Its runs wait, and go on once that is mended."
-            ) from refusal
-        spec = resolved(spec, [served.snapshot for served in found])
-        return make_plan(name, tuple(served.member(spec) for served in found), spec)
-
-    def _found(self, name: str, spec: Spec) -> tuple[Spec, list[Served]]:
-        """Return the spec with the mix of this name filled in, and its snapshots."""
-        if name in self._known.unopened:  # the name may be a mixture whose datasets are unknown
-            _ = self[name]  # raises the reason
-        declared = self._known.mixtures.get(name)
-        spec, names, fingerprints = members_of(name, spec, declared)
-        if name not in names and not declared:
-            raise BadParameter(
-                f"mix={spec.mix} leaves out {name}, the dataset that is asked for. Ask for one of {', '.join(names)}."
-            )
-        if len(fingerprints) != len(names):
-            raise BadParameter(
-                f"snapshot {spec.snapshot} is of {counted(len(fingerprints), 'dataset')} and not of {len(names)}. Name one of "
-                f"each, joined by +, in the order of {', '.join(names)}: those of before, and of one that was added its own."
-            )
-        found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
-        if spec.stopping_strategy and not spec.mix:
-            raise BadParameter(
-                f"stopping_strategy={spec.stopping_strategy} says when the epoch of a mixture ends, but {name} is not a "
-                f"mixture: give a mix."
-            )
-        return spec, found
+                f"snapshot {spec.snapshot} cannot be served now: {invalid} Runs on it wait, and continue after that is fixed."
+            ) from invalid
+        spec = self._specs.resolve(spec, [opened.snapshot for opened in snapshots])
+        return make_plan(name, tuple(opened.member(spec) for opened in snapshots), spec)
 
     def may_block(self, name: str, spec: Spec) -> bool:
         """Return whether `plan` may wait for a poll: the spec names no snapshot, or one that this server does not know."""
-        _, names, fingerprints = members_of(name, spec, self._known.mixtures.get(name))
-        known = self._known.datasets
-        return any(
-            own in known and known[own].is_behind(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=False)
-        )
+        _, names, fingerprints = self._specs.members(name, spec, self._names.mixtures.get(name))
+        datasets = self._names.datasets
+        pairs = zip(names, fingerprints, strict=False)
+        return any(name in datasets and datasets[name].state.is_behind(fingerprint) for name, fingerprint in pairs)
 
-    def open(self, *, joins: bool = False) -> None:
+    def open(self) -> None:
         """Open the datasets in the data folder.
 
-        With `joins`, open only what other servers of this folder serve already: newer files may be half copied.
         Raises DatasetInvalid: the folder has no Parquet file, or no dataset can be served; the message lists the reasons.
         """
-        with self._looking:
-            found = survey(self._data_dir)
-            datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
-            for dataset in datasets:
-                if joins:
-                    with suppress(Exception):  # refresh reports the error
-                        dataset.join(found.shards[dataset.name])
-                if not dataset.held.latest:
-                    with suppress(DatasetInvalid):  # a request for the dataset raises the error
-                        dataset.refresh(found.shards[dataset.name])
-            self._known = self._known.followed_by(found, datasets)
-        if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
-            if not self.refused:
-                raise DatasetInvalid(
-                    f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it. Make shards of "
-                    f"other files with penstock import."
-                )
-            reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
+        with self._loading:
+            scan = scan_folders(self._data_dir)
+            loaders = {name: self._loader_of_folder(name, folder) for name, folder in scan.folders.items()}
+            for name, loader in loaders.items():
+                with suppress(DatasetInvalid):  # a request for the dataset raises the error
+                    loader.refresh(scan.shards[name])
+            self._names = self._names.followed_by(scan, loaders.values())
+        if any(loader.state.snapshots for loader in loaders.values()):
+            return
+        reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
+        if reasons:
             raise DatasetInvalid(f"nothing in {self._data_dir} can be served.\n{reasons}")
+        raise DatasetInvalid(
+            f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it. Make shards of other files "
+            f"with penstock import."
+        )
 
     def refresh(self, name: str) -> Change:
         """Load the changes in a dataset's folder at once.
@@ -154,21 +150,20 @@ class Catalog:
         Raises UnknownDataset: no dataset has this name.
         Raises DatasetInvalid: the folder cannot be opened; the server goes on serving the previous snapshots.
         """
-        with self._looking:
-            found = survey(self._data_dir)
-            if name not in found.folders:
-                self._known = self._known.followed_by(found, [])
-                dataset = self[name]
-                raise DatasetInvalid(self._miss(dataset, found))
-            dataset = self._dataset(name, found.folders[name])
+        with self._loading:
+            scan = scan_folders(self._data_dir)
+            if name not in scan.folders:
+                self._names = self._names.followed_by(scan, [])
+                raise DatasetInvalid(self._report_missing(self._loader(name), scan))
+            loader = self._loader_of_folder(name, scan.folders[name])
             try:
-                return dataset.refresh(found.shards[name])
-            except DatasetInvalid as refusal:
-                latest = dataset.held.latest
-                served = f"\nUntil then snapshot {latest.snapshot.fingerprint} is served." if latest else ""
-                raise DatasetInvalid(f"{refusal}{served}") from refusal
+                return loader.refresh(scan.shards[name])
+            except DatasetInvalid as invalid:
+                opened = loader.state.opened
+                served = f"\nUntil then snapshot {opened.snapshot.fingerprint} is served." if opened else ""
+                raise DatasetInvalid(f"{invalid}{served}") from invalid
             finally:
-                self._known = self._known.followed_by(found, [dataset])
+                self._names = self._names.followed_by(scan, [loader])
 
     def poll(self) -> bool:
         """Load the changes in all folders that have settled. Return False if some folder is still changing.
@@ -176,95 +171,135 @@ class Catalog:
         Also release blocks that another process has evicted, so that an idle process holds no disk space.
         """
         self._store.maps.let_go()
-        with self._looking:
-            found = survey(self._data_dir)
-            quiet = True
-            datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
-            for dataset in datasets:
-                quiet = dataset.poll(found.shards[dataset.name]) and quiet
-            self._known = self._known.followed_by(found, datasets)
-            for name, dataset in self._known.datasets.items():
-                if name not in found.folders:
-                    self._miss(dataset, found)
-            return quiet
+        with self._loading:
+            scan = scan_folders(self._data_dir)
+            loaders = {name: self._loader_of_folder(name, folder) for name, folder in scan.folders.items()}
+            are_settled = [loader.poll(scan.shards[name]) for name, loader in loaders.items()]
+            self._names = self._names.followed_by(scan, loaders.values())
+            for name, loader in self._names.datasets.items():
+                if name not in scan.folders:
+                    self._report_missing(loader, scan)
+            return all(are_settled)
 
-    def _served(self, name: str, fingerprint: str | None) -> Served:
-        dataset = self[name]
+    @contextmanager
+    def polling(self, poll_seconds: float) -> Iterator[None]:
+        """Poll in a thread every `poll_seconds`, sooner while something changes; 0 disables polling."""
+        stopped = threading.Event()
+        if poll_seconds:
+            threading.Thread(target=self._poll, args=(poll_seconds, stopped), name="penstock-poll", daemon=True).start()
+        try:
+            yield
+        finally:
+            stopped.set()
+
+    def _poll(self, poll_seconds: float, stopped: threading.Event) -> None:
+        wait_seconds = poll_seconds
+        while not stopped.wait(wait_seconds):
+            wait_seconds = poll_seconds
+            try:
+                if not self.poll():
+                    wait_seconds = min(poll_seconds, SETTLED_SECONDS)
+            except Exception:  # otherwise the thread would end, and new data would go unnoticed
+                log.exception("a poll of the data folder failed; retrying in %s seconds", poll_seconds)
+
+    def _open_snapshots(self, name: str, spec: Spec) -> tuple[Spec, list[OpenSnapshot]]:
+        """Return the spec with the mix of this name filled in, and its snapshots."""
+        if name in self._names.refused:  # the name may be a mixture whose datasets are unknown
+            self._loader(name)  # raises the reason
+        declared = self._names.mixtures.get(name)
+        spec, names, fingerprints = self._specs.members(name, spec, declared)
+        if name not in names and not declared:
+            raise BadParameter(f"mix={spec.mix} leaves out {name}, the dataset in the URL. Use one of {', '.join(names)}.")
+        if len(fingerprints) != len(names):
+            raise BadParameter(
+                f"snapshot {spec.snapshot} names {counted(len(fingerprints), 'snapshot')} for {counted(len(names), 'dataset')}"
+                f". Name one for each, joined by +, in the order of {', '.join(names)}."
+            )
+        snapshots = [self._open_snapshot(member, fingerprint) for member, fingerprint in zip(names, fingerprints, strict=True)]
+        if spec.stopping_strategy and not spec.mix:
+            raise BadParameter(
+                f"stopping_strategy={spec.stopping_strategy} is for mixtures, but {name} is not a mixture. Give a mix."
+            )
+        return spec, snapshots
+
+    def _open_snapshot(self, name: str, fingerprint: str | None) -> OpenSnapshot:
+        loader = self._loader(name)
         # Several processes at one address each find new data separately. Without this, the ranks of one run could begin on
         # two snapshots, and a rank on the new one could get SnapshotGone from another process.
-        if dataset.is_behind(fingerprint):
-            if self._looking.acquire(timeout=_CATCH_UP_SECONDS):
+        if loader.state.is_behind(fingerprint):
+            if self._loading.acquire(timeout=_CATCH_UP_SECONDS):
                 try:
-                    dataset.catch_up()
+                    loader.catch_up()
                 finally:
-                    self._looking.release()
-            elif fingerprint and dataset.is_behind(fingerprint):
-                raise Busy(
-                    f"snapshot {fingerprint} of {name} is not known here yet, and new data is being looked at. Ask again."
-                )
-        return dataset.served(fingerprint)
+                    self._loading.release()
+            elif fingerprint and loader.state.is_behind(fingerprint):
+                raise Busy(f"snapshot {fingerprint} of {name} is not known yet, and new data is being read. Retry.")
+        return loader.open_snapshot(fingerprint)
 
-    def _dataset(self, name: str, folder: Path) -> Dataset:
-        known = self._known.datasets.get(name)
-        return known if known and known.folder == folder else Dataset(name, folder, self._tokenizer, self._store)
+    def _loader(self, name: str) -> DatasetLoader:
+        """Return the loader of a dataset.
 
-    def _miss(self, dataset: Dataset, found: Survey) -> str:
-        """Mark a dataset whose folder has no shards any more, or cannot be listed. Return the reason."""
-        folder = dataset.folder
-        if reason := found.refused.get(dataset.name) or found.why_unread(folder):
-            dataset.fail(reason)
-        elif away := _link_to_nothing(folder):
-            reason = (
-                f"{away} is a link to nothing: what it leads to is away. Bring that back, or restart the server to forget it."
+        Raises UnknownDataset: no dataset has this name.
+        Raises DatasetInvalid: the name is refused, or it may be below a folder whose contents are unknown.
+        Raises BadParameter: it is the name of a mixture.
+        """
+        names = self._names
+        if name in names.datasets:
+            return names.datasets[name]
+        reason = names.scan.why_unread(self._data_dir.joinpath(*name.split("."))) or names.refused.get(name)
+        if reason:
+            raise DatasetInvalid(reason)
+        if mixture := names.mixtures.get(name):
+            raise BadParameter(
+                f"{name} is a mixture: rows and snapshots belong to its datasets. Use one of "
+                f"{', '.join(mixture.mix.datasets)}, with mix={mixture.mix} for a row's schedule in the mixture."
             )
-            dataset.fail(reason)
-        elif found.folders and not may_be_there(folder):
+        refused = self.refused
+        served = [other for other in (*names.datasets, *names.mixtures) if other not in refused]
+        if other := names.scan.others.get(name):
+            hint = f" {other.parent} holds {other.name} and no .parquet file: make shards with penstock import."
+        else:
+            hint = did_you_mean(name, [*served, *refused])
+        not_served = f" Not served, for reasons that GET /v1/datasets gives: {listed(list(refused))}." if refused else ""
+        raise UnknownDataset(f"there is no dataset {name!r}.{hint} Served: {listed(served) or 'none'}.{not_served}")
+
+    def _loader_of_folder(self, name: str, folder: Path) -> DatasetLoader:
+        known = self._names.datasets.get(name)
+        return known if known and known.folder == folder else DatasetLoader(name, folder, self._tokenizer, self._store)
+
+    def _report_missing(self, loader: DatasetLoader, scan: Scan) -> str:
+        """Mark a dataset whose folder has no shards any more, or cannot be listed. Return the reason."""
+        folder = loader.folder
+        if reason := scan.refused.get(loader.state.name) or scan.why_unread(folder):
+            loader.fail(reason)
+        elif scan.folders and not may_be_there(folder):
             reason = f"{folder} was removed. Put it back, or restart the server to forget it."
-            dataset.remove(reason)
+            loader.remove(reason)
         else:  # if all folders vanish at once, the disk is gone: serve from the cache
-            reason = f"{folder} holds no shard any more. Put them back, or restart the server to forget it."
-            dataset.fail(reason)
+            reason = f"{folder} holds no shards any more. Put them back, or restart the server to forget it."
+            loader.fail(reason)
         return reason
 
 
-def _link_to_nothing(folder: Path) -> Path | None:
-    """Return the broken symlink among a folder and its parents, such as one into a missing mount; None if there isn't one."""
-    with suppress(OSError, ValueError):  # the name is not a valid file name
-        return next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
-    return None
+def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
+    """Return the opened catalog of a folder.
 
-
-def _tidy(cache: CacheFolder, drop: Callable[[Path, float], None]) -> None:
-    """Drop unused files from the cache folder. If it cannot be listed now, leave that to a later call."""
-    with suppress(OSError):
-        drop(cache.folder, time.time())
-
-
-def _why_no_folder(path: Path) -> str:
-    try:
-        return "" if S_ISDIR(path.stat().st_mode) else "is a file, not a folder"
-    except FileNotFoundError:
-        return "does not exist"
-    except OSError as error:
-        return f"cannot be looked into: {error.strerror}"
-
-
-def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore, *, joins: bool = False) -> Catalog:
-    """Return the opened catalog of a folder. `joins`: see Catalog.open.
-
-    Raises DatasetInvalid: the folder does not exist, the tokenizer file is invalid, or see Catalog.open.
+    Raises DatasetInvalid: the folder cannot be read, the tokenizer file is invalid, or see Catalog.open.
     """
-    if what := _why_no_folder(data_dir):
-        raise DatasetInvalid(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
-    if spelled(str(data_dir)) != str(data_dir):
+    try:
+        next(data_dir.iterdir(), None)
+    except OSError as error:
         raise DatasetInvalid(
-            f"the data folder {spelled(str(data_dir))} has a name that is not UTF-8, and no answer could hold it. Rename it, "
-            f"or make a link to it and name that."
-        )
+            f"the data folder {data_dir} cannot be read: {error.strerror}. Name a folder that holds Parquet files, or folders "
+            f"of them."
+        ) from error
     if tokenizer:
         load_tokenizer(tokenizer)  # report a wrong flag once, not once per dataset
-    _tidy(store.cache, drop_old_counts)
+    cache = store.cache
+    with suppress(OSError):  # the cache folder cannot be listed now
+        drop_old_counts(cache.folder, time.time())
     catalog = Catalog(data_dir, tokenizer, store)
-    catalog.open(joins=joins)
-    _tidy(store.cache, drop_old_notes)  # last: a served dataset may have been missing for long, or the clock was wrong
+    catalog.open()
+    with suppress(OSError):  # last: a served dataset may have been missing for long, or the clock was wrong
+        drop_old_notes(cache.folder, time.time())
     return catalog

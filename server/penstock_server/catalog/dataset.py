@@ -1,39 +1,187 @@
 """Dataset: a folder of shards under a name. A change in the folder is loaded as a whole, when it can be opened.
 
-One thread at a time reads the folder and replaces the Held; each request reads the current Held once.
+One thread at a time reads the folder and replaces the DatasetState; each request reads the current state once.
 
-event      when                                               Held from then on
+event      when                                               state from then on
 poll       two polls, some seconds apart, see the same        the folder as it is, or the previous state and an error
 refresh    a caller says that the folder is complete          the same; the caller gets the error
 catch_up   a request for the latest, or an unknown snapshot   the last snapshot of another server, if its shards are here
 fail       the folder cannot be listed                        the previous state and an error
 remove     the folder is gone, and others are still there     nothing but an error
+
+A folder grows from one snapshot to the next, so an older snapshot is a subset of its shards and needs no files. A record names
+that subset; see history.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from penstock.spec import Spec
 from penstock.text import counted
+from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
-from penstock_server.catalog.footers import Footers
-from penstock_server.catalog.held import Held, Served
-from penstock_server.catalog.history import History
-from penstock_server.catalog.notes import open_notes
-from penstock_server.catalog.reading import Reading, read_folder
-from penstock_server.catalog.scan import QUIET_SECONDS, FileStat, FolderState, list_folder, look
-from penstock_server.catalog.shard import being_written
+from penstock_server.catalog.footers import FolderContents, FooterCache, read_folder
+from penstock_server.catalog.history import History, Record, open_notes
+from penstock_server.catalog.scan import SETTLED_SECONDS, FileStat, FolderState, list_folder, state_of_folder
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.index.index import Index
-from penstock_server.problems import MORE_THREADS, DatasetInvalid, lacks_threads
+from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.schemas import described
 
 log = logging.getLogger("penstock.dataset")
+
+_OTHER_RECIPE = "the recipe, or the server's version, was changed"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSnapshot:
+    """Snapshot with its blocks and its index, ready for requests."""
+
+    snapshot: Snapshot
+    blocks: Blocks
+    index: Index
+    planned: PlannedEpochs = field(default_factory=PlannedEpochs)
+
+    @classmethod
+    def open(cls, snapshot: Snapshot, store: BlockStore) -> OpenSnapshot:
+        """Open a snapshot. Nothing is decoded yet."""
+        blocks = Blocks(snapshot, store)
+        index = Index(snapshot.name, snapshot, blocks)
+        if snapshot.recipe.on_bad_row == "replace":
+            # Otherwise a run could be refused while it trains, for bad rows that are counted already.
+            index.lengths.read()
+            index.rows.read()
+        return cls(snapshot, blocks, index)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the dataset."""
+        return self.snapshot.name
+
+    def member(self, spec: Spec) -> Member:
+        """Return the snapshot as a spec reads it. Raises DatasetInvalid: too many rows are bad."""
+        self.blocks.quarantine.check()
+        return Member(self.name, self.snapshot, self.blocks, self.index, self.planned, OrderKey.of(spec))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetState:
+    """What a dataset serves at one time; a change replaces it as a whole.
+
+    opened    the latest snapshot; None if the folder could not be opened
+    error     why the last attempt to open the folder failed; the other fields are from before that attempt
+    contents  of the folder: older snapshots must agree with them
+    records   the recorded snapshots, by fingerprint, newest first
+    former    older snapshots as an earlier state opened them
+    older     older snapshots that requests have opened in this state
+    """
+
+    name: str
+    store: BlockStore
+    opened: OpenSnapshot | None = None
+    error: str | None = None
+    contents: FolderContents | None = None
+    records: Mapping[str, Record] = field(default_factory=dict)
+    former: Mapping[str, OpenSnapshot] = field(default_factory=dict)
+    older: dict[str, OpenSnapshot] = field(default_factory=dict)
+    _opening: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def latest(self) -> OpenSnapshot:
+        """Return the latest snapshot. Raises DatasetInvalid: the folder could not be opened."""
+        if self.opened is None:
+            raise DatasetInvalid(self.error or f"{self.name} is new. It will be opened when its folder stops changing.")
+        return self.opened
+
+    @property
+    def snapshots(self) -> list[Record]:
+        """Return the records of the snapshots that can be served, newest first."""
+        return [record for record in self.records.values() if self._why_gone(record) is None]
+
+    def is_behind(self, fingerprint: str | None) -> bool:
+        """Return whether another server may have this snapshot, or for None a later one, unknown here."""
+        return bool(self.opened) if fingerprint is None else bool(self.contents) and fingerprint not in self.records
+
+    def find(self, fingerprint: str | None) -> OpenSnapshot:
+        """Return the snapshot of this fingerprint, None for the latest. The first request for an older one opens it.
+
+        Raises SnapshotGone: this server does not have it, or no longer has it.
+        Raises DatasetInvalid: there is no latest snapshot, or a shard of the snapshot cannot be read.
+        """
+        if fingerprint is None or (self.opened and fingerprint == self.opened.snapshot.fingerprint):
+            return self.latest
+        with self._opening:
+            if fingerprint not in self.older:
+                self.older[fingerprint] = self._open_older(fingerprint)
+            return self.older[fingerprint]
+
+    def _open_older(self, fingerprint: str) -> OpenSnapshot:
+        record, contents, former = self.records.get(fingerprint), self.contents, self.former.get(fingerprint)
+        if record is None:
+            raise SnapshotGone(
+                f"snapshot {fingerprint} of {self.name} is not on this server, which has {self.latest.snapshot.fingerprint}: "
+                f"the shards, the recipe or the server's version changed since this run began. Resume on the old ones, or "
+                f"start a new run."
+            )
+        if contents and any(name in contents.failures for name, _, _ in record.shards):
+            raise DatasetInvalid(f"{self.error}")
+        reason = self._why_gone(record)
+        if reason or contents is None:
+            raise SnapshotGone(
+                f"snapshot {fingerprint} of {self.name} is gone: {reason} since it was made. Put back what was there, or start "
+                f"a new run."
+            )
+        shards = [contents.shards[name] for name, _, _ in record.shards]
+        snapshot = Snapshot(contents.folder, shards, contents.recipe, name=self.name)
+        if snapshot.fingerprint != fingerprint and former:
+            # The facts about its shards follow from its own recipe; only their FileStats may be new.
+            pairs = zip(former.snapshot.shards, snapshot.shards, strict=True)
+            shards = [replace(shard, date=present.date) for shard, present in pairs]
+            snapshot = Snapshot(contents.folder, shards, former.snapshot.recipe, name=self.name)
+        if former and former.snapshot.recipe is snapshot.recipe and former.snapshot.shards == snapshot.shards:
+            return former
+        return OpenSnapshot.open(snapshot, self.store)
+
+    def _why_gone(self, record: Record) -> str | None:
+        """Return why a snapshot can no longer be served: its first changed shard, otherwise the recipe; None if it can."""
+        shards = self.contents.shards if self.contents else {}
+        for name, size_bytes, digest in record.shards:
+            shard = shards.get(name)
+            if shard is None:
+                return f"{name} was removed"
+            if (shard.date.size_bytes, shard.digest) != (size_bytes, digest):
+                return f"{name} was rewritten"
+        if record.fingerprint in self.former or record.fingerprint in self.older:
+            return None
+        names = [name for name, _, _ in record.shards]
+        is_same = self.contents and recipe_key(self.contents.recipe, names) == record.recipe
+        return None if is_same else _OTHER_RECIPE
+
+    def followed_by(
+        self, opened: OpenSnapshot | None, contents: FolderContents | None, records: list[Record], error: str | None
+    ) -> DatasetState:
+        """Return the next state, which keeps the recorded snapshots that were opened in this one."""
+        with self._opening:
+            former = {**self.former, **self.older}
+        if self.opened:
+            former[self.opened.snapshot.fingerprint] = self.opened
+        by_fingerprint = {record.fingerprint: record for record in records}
+        return DatasetState(
+            name=self.name,
+            store=self.store,
+            opened=opened,
+            error=error,
+            contents=contents,
+            records=by_fingerprint,
+            former={fingerprint: snapshot for fingerprint, snapshot in former.items() if fingerprint in by_fingerprint},
+        )
 
 
 @described
@@ -73,209 +221,144 @@ class Change:
 
     def __str__(self) -> str:
         """Return the change as a log message."""
-        if self.previous is None:
-            return f"new, {counted(self.added, 'shard')}; snapshot {self.snapshot}"
-        if not self.changed and self.recipe:
-            return f"its recipe changed, and no batch by that; snapshot {self.snapshot} stays"
-        if not self.changed:
-            return f"can be opened again, with nothing changed; snapshot {self.snapshot}"
         counts = {"added": self.added, "removed": self.removed, "rewritten": self.rewritten}
         parts = [f"{counted(number, 'shard')} {how}" for how, number in counts.items() if number]
-        parts += ["its recipe changed"] * self.recipe
-        return f"{', '.join(parts)}; snapshot {self.snapshot} follows {self.previous}"
+        parts += ["recipe changed"] * self.recipe
+        snapshot = f"snapshot {self.snapshot}"
+        if self.previous:
+            snapshot += f" follows {self.previous}" if self.changed else " stays"
+        return f"{', '.join(parts) or 'nothing changed'}; {snapshot}"
 
 
-class Dataset:
-    """Snapshots of one folder.
-
-    `held`, `latest`, `served` and `is_behind` are for all threads, the others for one at a time.
-    """
+class DatasetLoader:
+    """Loads the changes in one folder into `state`. All but `state` and `open_snapshot` are for one thread at a time."""
 
     def __init__(self, name: str, folder: Path, default_tokenizer: Path | None, store: BlockStore) -> None:
-        self.name, self.folder = name, folder
-        self._tokenizer, self._store = default_tokenizer, store
+        self.folder = folder
+        self.state = DatasetState(name=name, store=store)
+        self._tokenizer = default_tokenizer
         notes = open_notes(store.cache.folder, folder)
-        self._footers, self._history = Footers(folder, notes / "footers"), History(notes)
-        self._held = Held(name=name)
-        self._seen: tuple[FolderState, float] | None = None  # the last state, and since when it is unchanged
-        self._read: FolderState | None = None  # `held` is of this state; None if the state was not settled
-        self._recipe_dates: Mapping[str, FileStat] = {}
+        self._footers, self._history = FooterCache(folder, notes / "footers"), History(notes)
+        self._seen: tuple[FolderState, float] | None = None  # the last folder state, and since when it is unchanged
+        self._loaded: FolderState | None = None  # `state` is of this one; None if it was not settled
 
-    @property
-    def held(self) -> Held:
-        """Return the current state; the next poll may replace it."""
-        return self._held
-
-    @property
-    def latest(self) -> Served:
-        """Return the latest snapshot. Raises DatasetInvalid: the folder could not be opened."""
-        return self._held.opened()
-
-    def served(self, fingerprint: str | None) -> Served:
-        """Return the snapshot of this fingerprint, None for the latest, for a job. Raises the errors of Held.find."""
-        served = self._held.find(fingerprint, self._serve)
-        self._history.touch(served.snapshot.fingerprint)
-        served.index.mark_used()
-        return served
+    def open_snapshot(self, fingerprint: str | None) -> OpenSnapshot:
+        """Return the snapshot of this fingerprint, None for the latest, for a job. Raises the errors of DatasetState.find."""
+        snapshot = self.state.find(fingerprint)
+        self._history.touch(snapshot.snapshot.fingerprint)
+        snapshot.index.mark_used()
+        return snapshot
 
     def poll(self, shards: Mapping[str, FileStat]) -> bool:
-        """Load the changes in the folder, whose shards have these FileStats, if it has settled.
+        """Load the changes in the folder, whose shards have these stats, if it has settled.
 
         Return False if it has not: a shard that is being written must not become part of a snapshot.
         """
-        sight, now = look(self.folder, shards, self._tokenizer), time.monotonic()
-        if self._seen is None or self._seen[0] != sight:
-            self._seen = (sight, now)
-        if sight == self._read and not self._held.error:
+        folder_state, now = self._folder_state(shards), time.monotonic()
+        if self._seen is None or self._seen[0] != folder_state:
+            self._seen = (folder_state, now)
+        if folder_state == self._loaded and not self.state.error:
             return True
-        if now - self._seen[1] < QUIET_SECONDS:
+        if now - self._seen[1] < SETTLED_SECONDS:
             return False
-        known = self._held.error
+        error = self.state.error
         try:
-            self._take_in(sight, settled=True)
-        except DatasetInvalid as refusal:
-            self._log(known, str(refusal))
+            self._load(folder_state, settled=True)
+        except DatasetInvalid as invalid:
+            self._log(error, str(invalid))
         return True
 
     def refresh(self, shards: Mapping[str, FileStat]) -> Change:
-        """Load the changes in the folder, whose shards have these FileStats, at once.
+        """Load the changes in the folder, whose shards have these stats, at once.
 
         Raises DatasetInvalid: the folder cannot be opened; the previous snapshots are still served.
         """
         self.catch_up()  # compare with the snapshot that all servers serve
-        return self._take_in(look(self.folder, shards, self._tokenizer), settled=False)
-
-    def is_behind(self, fingerprint: str | None) -> bool:
-        """Return whether another server may have this snapshot, or for None a later one, unknown here."""
-        held = self._held
-        return held.latest is not None if fingerprint is None else held.recipe is not None and fingerprint not in held.records
+        return self._load(self._folder_state(shards), settled=False)
 
     def catch_up(self) -> None:
         """Load the last snapshot of any server with the same cache folder, if the folder still has its shards.
 
         Other files in the folder are not read: they may be half written.
         """
-        if self._held.latest:
-            self._take_in_noted()
-
-    def join(self, shards: Mapping[str, FileStat]) -> None:
-        """Open the snapshot that other servers serve, if all shards in the folder, with these FileStats, can be opened.
-
-        New shards are left to the next poll, as on the other servers.
-        Raises DatasetInvalid: the folder cannot be opened, and other servers may refuse it.
-        """
-        self._read_folder(look(self.folder, shards, self._tokenizer), settled=False).snapshot()
-        self._take_in_noted()
-
-    def _take_in_noted(self) -> None:
-        held, last = self._held, self._history.latest()
-        before = held.latest.snapshot if held.latest else None
-        if last is None or (before and last.fingerprint == before.fingerprint):
+        state, record = self.state, self._history.latest()
+        if not state.opened or not record or record.fingerprint == state.opened.snapshot.fingerprint:
             return
         try:
-            there = list_folder(self.folder).shards
-            dates = {name: there[name] for name, _, _ in last.shards}
-            sight = look(self.folder, dates, self._tokenizer)
-            reading = self._read_folder(sight, settled=False)
-            latest = self._latest_of(reading)
+            present = list_folder(self.folder).shards
+            folder_state = self._folder_state({name: present[name] for name, _, _ in record.shards})
+            contents = self._read(folder_state, settled=False)
+            latest = self._open_latest(contents)
         except (OSError, KeyError, DatasetInvalid):  # the folder has changed since; the next poll reports it
             return
-        if latest.snapshot.fingerprint == last.fingerprint:
-            kept = {name: shard for name, shard in held.shards.items() if name in there}
-            self._follow(latest, replace(reading, shards={**kept, **reading.shards}), sight.recipe, None)
-            self._read = None  # if the folder reverts to the state read before, that is another snapshot
-            log.info("%s: %s", self.name, Change.between(before, latest.snapshot))
+        if latest.snapshot.fingerprint == record.fingerprint:
+            known = state.contents.shards if state.contents else {}
+            shards = {name: shard for name, shard in {**known, **contents.shards}.items() if name in present}
+            self._replace(latest, replace(contents, shards=shards), None)
+            self._loaded = None  # if the folder reverts to the state loaded before, that is another snapshot
+            log.info("%s: %s", state.name, Change.between(state.opened.snapshot, latest.snapshot))
 
     def fail(self, reason: str) -> None:
         """Record that the folder cannot be listed. The previous snapshots are still served."""
-        self._log(self._held.error, reason)
-        self._held = replace(self._held, error=reason)
+        self._log(self.state.error, reason)
+        self.state = replace(self.state, error=reason)
 
     def remove(self, reason: str) -> None:
         """Record that the folder, and with it every snapshot, is gone."""
-        if self._held.latest or self._held.error != reason:
-            self._log(self._held.error, reason)
-            self._read = None
-            self._follow(None, None, {}, reason)
+        if self.state.opened or self.state.error != reason:
+            self._log(self.state.error, reason)
+            self._loaded = None
+            self._replace(None, None, reason)
 
-    def _take_in(self, sight: FolderState, *, settled: bool) -> Change:
-        reliable, before, reading = settled or sight.is_settled(), self._held, None
+    def _load(self, folder_state: FolderState, *, settled: bool) -> Change:
+        is_reliable, before, contents = settled or folder_state.is_settled(), self.state, None
         try:
-            reading = self._read_folder(sight, settled=settled)
-            latest = self._latest_of(reading)
+            contents = self._read(folder_state, settled=settled)
+            latest = self._open_latest(contents)
             self._history.add(latest.snapshot)
-            self._follow(latest, reading, sight.recipe, None)
-        except DatasetInvalid as refusal:
-            self._refuse(str(refusal), reading, sight)
+            self._replace(latest, contents, None)
+        except DatasetInvalid as invalid:
+            if before.opened or contents is None:
+                self.state = replace(before, error=str(invalid))
+            else:  # jobs on older snapshots go on while the new one is invalid
+                self._replace(None, contents, str(invalid))
             raise
         except Exception as error:  # a bug that one dataset triggers must not stop the others
-            refused = DatasetInvalid(f"{self.folder} cannot be opened {_why(error)}: {type(error).__name__}: {error}.")
-            reason = str(refused)
-            if reason != self._held.error:  # each poll tries again; log the traceback once
+            problem = DatasetInvalid(f"{self.folder} cannot be opened: {type(error).__name__}: {error}.")
+            if str(problem) != before.error:  # each poll tries again; log the traceback once
                 log.exception("%s cannot be opened", self.folder)
-            self._refuse(reason, None, sight)
-            raise refused from error
-        self._read = sight if reliable else None
-        change = Change.between(before.latest.snapshot if before.latest else None, latest.snapshot)
+            self.state = replace(before, error=str(problem))
+            raise problem from error
+        self._loaded = folder_state if is_reliable else None
+        change = Change.between(before.opened.snapshot if before.opened else None, latest.snapshot)
         if change.changed or change.recipe or before.error:
-            log.info("%s: %s", self.name, change)
+            log.info("%s: %s", before.name, change)
         return change
 
-    def _read_folder(self, sight: FolderState, *, settled: bool) -> Reading:
-        reading = read_folder(self.folder, sight.shards, self._tokenizer, self._footers, name=self.name, settled=settled)
-        if look(self.folder, sight.shards, self._tokenizer).recipe != sight.recipe:  # the next poll would miss it
-            raise being_written(f"the recipe of {self.folder}")
-        known = self._held.recipe
-        if known and sight.recipe == self._recipe_dates and recipe_key(known, ()) == recipe_key(reading.recipe, ()):
-            return replace(reading, recipe=known)  # the same files: keep objects that refer to it
-        return reading
+    def _folder_state(self, shards: Mapping[str, FileStat]) -> FolderState:
+        return state_of_folder(self.folder, shards, self._tokenizer)
 
-    def _latest_of(self, reading: Reading) -> Served:
-        before, snapshot = self._held.latest, reading.snapshot()
+    def _read(self, folder_state: FolderState, *, settled: bool) -> FolderContents:
+        return read_folder(
+            self.state.name,
+            self.folder,
+            folder_state,
+            self._tokenizer,
+            self._footers,
+            settled=settled,
+            before=self.state.contents,
+        )
+
+    def _open_latest(self, contents: FolderContents) -> OpenSnapshot:
+        before, snapshot = self.state.opened, contents.snapshot()
         if before and before.snapshot.shards == snapshot.shards and before.snapshot.recipe.is_like(snapshot.recipe):
             # The recipe makes the same tokens, but its warnings may differ, such as those about unused columns.
             return before if before.snapshot.recipe is snapshot.recipe else replace(before, snapshot=snapshot)
-        if before and before.blocks.quarantine.num_unread_groups:
-            log.warning(
-                "%s: shards have changed or have new dates: what could not be read of them is listed no longer, and is tried "
-                "again when it is asked for", self.name,
-            )  # fmt: skip
-        return self._serve(snapshot)
+        return OpenSnapshot.open(snapshot, self.state.store)
 
-    def _refuse(self, reason: str, reading: Reading | None, sight: FolderState) -> None:
-        if self._held.latest or reading is None:
-            self._held = replace(self._held, error=reason)
-        else:  # jobs on older snapshots go on while the new one is invalid
-            self._follow(None, reading, sight.recipe, reason)
-
-    def _follow(
-        self, latest: Served | None, reading: Reading | None, recipe_dates: Mapping[str, FileStat], error: str | None
-    ) -> None:
-        self._recipe_dates = recipe_dates
-        self._held = self._held.followed_by(
-            latest,
-            shards=reading.shards if reading else {},
-            unread=reading.failures if reading else (),
-            recipe=reading.recipe if reading else None,
-            records={record.fingerprint: record for record in self._history.records()},
-            error=error,
-        )
-
-    def _serve(self, snapshot: Snapshot) -> Served:
-        blocks = Blocks(snapshot, self._store)
-        index = Index(self.name, snapshot, blocks)
-        if snapshot.recipe.on_bad_row == "replace":
-            # Otherwise a run could be refused while it trains, for bad rows that are counted already.
-            index.lengths.read()
-            index.rows.read()
-        return Served(self.name, snapshot, blocks, index)
+    def _replace(self, opened: OpenSnapshot | None, contents: FolderContents | None, error: str | None) -> None:
+        self.state = self.state.followed_by(opened, contents, self._history.records(), error)
 
     def _log(self, known: str | None, reason: str) -> None:
         if reason != known:
-            log.warning("%s: %s", self.name, reason)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return "for lack of memory"
-    return f"for lack of threads (for the server: {MORE_THREADS})" if lacks_threads(error) else "because of a fault in penstock"
+            log.warning("%s: %s", self.state.name, reason)

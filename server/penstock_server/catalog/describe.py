@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from penstock.text import counted, rows_kept
 from penstock_server.batches.plan import Plan
-from penstock_server.catalog.held import Held, Served
+from penstock_server.catalog.dataset import DatasetState, OpenSnapshot
 from penstock_server.catalog.mixtures import DeclaredMixture
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.catalog.warnings import advice_on_run
@@ -14,12 +14,12 @@ from penstock_server.index.row_lengths import RowLengths
 from penstock_server.schemas import DatasetInfo, MixtureInfo, SpecInfo, SplitInfo, TensorInfo
 
 
-def summary(served: Served) -> tuple[str, str]:
+def summary(opened: OpenSnapshot) -> tuple[str, str]:
     """Describe a served snapshot in two lines for people: its size, and its recipe."""
-    snapshot = served.snapshot
-    rows, shards = rows_kept(snapshot.num_rows, served.index.num_rows), counted(len(snapshot.shards), "shard")
+    snapshot = opened.snapshot
+    rows, shards = rows_kept(snapshot.num_rows, opened.index.num_rows), counted(len(snapshot.shards), "shard")
     return (
-        f"{served.name}: {rows} in {shards}, snapshot {snapshot.fingerprint}",
+        f"{opened.name}: {rows} in {shards}, snapshot {snapshot.fingerprint}",
         f"recipe: {snapshot.recipe.describe()}",
     )
 
@@ -34,15 +34,15 @@ def describe_mixture(mixture: DeclaredMixture) -> MixtureInfo:
     }
 
 
-def describe_dataset(served: Served) -> DatasetInfo:
+def describe_dataset(opened: OpenSnapshot) -> DatasetInfo:
     """Describe a served snapshot."""
-    snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
+    snapshot, index, cache, quarantine = opened.snapshot, opened.index, opened.blocks.cache, opened.blocks.quarantine
     index.lengths.read()  # report the counts of `penstock prepare` although no request needed them yet
     lengths = index.lengths.get() if index.lengths.is_ready else None
     splits, told = (_splits(lengths, snapshot), lengths.quantiles) if lengths else (None, {})
     tokens = lengths.per_block("all").sums()[1] if lengths else None
     return {
-        "name": served.name,
+        "name": opened.name,
         "rows": snapshot.num_rows,
         "rows_served": index.num_rows,
         "tokens": tokens,
@@ -96,12 +96,12 @@ def lengths_told(quantiles: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
         )
 
 
-def describe_held(held: Held) -> DatasetInfo:
-    """Describe a dataset by its latest snapshot and its state. Raises DatasetInvalid: see Held.opened."""
+def describe_state(state: DatasetState) -> DatasetInfo:
+    """Describe a dataset by its latest snapshot and its state. Raises DatasetInvalid: see DatasetState.latest."""
     return {
-        **describe_dataset(held.opened()),
-        "snapshots": [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots],
-        "refresh_error": held.error,
+        **describe_dataset(state.latest),
+        "snapshots": [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in state.snapshots],
+        "refresh_error": state.error,
     }
 
 

@@ -1,37 +1,91 @@
-"""Cache of the footers of one folder's shards: read in parallel, once; a cached shard is not opened again.
+"""Recipe and shards of a folder, from the footers of its files. A footer is read once.
 
-The key of a shard is its FileStat: size, mtime, inode and ctime. As in git's index, a file with a very young FileStat is not
-cached, since a later write might not change it (git's documentation calls it racy).
+The key of a cached footer is the FileStat of its file. As in git's index, a file with a very young FileStat is not cached,
+since a later write might not change it (git's documentation calls it racy).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from penstock_server.catalog.notes import read_note, write_note
-from penstock_server.catalog.scan import FileStat, is_settled
+from penstock.batch import IGNORED
+from penstock.text import counted
+from penstock_server.catalog.history import read_note, write_note
+from penstock_server.catalog.scan import FileStat, FolderState, is_settled, state_of_folder
 from penstock_server.catalog.shard import Shard, being_written, numbers, read_schema, read_shard
+from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.problems import DatasetInvalid
+from penstock_server.recipes.config import read_recipe
 from penstock_server.recipes.recipe import Recipe
 
-_FORMAT = 2  # of the note: raise it when a field of Shard changes its meaning
+_FORMAT = 3  # of the note: raise it when a field of Shard changes its meaning
 _THREADS = 16  # waiting for disks, not for cores
-# All fields are stored, in their order; a note with other fields or other types is dropped.
-_FIELDS = tuple(f for f in fields(Shard) if f.name != "path")
-_VERSION = (_FORMAT, FileStat._fields, tuple((f.name, str(f.type)) for f in _FIELDS))
+_MAX_FAILURES = 10  # in one message
 
 
-class Footers:
+@dataclass(frozen=True, slots=True)
+class FolderContents:
+    """Contents of a folder: its recipe, the readable shards by name, and the errors of the others by name."""
+
+    name: str
+    folder: Path
+    recipe: Recipe
+    recipe_files: Mapping[str, FileStat]
+    shards: Mapping[str, Shard]
+    failures: Mapping[str, str]
+
+    def snapshot(self) -> Snapshot:
+        """Return the snapshot of all shards.
+
+        Raises DatasetInvalid: a shard is truncated or not Parquet, shards disagree, there is no row, or rows are already known
+        to be unusable. The message lists the first ten invalid shards.
+        """
+        if self.failures:
+            raise DatasetInvalid(_listed(self.failures.values()))
+        snapshot = Snapshot(self.folder, list(self.shards.values()), self.recipe, name=self.name)
+        _check_rows(snapshot)
+        return snapshot
+
+
+def read_folder(
+    name: str,
+    folder: Path,
+    state: FolderState,
+    default_tokenizer: Path | None,
+    cache: FooterCache,
+    *,
+    settled: bool = False,
+    before: FolderContents | None = None,
+) -> FolderContents:
+    """Read a folder's recipe, and the footers of shards that are not cached.
+
+    `name` is the dataset's name, `settled` as in FooterCache.read. A recipe that is the same as in `before` keeps its object,
+    since blocks refer to it.
+
+    Raises DatasetInvalid: the recipe is wrong or being written, or no shard can be read to find the columns.
+    """
+    recipe = read_recipe(folder, _schema_of(folder, state.shards), default_tokenizer)
+    read = cache.read(state.shards, recipe, settled=settled)
+    if state_of_folder(folder, state.shards, default_tokenizer).recipe != state.recipe:  # the next poll would miss it
+        raise being_written(f"the recipe of {folder}")
+    if before and before.recipe_files == state.recipe and recipe_key(before.recipe, ()) == recipe_key(recipe, ()):
+        recipe = before.recipe
+    shards = {name: shard for name, shard in read.items() if isinstance(shard, Shard)}
+    failures = {name: str(error) for name, error in read.items() if isinstance(error, DatasetInvalid)}
+    return FolderContents(name, folder, recipe, state.recipe, shards, failures)
+
+
+class FooterCache:
     """Cached footers of one folder's shards; with a `note`, they outlive a restart.
 
     The cache is for one recipe at a time: a shard's facts are about the recipe's columns. Not thread-safe.
@@ -39,102 +93,46 @@ class Footers:
 
     def __init__(self, folder: Path, note: Path | None = None) -> None:
         self._folder, self._note = folder, note
-        self._known = self._kept = _load(folder, note) if note else _Known()
-
-    def schema(self, dates: Mapping[str, FileStat]) -> pa.Schema:
-        """Return the columns of the first readable shard. Raises DatasetInvalid: no shard is readable, with the reasons."""
-        failures, began = [], time.time()
-        for name, date in dates.items():
-            known = self._known.schema
-            if known and known[:2] == (name, date):
-                return known[2]
-            try:
-                schema = read_schema(self._folder / name)
-            except DatasetInvalid as refusal:  # a broken first shard must not hide the errors of the others
-                failures.append(str(refusal))
-                continue
-            if is_settled(date, began):
-                self._known = replace(self._known, schema=(name, date, schema))
-            return schema
-        raise DatasetInvalid("\n".join(failures[:10]) or f"{self._folder} holds no shard.")
+        self._recipe, self._shards = "", dict[str, Shard]()
+        content = read_note(note) if note else None
+        if isinstance(content, tuple) and content[0] == _FORMAT:
+            _, self._recipe, shards = content
+            self._shards = {name: _unpacked(folder / name, *packed) for name, packed in shards.items()}
 
     def read(
-        self, dates: Mapping[str, FileStat], recipe: Recipe, *, settled: bool = False
+        self, stats: Mapping[str, FileStat], recipe: Recipe, *, settled: bool = False
     ) -> dict[str, Shard | DatasetInvalid]:
-        """Return the shards of these names, or the error of a refused one, in the same order; forget all others.
+        """Return the shards of these names, or the error of an invalid one, in the same order; forget all others.
 
-        A shard with a cached FileStat is not opened. A shard whose FileStat differs from the given one is refused: the next
-        poll reads it. `settled` says that the FileStats have not changed for a while.
+        A shard with a cached FileStat is not opened. A shard whose FileStat differs from the given one is an error: the next
+        poll reads it. `settled` says that the stats have not changed for a while.
         """
         key, began = _key(recipe), time.time()
-        known = self._known.shards if key == self._known.recipe else {}
-        remembered = {name: known[name] for name, date in dates.items() if name in known and known[name].date == date}
-        missing = [name for name in dates if name not in remembered]
+        known = self._shards if key == self._recipe else {}
+        cached = {name: known[name] for name, stat in stats.items() if name in known and known[name].date == stat}
+        missing = [name for name in stats if name not in cached]
         with ThreadPoolExecutor(_THREADS) as threads:
-            tried = threads.map(lambda name: _try_read(self._folder / name, dates[name], recipe), missing)
-            read = dict(zip(missing, tried, strict=True))
-        found = {name: remembered.get(name) or read[name] for name in dates}
-        remembered |= {
+            results = threads.map(lambda name: _try_read(self._folder / name, stats[name], recipe), missing)
+            read = dict(zip(missing, results, strict=True))
+        shards = cached | {
             name: shard
             for name, shard in read.items()
             if isinstance(shard, Shard) and (settled or is_settled(shard.date, began))
         }
-        self._known = replace(self._known, recipe=key, shards=remembered)
-        if self._note and self._known != self._kept:
-            _store(self._note, self._known)
-            self._kept = self._known
-        return found
+        if self._note and (key, shards) != (self._recipe, self._shards):
+            write_note(self._note, (_FORMAT, key, {name: _packed(shard) for name, shard in shards.items()}))
+        self._recipe, self._shards = key, shards
+        return {name: cached.get(name) or read[name] for name in stats}
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Cached facts: `shards` under the recipe of this key, `schema` of the shard of this name and FileStat."""
-
-    recipe: str = ""
-    shards: Mapping[str, Shard] = field(default_factory=dict)
-    schema: tuple[str, FileStat, pa.Schema] | None = None
+def _packed(shard: Shard) -> tuple[Any, ...]:
+    arrays = [values.tobytes() for values in (shard.rows_per_group, shard.bytes_per_group, shard.null_rows)]
+    return shard.date, shard.digest, arrays, shard.token_range
 
 
-def _load(folder: Path, note: Path) -> _Known:
-    kept = read_note(note)
-    if kept is None or kept["version"] != _VERSION:
-        return _Known()
-    shards = {name: Shard(folder / name, *map(_unpacked, _FIELDS, values)) for name, values in kept["shards"].items()}
-    schema = None
-    if kept["schema"]:
-        name, date, serialized = kept["schema"]
-        schema = (name, FileStat(*date), pa.ipc.read_schema(pa.py_buffer(serialized)))
-    return _Known(kept["recipe"], shards, schema)
-
-
-def _store(note: Path, known: _Known) -> None:
-    schema = known.schema
-    content = {
-        "version": _VERSION,
-        "recipe": known.recipe,
-        "shards": {
-            name: [_packed(getattr(shard, f.name)) for f in _FIELDS]
-            for name, shard in known.shards.items()
-            if _can_be_noted(shard.date)
-        },
-        "schema": (*schema[:2], schema[2].serialize().to_pybytes()) if schema and _can_be_noted(schema[1]) else None,
-    }
-    write_note(note, content)
-
-
-def _can_be_noted(date: FileStat) -> bool:
-    """Return whether msgpack can hold a FileStat: some file systems have times outside the years 1678 to 2554."""
-    return all(-(2**63) <= number < 2**64 for number in date)
-
-
-def _packed(value: Any) -> Any:
-    return value.tobytes() if isinstance(value, array) else value
-
-
-def _unpacked(field: Field[Any], value: Any) -> Any:
-    if field.type == "FileStat":
-        return FileStat(*value)
-    return numbers(memoryview(value).cast("q")) if isinstance(value, bytes) else value
+def _unpacked(path: Path, stat: Iterable[int], digest: str, arrays: Iterable[bytes], token_range: Any) -> Shard:
+    rows, nbytes, nulls = (numbers(memoryview(values).cast("q")) for values in arrays)
+    return Shard(path, FileStat(*stat), digest, rows, nbytes, nulls, token_range)
 
 
 def _key(recipe: Recipe) -> str:
@@ -146,10 +144,66 @@ def _key(recipe: Recipe) -> str:
     return blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _try_read(path: Path, date: FileStat, recipe: Recipe) -> Shard | DatasetInvalid:
+def _try_read(path: Path, stat: FileStat, recipe: Recipe) -> Shard | DatasetInvalid:
     try:
         shard = read_shard(path, recipe)
-    except DatasetInvalid as refusal:
-        return refusal
+    except DatasetInvalid as error:
+        return error
     # If the folder's symlink changes meanwhile, some shards would be of the new target, and the next poll would miss it.
-    return shard if shard.date == date else being_written(path)
+    return shard if shard.date == stat else being_written(path)
+
+
+def _schema_of(folder: Path, names: Iterable[str]) -> pa.Schema:
+    """Return the columns of the first readable shard. Raises DatasetInvalid: no shard is readable, with the reasons."""
+    failures = []
+    for name in names:
+        try:
+            return read_schema(folder / name)
+        except DatasetInvalid as error:  # a broken first shard must not hide the errors of the others
+            failures.append(str(error))
+    raise DatasetInvalid(_listed(failures) or f"{folder} holds no shard.")
+
+
+def _listed(errors: Collection[str]) -> str:
+    more = [f"... and {len(errors) - _MAX_FAILURES} more"] if len(errors) > _MAX_FAILURES else []
+    return "\n".join([*islice(errors, _MAX_FAILURES), *more])
+
+
+def _check_rows(snapshot: Snapshot) -> None:
+    """Check the rows by footers. Raises DatasetInvalid: rows cannot be used, and the recipe does not replace bad rows."""
+    if snapshot.num_rows == 0:
+        raise DatasetInvalid(f"{snapshot.folder} holds {counted(len(snapshot.shards), 'shard')} without rows.")
+    if snapshot.recipe.on_bad_row == "fail":
+        _check_ids(snapshot)
+        _check_nulls(snapshot)
+
+
+def _check_ids(snapshot: Snapshot) -> None:
+    recipe, bound = snapshot.recipe, snapshot.token_bound
+    if recipe.filter or "attention_mask" in dict(recipe.masks):  # these may leave such ids out
+        return
+    for shard in snapshot.shards:
+        low, high = shard.token_range or (0, 0)
+        if low >= 0 and high < bound:
+            continue
+        remedy = "set the right vocab_size" if high >= bound else 'set on_bad_row = "replace"'
+        padding = f" If {IGNORED} is padding, cut it off with a transform." if low == IGNORED else ""
+        columns = " or ".join(map(repr, recipe.token_columns))
+        raise DatasetInvalid(
+            f"{shard.path}: column {columns} holds token ids from {low:,} to {high:,}; ids must be >= 0 and < {bound:,}. "
+            f"Correct the shard, or {remedy} in penstock.toml.{padding}"
+        )
+
+
+def _check_nulls(snapshot: Snapshot) -> None:
+    recipe, shards = snapshot.recipe, snapshot.shards
+    groups = ((shard, number, nulls) for shard in shards for number, nulls in enumerate(shard.null_rows) if nulls)
+    if first := next(groups, None):
+        shard, number, nulls = first
+        too_many = sum(sum(each.null_rows) for each in shards) > recipe.max_bad_share * snapshot.num_rows
+        limit = f" and a max_bad_share above {recipe.max_bad_share:g}" if too_many else ""
+        raise DatasetInvalid(
+            f"{shard.path}, row group {number}: {' or '.join(recipe.token_columns)} is null in {counted(nulls, 'row')}. Remove "
+            f"these rows, or set in penstock.toml {recipe.filter_of_missing} to leave them out, or "
+            f'on_bad_row = "replace"{limit} to serve a neighbour instead.'
+        )

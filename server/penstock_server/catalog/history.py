@@ -1,29 +1,81 @@
-"""History of a dataset: the shards of its snapshots, so that a job keeps its snapshot over a restart.
+"""What outlives a restart: notes about a dataset's folder, and the records of its snapshots.
 
-A note under the fingerprint has names, sizes and digests only. If they match the present shards, the server makes the snapshot
-again.
+Notes are sealed files in the cache folder, outside the listing and the budget of the cached blocks. A record names the shards
+of a snapshot. If they match the present shards, the server makes the snapshot again, so a run keeps its snapshot.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
-from penstock_server.catalog.notes import read_note, write_note
+import msgpack
+
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
+from penstock_server.checksummed import ABANDONED_SECONDS, TEMPORARY, read_sealed, write_sealed
 
+_FOLDER = "notes"
+_FORGET_SECONDS = 90 * 86_400.0  # age limit of notes on a dataset that no server opens
 _FORMAT = 1
 _SUFFIX = ".snapshot"
-_KEPT = 16  # older snapshots of a dataset
+_MAX_OLDER = 16  # older snapshots of a dataset
 _TOUCH_SECONDS = 60.0
-_REFUSED_SECONDS = 3600.0  # between attempts to write a note after a failure; each attempt is logged
 
 ShardName = tuple[str, int, str]  # its file's name, its size in bytes, its digest
+
+
+def open_notes(cache: Path, dataset: Path) -> Path:
+    """Create and return the folder of the notes on a dataset's folder."""
+    notes = cache / _FOLDER / blake2b(os.fsencode(dataset.absolute()), digest_size=16).hexdigest()
+    with suppress(OSError):  # a read-only cache folder: write_note reports it
+        notes.mkdir(parents=True, exist_ok=True)
+        os.utime(notes)
+    return notes
+
+
+def drop_old_notes(cache: Path, now: float) -> None:
+    """Remove notes on folders that no server has opened for 90 days, and half-written files of crashed processes.
+
+    `now` is by the clock of the file system. Raises OSError: the folder cannot be listed.
+    """
+    for path in (cache / _FOLDER).glob("**/*"):
+        with suppress(OSError):  # another server cleans up at the same time
+            age_seconds = now - path.stat().st_mtime
+            if path.is_dir() and age_seconds > _FORGET_SECONDS:
+                shutil.rmtree(path)
+            elif path.suffix == TEMPORARY and age_seconds > ABANDONED_SECONDS:
+                path.unlink()
+
+
+def write_note(path: Path, content: Any) -> None:
+    """Write a note of a msgpack value. A failure is logged and has no other effect."""
+    try:
+        body = msgpack.packb(content)
+    except OverflowError:  # some file systems have times outside the years 1678 to 2554
+        return
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_sealed(path, [body], "this process forgets its content when it ends")
+
+
+def read_note(path: Path) -> Any | None:
+    """Read a note, with tuples for lists; None if it is missing or damaged."""
+    return read_sealed(path, _parse)
+
+
+def _parse(body: memoryview) -> Any | None:
+    try:
+        return msgpack.unpackb(body, use_list=False, strict_map_key=False)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +105,14 @@ class History:
     def records(self) -> list[Record]:
         """Return all records, newest first, including those of other servers with the same cache folder."""
         try:
-            there = {path.stem: inode for path in self._folder.glob(f"*{_SUFFIX}") if (inode := _inode(path))}
+            inodes = {path.stem: inode for path in self._folder.glob(f"*{_SUFFIX}") if (inode := _inode(path))}
         except OSError:  # the disk fails, or no descriptor is left
-            there = {}
-        if len(there) <= _KEPT:  # no server dropped a note: a missing note was lost, and its record stays in memory only
-            self._inodes = {fingerprint: inode for fingerprint, inode in self._inodes.items() if fingerprint in there}
-        for fingerprint in self._inodes.keys() - there.keys():
+            inodes = {}
+        if len(inodes) <= _MAX_OLDER:  # no server dropped a note: a missing note was lost, and its record stays in memory only
+            self._inodes = {fingerprint: inode for fingerprint, inode in self._inodes.items() if fingerprint in inodes}
+        for fingerprint in self._inodes.keys() - inodes.keys():
             self._forget(fingerprint)  # another server did
-        for fingerprint, inode in there.items():
+        for fingerprint, inode in inodes.items():
             if self._inodes.get(fingerprint) != inode and (record := self._load(self._path(fingerprint))):
                 self._records[fingerprint], self._inodes[fingerprint] = record, inode
         return sorted(self._records.values(), key=lambda record: record.made_at_ns, reverse=True)
@@ -74,47 +126,42 @@ class History:
         latest = self.latest()
         if latest and latest.fingerprint == snapshot.fingerprint:
             return
-        was_asked_for = self._asked_for(snapshot.fingerprint)
+        was_requested = self._was_requested(snapshot.fingerprint)
         made_at_ns = max(time.time_ns(), latest.made_at_ns + 1 if latest else 0)
         self._keep(_record(snapshot, made_at_ns))
         with suppress(OSError):
-            os.utime(self._path(snapshot.fingerprint), ns=(made_at_ns, made_at_ns + was_asked_for))
-        self._drop_oldest(snapshot.fingerprint)
+            os.utime(self._path(snapshot.fingerprint), ns=(made_at_ns, made_at_ns + was_requested))
+        older = sorted(
+            (fingerprint for fingerprint in self._records if fingerprint != snapshot.fingerprint),
+            key=lambda fingerprint: (self._was_requested(fingerprint), self._used_at_ns(fingerprint)),
+        )
+        for fingerprint in older[:-_MAX_OLDER]:
+            self._forget(fingerprint)
+            with suppress(OSError):
+                self._path(fingerprint).unlink()
 
     def touch(self, fingerprint: str) -> None:
         """Note that a job has requested this snapshot now."""
         now = time.monotonic()
         if now - self._touched_at.get(fingerprint, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
             self._touched_at[fingerprint] = now
-            path, record = self._path(fingerprint), self._records.get(fingerprint)
-            if record and _inode(path) is None:  # a full disk refused it, or another server forgot it
-                _write(path, record)
-                if _inode(path) is None:
-                    self._touched_at[fingerprint] = now + _REFUSED_SECONDS
             with suppress(OSError):
-                os.utime(path)
+                os.utime(self._path(fingerprint))
                 os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
 
     def _keep(self, record: Record) -> None:
         self._records[record.fingerprint] = record
         path = self._path(record.fingerprint)
-        _write(path, record)
+        write_note(path, (_FORMAT, record.made_at_ns, record.num_rows, record.recipe, record.shards))
         if inode := _inode(path):
             self._inodes[record.fingerprint] = inode
-
-    def _drop_oldest(self, latest: str) -> None:
-        older = sorted((f for f in self._records if f != latest), key=lambda f: (self._asked_for(f), self._used_at_ns(f)))
-        for fingerprint in older[:-_KEPT]:
-            self._forget(fingerprint)
-            with suppress(OSError):
-                self._path(fingerprint).unlink()
 
     def _forget(self, fingerprint: str) -> None:
         del self._records[fingerprint]
         self._inodes.pop(fingerprint, None)
         self._touched_at.pop(fingerprint, None)
 
-    def _asked_for(self, fingerprint: str) -> bool:
+    def _was_requested(self, fingerprint: str) -> bool:
         record = self._records.get(fingerprint)
         return record is not None and self._used_at_ns(fingerprint) > record.made_at_ns
 
@@ -125,10 +172,10 @@ class History:
             return self._records[fingerprint].made_at_ns
 
     def _load(self, path: Path) -> Record | None:
-        kept = read_note(path)
-        if not isinstance(kept, tuple) or kept[:1] != (_FORMAT,):
+        content = read_note(path)
+        if not isinstance(content, tuple) or content[:1] != (_FORMAT,):
             return None
-        _, made_at_ns, num_rows, recipe, shards = kept
+        _, made_at_ns, num_rows, recipe, shards = content
         return Record(path.stem, made_at_ns, num_rows, recipe, _interned(shards))
 
     def _path(self, fingerprint: str) -> Path:
@@ -137,13 +184,8 @@ class History:
 
 def _record(snapshot: Snapshot, made_at_ns: int) -> Record:
     shards = _interned((shard.path.name, shard.date.size_bytes, shard.digest) for shard in snapshot.shards)
-    return Record(
-        snapshot.fingerprint,
-        made_at_ns,
-        snapshot.num_rows,
-        recipe_key(snapshot.recipe, (name for name, _, _ in shards)),
-        shards,
-    )
+    recipe = recipe_key(snapshot.recipe, (name for name, _, _ in shards))
+    return Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe, shards)
 
 
 def _inode(path: Path) -> int | None:
@@ -151,10 +193,6 @@ def _inode(path: Path) -> int | None:
         return path.stat().st_ino
     except OSError:  # another server has removed it just now
         return None
-
-
-def _write(path: Path, record: Record) -> None:
-    write_note(path, (_FORMAT, record.made_at_ns, record.num_rows, record.recipe, record.shards))
 
 
 def _interned(shards: Iterable[ShardName]) -> tuple[ShardName, ...]:

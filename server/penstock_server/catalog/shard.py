@@ -1,4 +1,7 @@
-"""Shard: one Parquet file, as its footer describes it. This module never reads a data page."""
+"""Shard: one Parquet file, as its footer describes it. No data page is read here.
+
+A footer is checked before use, so that a damaged one cannot crash the process.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,25 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from errno import EINVAL, ELOOP, ENAMETOOLONG, ENOENT
 from hashlib import blake2b
+from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock_server.catalog.footer import Footer, read_footer
+from penstock.text import one_line
 from penstock_server.catalog.scan import FileStat
-from penstock_server.files import check_is_file, spelled
+from penstock_server.files import check_is_file
+from penstock_server.parquet import open_parquet
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.fields import FieldError, num_leaves
 from penstock_server.recipes.filter.sql import FilterError
 from penstock_server.recipes.recipe import Recipe
 
+_MAGIC = b"PAR1"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
@@ -36,11 +41,12 @@ def numbers(values: Iterable[int]) -> array[int]:
 class Shard:
     """One Parquet file as its footer describes it, and its FileStat at that time.
 
-    `digest` is of the footer and of a few samples of the file: two files of token lists can have identical footers, and yet
-    other tokens. Of the columns that the recipe reads,
-    `bytes_per_group[g]` is the size in row group g, uncompressed, `null_rows[g]` the number of rows known to be null, and
-    `token_range` the least and the largest token id of the file, None if the footer has no statistics. A dataset may have ten
-    million row groups: each takes a few bytes of an array.
+    The arrays have one number per row group, a few bytes each: a dataset may have ten million row groups.
+
+    digest           hash of the footer and of samples of the file: files of other tokens can have identical footers
+    bytes_per_group  uncompressed bytes of the columns that the recipe reads
+    null_rows        rows known to be null
+    token_range      the least and the largest token id of the file; None if the footer has no statistics
     """
 
     path: Path
@@ -59,7 +65,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     """
     with _opened(path) as file:
         date = FileStat.of(os.fstat(file.fileno()))
-        footer = read_footer(path, file)
+        footer = _read_footer(path, file)
         _check_columns(path, footer.schema, recipe)
         digest = _file_digest(file, date.size_bytes)
         if FileStat.of(path.stat()) != date:  # the content may be a mix of two files
@@ -80,12 +86,12 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
 def read_schema(path: Path) -> pa.Schema:
     """Return the columns of a Parquet file. Raises DatasetInvalid: it is truncated, damaged or not Parquet."""
     with _opened(path) as file:
-        return read_footer(path, file).schema
+        return _read_footer(path, file).schema
 
 
 def being_written(what: Path | str) -> DatasetInvalid:
     """Return the error for a file, or several, that change while they are read."""
-    return DatasetInvalid(f"{what} is being written to: it changed while it was read. Wait until it is whole.")
+    return DatasetInvalid(f"{what} is being written to: it changed while it was read. Wait until it is complete.")
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -115,29 +121,124 @@ def is_of(file: pa.OSFile, shard: Shard) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    if spelled(path.name) != path.name:
-        raise DatasetInvalid(f"{spelled(str(path))} has a name that is not UTF-8, and no answer could hold it. Rename it.")
     try:
         with open_file(path) as file:
             yield file
     except OSError as error:
-        advice = "Mend its storage"
-        if isinstance(error, PermissionError):
-            advice = "Let the server's user read it"
-        elif error.errno in (ENOENT, EINVAL, ELOOP, ENAMETOOLONG):  # broken symlink, pipe, invalid file name
-            advice = "Write it again"
         what = f"{path} cannot be read: {error.strerror or error}"
-        raise DatasetInvalid(f"{what}. {advice}, or move it out of the folder.") from error
+        raise DatasetInvalid(f"{what}. Fix its permissions or its storage, or move it out of the folder.") from error
+
+
+class _Footer(NamedTuple):
+    """Metadata, columns, and the path of each column chunk of a row group, in order."""
+
+    metadata: pq.FileMetaData
+    schema: pa.Schema
+    paths: list[str]
+
+
+def _read_footer(path: Path, file: BinaryIO) -> _Footer:
+    """Read and check the footer of an open file.
+
+    Raises DatasetInvalid: it is truncated, damaged, encrypted or not Parquet. Raises OSError: its storage fails.
+    """
+    _check_footer(path, file)
+    try:
+        # Metadata and its schema refer to each other until garbage collection: without this, thousands of shards would keep
+        # thousands of footers in memory.
+        opened = open_parquet(file)
+        columns = pq.ParquetSchema(opened.metadata)
+        paths = [columns.column(c).path for c in range(opened.metadata.num_columns)]
+        _check_chunks(opened.metadata, columns, file.seek(0, os.SEEK_END))
+        return _Footer(opened.metadata, opened.schema_arrow, paths)
+    except MemoryError:
+        raise
+    except pa.ArrowNotImplementedError as error:
+        raise DatasetInvalid(
+            f"{path} has a column of a type that is not supported: {one_line(error)}. Write it as another type, or without it."
+        ) from error
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno:  # pyarrow's error for a damaged footer has no errno
+            raise
+        what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {one_line(error)}"
+        raise _refused(path, what) from error
+
+
+def _refused(path: Path, what: str) -> DatasetInvalid:
+    """Return the error for a shard that cannot be read."""
+    return DatasetInvalid(f"{path} {what}. Write it again, or move it out of the folder.")
+
+
+def _check_footer(path: Path, file: BinaryIO) -> None:
+    """Check that a file ends in a Parquet footer. Raises DatasetInvalid: it does not."""
+    size = file.seek(0, os.SEEK_END)
+    if size < 12:
+        raise _refused(path, f"is {size} bytes long, too short for Parquet")
+    file.seek(size - 8)
+    tail = file.read(8)
+    length, magic = int.from_bytes(tail[:4], "little"), tail[4:]
+    if magic == b"PARE":
+        raise _refused(path, "is encrypted, which is not supported")
+    file.seek(0)
+    if magic != _MAGIC:
+        begins = file.read(4) == _MAGIC
+        raise _refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
+    if length > size - 12:
+        raise _refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
+
+
+def _check_chunks(footer: pq.FileMetaData, columns: pq.ParquetSchema, size: int) -> None:
+    """Check the column chunks of a footer. Raises OSError: access to a column's metadata would crash the process.
+
+    pyarrow does not catch errors on such an access. But before it reads rows it checks all columns and catches errors; here
+    that read stops before the first row.
+    """
+    opened = open_parquet(_Unread(size), metadata=footer, pre_buffer=True)
+    try:
+        next(opened.iter_batches(1, row_groups=range(footer.num_row_groups), use_threads=False), None)
+    except _NoRows as error:
+        error.__traceback__ = None  # the traceback refers to `opened`, which would keep the footer
+    except pa.ArrowException:
+        pass
+    types = [columns.column(c).physical_type for c in range(footer.num_columns)]
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        if [group.column(c).physical_type for c in range(group.num_columns)] != types:  # types in its statistics
+            raise OSError("the types of its columns contradict each other")
+
+
+class _NoRows(Exception):
+    """Signal that pyarrow has begun to read rows."""
+
+
+class _Unread(RawIOBase):
+    """File without content: only its size is known."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, _whence: int = os.SEEK_SET) -> int:
+        return offset
+
+    def tell(self) -> int:
+        return self._size
+
+    def read(self, _size: int = -1) -> bytes:
+        raise _NoRows
 
 
 def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
     try:
         recipe.check(schema)
     except (FieldError, FilterError) as error:
-        said = str(error).rstrip(".")
         raise DatasetInvalid(
-            f"{path}: {said}. Give all shards of a dataset the same columns, mend penstock.toml, or move this one to a folder "
-            f"of its own."
+            f"{path}: {str(error).rstrip('.')}. Give all shards of a dataset the same columns, correct penstock.toml, or move "
+            f"this shard to another folder."
         ) from error
 
 
@@ -154,14 +255,14 @@ def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
     return digest.hexdigest()
 
 
-def _chunks_read(footer: Footer, recipe: Recipe) -> list[int]:
+def _chunks_read(footer: _Footer, recipe: Recipe) -> list[int]:
     """Return the indices of a row group's column chunks that the recipe reads."""
     read = recipe.read_columns
     # A column's name may contain a dot.
     return [c for c, path in enumerate(footer.paths) if read is None or path in read or path.split(".")[0] in read]
 
 
-def _null_rows(footer: Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> int:
+def _null_rows(footer: _Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> int:
     """Return the number of a group's served rows that are null by the footer."""
     # In nested columns the count of nulls includes empty lists, and the filter may drop null rows.
     if recipe.transform or recipe.filter or recipe.kind == "tokens":
@@ -171,7 +272,7 @@ def _null_rows(footer: Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> in
     return max((s.null_count for s in found if s and s.has_null_count), default=0)
 
 
-def _token_range(footer: Footer, groups: list[pq.RowGroupMetaData], recipe: Recipe) -> tuple[int, int] | None:
+def _token_range(footer: _Footer, groups: list[pq.RowGroupMetaData], recipe: Recipe) -> tuple[int, int] | None:
     """Return the least and the largest id in the columns of token lists, (0, 0) without ids, None without statistics."""
     names = [source.text for _, source in recipe.fields]
     if recipe.kind != "tokens" or recipe.transform or not {*names} <= {*recipe.token_columns}:  # inside a struct
@@ -185,7 +286,7 @@ def _token_range(footer: Footer, groups: list[pq.RowGroupMetaData], recipe: Reci
     return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
 
-def _leaf(footer: Footer, name: str) -> int:
+def _leaf(footer: _Footer, name: str) -> int:
     """Return the index of the column chunk with the values of a column of lists."""
     # A column called "tokens.n" is not part of the lists in "tokens". Leaves are in the order of the columns.
     # A list that protobuf wrote is a leaf of exactly this name.

@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.spec import Spec
 from penstock.text import listed
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan, advice_on_room
-from penstock_server.catalog.held import Served
+from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.scan import list_folder
 from penstock_server.problems import Problem
-from penstock_server.recipes.infer import FILE_NAME, MASKS, MASKS_OF_LOSS
+from penstock_server.recipes.infer import FILE_NAME, MASKS
 
 _DROPPED_SHARE = 0.1  # of an epoch's samples
+_SPLITS = {"train": "train", "validation": "validation", "test": "test", "none": "no split"}
 
 
 def advice_on_folder(data_dir: Path) -> Iterator[str]:
@@ -25,227 +25,156 @@ def advice_on_folder(data_dir: Path) -> Iterator[str]:
         listing = list_folder(data_dir)
         if listing.has_recipe and not listing.shards:
             yield (
-                f"{data_dir / FILE_NAME} is not used: no shard is beside it. A recipe stands in the folder of its dataset's "
-                f"shards, and that of a mixture in a folder of its own below {data_dir}."
+                f"{data_dir / FILE_NAME} is not used: no shard is beside it. Move it into the folder of a dataset's shards, "
+                f"or, for a mixture, into a folder of its own below {data_dir}."
             )
 
 
-def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
-    """Yield the warnings about datasets.
-
-    They are about a cache too small for a block, each dataset's recipe and columns, and too many bad rows.
-    """
-    found = [_of_tight_cache(budget_bytes, datasets)]
-    found += [told(served) for served in datasets for told in (*_OF_EACH, _of_bare_borders)]
-    found += [served.blocks.quarantine.refusal for served in datasets]
-    yield from filter(None, found)
+def advice_on_data(datasets: Collection[OpenSnapshot], budget_bytes: int) -> Iterator[str]:
+    """Yield the warnings about a cache too small for a block, each dataset's recipe and columns, and too many bad rows."""
+    warnings = [_of_tight_cache(budget_bytes, datasets)]
+    for opened in datasets:
+        warnings += [_of_splits(opened, "split=train is the default"), *_of_recipe(opened), _of_bare_borders(opened)]
+        warnings.append(opened.blocks.quarantine.refusal)
+    yield from filter(None, warnings)
 
 
 def advice_on_run(plan: Plan) -> Iterator[str]:
-    """Yield the warnings about a run.
-
-    They are about a cache too small for its windows, sorting by length without effect, skipped steps that no epoch has, prompts
-    left open, packed documents that are not marked, many dropped samples, and each of its datasets.
-    """
-    of_members = [told(member) for member in plan.members for told in _OF_EACH]
-    if plan.spec.task != "seq2seq":
-        of_members += map(_of_bare_borders, plan.members)
-    of_run = (
-        _of_needless_sorting(plan.spec),
+    """Yield the warnings about a run and its datasets."""
+    warnings = [
+        advice_on_room(plan),
+        _of_needless_buckets(plan),
         _of_needless_skip(plan),
         _of_open_prompts(plan),
         _of_packed_rows(plan),
         _of_dropped_samples(plan),
+    ]
+    for member in plan.members:
+        warnings += [_of_splits(member, f"this run has split={member.order_key.split}"), *_of_recipe(member)]
+        if plan.spec.task != "seq2seq":
+            warnings.append(_of_bare_borders(member))
+    yield from filter(None, warnings)
+
+
+def describe_splits(shard_splits: Sequence[str]) -> str:
+    """Describe the number of shards in each split, for people."""
+    numbers = Counter(shard_splits)
+    return ", ".join(f"{name} {numbers[split]:,}" for split, name in _SPLITS.items() if split in numbers)
+
+
+def _of_tight_cache(budget_bytes: int, datasets: Collection[OpenSnapshot]) -> str | None:
+    """Warn of a cache that cannot hold even one block of some datasets."""
+    tight = [opened for opened in datasets if opened.blocks.expected_bytes.max() > budget_bytes]
+    if not tight:
+        return None
+    largest = max(int(opened.blocks.expected_bytes.max()) for opened in tight)
+    total = sum(int(opened.index.bytes_per_block().sum()) for opened in datasets)
+    return (
+        f"the block cache of {budget_bytes:,} bytes cannot hold one of the larger blocks of "
+        f"{listed([opened.name for opened in tight])}, which take up to about {largest:,} bytes. Each batch decodes and "
+        f"tokenizes them again, which is very slow. Raise --cache-bytes (all blocks take about {total:,} bytes), or name "
+        f"a folder on a larger disk with --cache-dir."
     )
-    yield from filter(None, (advice_on_room(plan), *of_run, *of_members))
 
 
-def _of_bare_borders(served: Served | Member) -> str | None:
-    """Return the warning about responses without a blank between them and their prompt; None without any."""
+def _of_bare_borders(dataset: OpenSnapshot | Member) -> str | None:
+    """Warn of responses that directly follow their prompt."""
     with suppress(Problem, ValueError):  # the first batch reports a shard that cannot be read
-        if served.blocks.have_bare_borders:
-            prompt, response = (source.text for _, source in served.snapshot.recipe.fields)
+        if dataset.blocks.have_bare_borders:
+            prompt, response = (source.text for _, source in dataset.snapshot.recipe.fields)
             template = response if "{" in response else f"{{{response}}}"
             return (
-                f"{served.name}: in its first rows nothing separates {prompt} and {response}: the last word of a prompt runs "
-                f"into the first word of its response, since nothing is inserted between them. If the model expects a blank or "
-                f'a line break, set response = " {template}" in {served.snapshot.folder / FILE_NAME}.'
+                f"{dataset.name}: no blank separates {prompt} and {response} in the first rows, so the last word of a prompt "
+                f"runs into the first word of its response. If the model expects a blank or a line break, set "
+                f'response = " {template}" in {dataset.snapshot.folder / FILE_NAME}.'
             )
     return None
 
 
-def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
-    """Return the warning about a cache that cannot hold even one block of some datasets; None if it can."""
-    tight = [served for served in datasets if served.blocks.expected_bytes.max() > budget_bytes]
-    if not tight:
-        return None
-    largest = max(int(served.blocks.expected_bytes.max()) for served in tight)
-    together = sum(int(served.index.bytes_per_block().sum()) for served in datasets)
-    return (
-        f"the budget of the block cache, {budget_bytes:,} bytes, is too small for even one of the larger blocks of "
-        f"{listed([served.name for served in tight])}, of up to about {largest:,} bytes. Such blocks are not kept, but "
-        f"decoded and tokenized again for every batch that needs them, which is very slow. Raise --cache-bytes (all blocks "
-        f"together take about {together:,} bytes), or name a folder on a larger disk with --cache-dir."
-    )
-
-
-def told_splits(shard_splits: Sequence[str]) -> str:
-    """Return the number of shards in each split, for people."""
-    numbers = Counter(shard_splits)
-    names = {"train": "train", "validation": "validation", "test": "test", "none": "no split"}
-    return ", ".join(f"{name} {numbers[split]:,}" for split, name in names.items() if split in numbers)
-
-
-def _of_named_splits(served: Served | Member) -> str | None:
-    """Return the warning that shard names, not the recipe, give the splits; None if they do not."""
-    snapshot = served.snapshot
+def _of_splits(dataset: OpenSnapshot | Member, split: str) -> str | None:
+    """Warn that shard names, not the recipe, give the splits."""
+    snapshot = dataset.snapshot
     if not snapshot.shard_splits or snapshot.recipe.splits:
         return None
-    given = f"this run has split={served.order_key.split}" if isinstance(served, Member) else "the default is split=train"
     return (
-        f"{served.name}: the names of its shards give its splits ({told_splits(snapshot.shard_splits)}), and {given}. Only "
-        f'split=all has the rows of every shard. If this is right, set splits = "files" in {snapshot.folder / FILE_NAME}; '
+        f"{dataset.name}: the names of its shards give its splits ({describe_splits(snapshot.shard_splits)}), and {split}. "
+        f'Only split=all has the rows of every shard. If this is right, set splits = "files" in {snapshot.folder / FILE_NAME}; '
         f'to ignore the names, set splits = "hash".'
     )
 
 
-def _of_unused_columns(served: Served | Member) -> str | None:
-    """Return the warning about unused columns that would select the tokens with loss; None without any."""
-    if not (unused := served.snapshot.recipe.unused):
-        return None
+def _of_recipe(dataset: OpenSnapshot | Member) -> Iterator[str]:
+    """Warn of a recipe that may train on something other than was meant."""
+    recipe, path = dataset.snapshot.recipe, dataset.snapshot.folder / FILE_NAME
+    if recipe.unused:
+        reason, remedy = _why_unused(dataset)
+        yield f"{dataset.name}: the recipe does not use {', '.join(recipe.unused)}: {reason}. {remedy} in {path}."
+    tokenizer, chat = recipe.tokenizer, recipe.chat
+    if tokenizer and recipe.unsaid_bos and not recipe.fields[0][1].text.startswith(recipe.unsaid_bos):
+        yield (
+            f"{dataset.name}: {tokenizer.path} puts {recipe.unsaid_bos} before each text, but here nothing does. If the model "
+            f'expects it, set bos = "{recipe.unsaid_bos}" in {path}; if not, set bos = false.'
+        )
+    if tokenizer and recipe.guessed_eos:
+        first, *others = recipe.guessed_eos
+        yield (
+            f"{dataset.name}: its rows end with {first}, but {tokenizer.path} also has {', '.join(others)}. Put the model's "
+            f'tokenizer_config.json beside it, or set eos = "{first}" or another in {path}.'
+        )
+    if chat and chat.leaves_end_out and not recipe.adds_eos_to_chats:
+        yield (
+            f"{dataset.name}: its chat template writes the end of an answer after {{% endgeneration %}}, where it has no loss, "
+            f"so nothing teaches a model to stop. Move {{% endgeneration %}} after it."
+        )
+    elif chat and not chat.closes and recipe.eos_id is None:
+        yield (
+            f"{dataset.name}: its chat template writes no token after an answer, so nothing teaches a model to stop. Write the "
+            f'token that ends a turn into the template, or, for chats of one answer, set eos = "<the token>" in {path}.'
+        )
+    if chat and chat.drops_system:
+        yield (
+            f"{dataset.name}: its chat template drops system messages, so their chats have loss without them. Use a template "
+            f"that writes them, or move their text into the first user message with a transform."
+        )
+
+
+def _why_unused(dataset: OpenSnapshot | Member) -> tuple[str, str]:
+    """Return why columns that usually select the tokens with loss are unused, and the remedy."""
+    recipe = dataset.snapshot.recipe
+    unused = recipe.unused
     if unused == ("label",):
-        return (
-            f"{served.name}: label of its shards is not used, so answers with label = false have loss like the others. To "
-            f'leave them out, set filter = "label = true" in {served.snapshot.folder / FILE_NAME}; for a loss that needs the '
-            f'label, such as that of KTO, set columns = ["label"].'
-        )
+        return "answers with label = false have loss like the others", 'Set filter = "label = true", or columns = ["label"],'
     if unused == ("tools",):
-        return (
-            f"{served.name}: tools of its shards is not used, since its chat template looks at no tools. Take a template that "
-            f"writes them; if this is right, set tools = false in {served.snapshot.folder / FILE_NAME}."
-        )
-    if served.snapshot.recipe.kind == "preference":
-        return (
-            f"{served.name}: prompt of its shards is not used, since of prompt, chosen and rejected some are text and others "
-            f"are chats. If the answers do not begin with it, make all of one kind with a transform; else name the answers "
-            f'alone in {served.snapshot.folder / FILE_NAME}: chosen = "chosen" and rejected = "rejected".'
-        )
-    if served.snapshot.recipe.kind == "text":
-        role = unused[0]
-        return (
-            f"{served.name}: its rows are its texts, of which every token has loss; {', '.join(unused)} of its shards "
-            f"{'is' if len(unused) == 1 else 'are'} not used. To learn answers alone, name "
-            f"{'the chats' if role == 'messages' else 'both'} in {served.snapshot.folder / FILE_NAME}: "
-            f'{_named_as(unused)}; if this is right, text = "text".'
-        )
-    return _of_unused_masks(served, unused)
-
-
-def _of_unused_masks(served: Served | Member, unused: tuple[str, ...]) -> str:
-    recipe, path = served.snapshot.recipe, served.snapshot.folder / FILE_NAME
-    role_of = {name: role for name in unused for role in MASKS if name in MASKS[role] or name.endswith(f"_{role}")}
-    used = next(((role, source.text) for role, source in recipe.masks if role in MASKS_OF_LOSS), None)
-    are = f"{', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used"
-    none_of_them = " and ".join(f"{role} = false" for role in dict.fromkeys(role_of.values()))
+        return "its chat template writes no tools", "Use a template that writes them, or set tools = false"
+    if recipe.kind == "preference":
+        return "some of prompt, chosen and rejected are texts, others are chats", 'Set chosen = "chosen", rejected = "rejected"'
+    if recipe.kind == "text":
+        columns = {"messages": 'messages = "messages"', "chosen": 'chosen = "chosen" and rejected = "rejected"'}
+        answers = columns.get(unused[0]) or f'prompt = "prompt" and response = "{unused[1]}"'
+        return "each row is its text, and every token has loss", f'Set {answers}, or, if this is right, text = "text",'
+    roles = [role for role, names in MASKS.items() if any(column in names or column.endswith(f"_{role}") for column in unused)]
+    without = " and ".join(f"{role} = false" for role in roles)
     if "tokens" not in dict(recipe.fields):
-        why = "every id of an answer has loss, none of a prompt is, and padding would be taken for ids"
-        what = f"Store the rows so that this is right, and set {none_of_them}"
-    elif used and {*role_of.values()} <= {*MASKS_OF_LOSS}:
-        why = f"what has loss is told by {used[1]} alone"
-        what = f'Set {role_of[unused[0]]} = "{unused[0]}" to take that one, or {used[0]} = "{used[1]}" if this is right,'
-    else:
-        why = "a mask is a list of whole numbers, or of booleans, for each row of ids"
-        what = f"Write it as such, or, if it is none, set {none_of_them}"
-    return f"{served.name}: {are}: {why}. {what} in {path}."
-
-
-def _named_as(unused: tuple[str, ...]) -> str:
-    """Return the recipe lines that would use these columns of chats, or of a prompt and its answer."""
-    if unused[0] == "messages":
-        return 'messages = "messages"'
-    if unused[0] == "chosen":
-        return 'chosen = "chosen" and rejected = "rejected"'
-    return f'prompt = "prompt" and response = "{unused[1]}"'
-
-
-def _of_open_answers(served: Served | Member) -> str | None:
-    """Return the warning about a chat template that writes nothing after an answer; None if it, or an EOS, ends answers."""
-    recipe = served.snapshot.recipe
-    if recipe.chat and recipe.chat.leaves_end_out and not recipe.adds_eos_to_chats:
-        return (
-            f"{served.name}: its chat template writes what ends an answer behind {{% endgeneration %}}, where it has "
-            f"no loss, so nothing teaches a model to stop. Put {{% endgeneration %}} behind it."
-        )
-    if not recipe.chat or recipe.chat.closes or recipe.eos_id is not None:
-        return None
-    return (
-        f"{served.name}: its chat template ends what the assistant says with nothing but blanks, so nothing teaches a model to "
-        f"stop. Write the token that ends a turn into the template, or, for chats of one answer, name it in "
-        f'{served.snapshot.folder / FILE_NAME}: eos = "<the token>".'
-    )
-
-
-def _of_dropped_system(served: Served | Member) -> str | None:
-    """Return the warning about a chat template that drops system messages; None if it writes or refuses them."""
-    chat = served.snapshot.recipe.chat
-    if not chat or not chat.drops_system:
-        return None
-    return (
-        f"{served.name}: its chat template writes nothing of system messages, so chats that have one have loss without it. "
-        f"Use a template that writes them, or put their text into the first message of the user with a transform."
-    )
-
-
-def _of_unsaid_bos(served: Served | Member) -> str | None:
-    """Return the warning about a tokenizer that opens texts while the recipe does not set bos; None if that is not so."""
-    recipe = served.snapshot.recipe
-    if not (recipe.tokenizer and recipe.unsaid_bos) or recipe.fields[0][1].text.startswith(recipe.unsaid_bos):
-        return None
-    return (
-        f"{served.name}: {recipe.tokenizer.path} puts {recipe.unsaid_bos} before each text, but here nothing does. If the "
-        f'model expects it, set bos = "{recipe.unsaid_bos}" in {served.snapshot.folder / FILE_NAME}; if not, set bos = false.'
-    )
-
-
-def _of_guessed_eos(served: Served | Member) -> str | None:
-    """Return the warning about an EOS guessed from several candidates in the tokenizer; None if the EOS is known."""
-    recipe = served.snapshot.recipe
-    if not (recipe.tokenizer and recipe.guessed_eos):
-        return None
-    first, *others = recipe.guessed_eos
-    return (
-        f"{served.name}: its rows end with {first}, but {recipe.tokenizer.path} has {', '.join(others)}, too, and nothing says "
-        f"which of them ends a text. Put the model's tokenizer_config.json beside it, or set "
-        f'eos = "{first}" or another in {served.snapshot.folder / FILE_NAME}.'
-    )
-
-
-_OF_EACH = (  # dataset
-    _of_named_splits,
-    _of_unused_columns,
-    _of_unsaid_bos,
-    _of_guessed_eos,
-    _of_open_answers,
-    _of_dropped_system,
-)
+        return "every id of an answer has loss, and no id of a prompt", f"Store the rows so, and set {without}"
+    reason = "a mask is one column of lists of integers or booleans, as long as the ids"
+    return reason, f'Set {roles[0]} = "<column>" for the one to use, or {without} for none,'
 
 
 def _of_dropped_samples(plan: Plan) -> str | None:
-    """Return the warning that drop_last=true drops a large part of each epoch; None if it does not."""
+    """Warn that drop_last=true drops a large part of each epoch."""
     schedule, spec = plan.schedule, plan.spec
     num_dropped = schedule.num_samples - schedule.num_steps * spec.samples_per_step
     if not spec.drop_last or spec.offset or num_dropped <= _DROPPED_SHARE * schedule.num_samples:
         return None
     return (
         f"{plan.dataset}: drop_last=true leaves out {num_dropped:,} of the {schedule.num_samples:,} samples of each epoch, "
-        f"which do "
-        f"not fill a step of batch_size x world_size = {spec.samples_per_step:,}. Choose a batch_size that divides them more "
-        f"evenly, or use drop_last=false, which fills the last step from the epoch's start."
+        f"which do not fill a step of batch_size x world_size = {spec.samples_per_step:,}. Choose a batch_size that divides "
+        f"them more evenly, or use drop_last=false, which fills the last step from the epoch's start."
     )
 
 
 def _of_open_prompts(plan: Plan) -> str | None:
-    """Return the warning about encoder prompts without the token that the tokenizer closes texts with; None without any."""
+    """Warn of encoder prompts without the token that the tokenizer puts after texts."""
     if plan.spec.task != "seq2seq":
         return None
     for member in plan.members:
@@ -254,45 +183,43 @@ def _of_open_prompts(plan: Plan) -> str | None:
         if closing and recipe.kind != "tokens" and not prompt.endswith(closing):
             template = prompt if "{" in prompt else f"{{{prompt}}}"
             return (
-                f"{member.name}: the tokenizer puts {closing} behind each text, but here nothing stands behind a prompt. If "
-                f'the model expects it, as those of T5 and BART do, set prompt = "{template}{closing}" in {FILE_NAME}; prompts '
-                f"of more than seq_len={plan.spec.seq_len:,} tokens lose it."
+                f"{member.name}: the tokenizer puts {closing} after each text, but here nothing follows a prompt. If the model "
+                f'expects it, as T5 and BART do, set prompt = "{template}{closing}" in {FILE_NAME}. Prompts longer than '
+                f"seq_len={plan.spec.seq_len:,} lose it."
             )
     return None
 
 
 def _of_packed_rows(plan: Plan) -> str | None:
-    """Return the warning about rows of several documents in batches that do not mark documents; None without any."""
+    """Warn of rows of several documents in batches that do not mark documents."""
     packed = [member.name for member in plan.members if member.snapshot.recipe.has_documents]
     if not packed or any(tensor.kind == "starts" for tensor in plan.tensors):
         return None
     return (
         f"{', '.join(packed)}: its rows hold several documents each, and batches of packing={plan.spec.packing} do not mark "
-        f"where these begin: tokens attend to the documents before theirs, and positions run on. Use packing=best_fit, or "
+        f"where these begin: tokens attend to earlier documents, and positions continue. Use packing=best_fit, or "
         f"packing=concat with mark_documents=true."
     )
 
 
-def _of_needless_sorting(spec: Spec) -> str | None:
-    """Return the warning about sorting rows by length while padding does not depend on it; None if that is not so."""
+def _of_needless_buckets(plan: Plan) -> str | None:
+    """Warn of bucketing by length that saves little padding."""
+    spec = plan.spec
     if spec.length_bucket_size and spec.pad == "seq_len":
         return (
-            f"length_bucket_size={spec.length_bucket_size} puts rows of similar length side by side, but pad=seq_len pads "
-            f"each to "
-            f"{spec.seq_len:,} tokens anyway: nothing is saved. Use pad=longest or a multiple, such as pad=64."
+            f"length_bucket_size={spec.length_bucket_size} saves nothing, since pad=seq_len pads each row to {spec.seq_len:,} "
+            f"tokens. Use pad=longest or a multiple, such as pad=64."
         )
     if 0 < spec.length_bucket_size < spec.batch_size:
         return (
-            f"length_bucket_size={spec.length_bucket_size} puts only that many rows of similar length side by side, but a "
-            f"batch has "
-            f"{spec.batch_size}: it is padded to the longest of several groups, and little is saved. Use the size of a global "
-            f"batch, length_bucket_size={spec.samples_per_step}."
+            f"length_bucket_size={spec.length_bucket_size} saves little: a batch has {spec.batch_size} rows of several "
+            f"buckets. Use the size of a global batch, length_bucket_size={spec.samples_per_step}."
         )
     return None
 
 
 def _of_needless_skip(plan: Plan) -> str | None:
-    """Return the warning about skips that no epoch has, such as steps counted through a run; None if each epoch has them."""
+    """Warn of skips that no epoch has, such as steps counted through a run."""
     skipped, end, per_step = plan.schedule.skipped, plan.schedule.num_positions, plan.spec.samples_per_step
     if plan.spec.drop_last and not any(bound % per_step for bounds in skipped for bound in bounds):
         end -= end % per_step  # if whole steps are dropped, the incomplete one is in no epoch

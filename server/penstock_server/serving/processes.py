@@ -88,10 +88,8 @@ class _Child:
     is_silent: bool = False
 
     @staticmethod
-    def start(
-        settings: Settings, listener: socket.socket, seat: WorkerSlot, begins: Connection | None = None, *, joins: bool = False
-    ) -> _Child:
-        arguments = (settings, listener, seat, begins, joins)
+    def start(settings: Settings, listener: socket.socket, seat: WorkerSlot, begins: Connection | None = None) -> _Child:
+        arguments = (settings, listener, seat, begins)
         process = _context.Process(target=_serve, args=arguments, name="penstock-serve", daemon=True)
         process.start()
         return _Child(process, seat, time.monotonic())
@@ -131,7 +129,7 @@ class _Child:
 
     def _replaced(self, settings: Settings, listener: socket.socket) -> _Child:
         try:
-            return replace(_Child.start(settings, listener, self.seat, joins=True), delay_seconds=self.delay_seconds)
+            return replace(_Child.start(settings, listener, self.seat), delay_seconds=self.delay_seconds)
         except OSError as error:  # the other processes go on
             log.warning("no process could be started: %s", error.strerror)
             return replace(self, started_at=time.monotonic(), follows_at=None)
@@ -181,7 +179,7 @@ def _stop_signals() -> Iterator[socket.socket]:
                 signal.signal(number, handler)
 
 
-def _serve(settings: Settings, listener: socket.socket, seat: WorkerSlot, begins: Connection | None, joins: bool) -> None:
+def _serve(settings: Settings, listener: socket.socket, seat: WorkerSlot, begins: Connection | None) -> None:
     """Runs a server process until a stop signal or the end of its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the supervisor sends SIGTERM
     _die_with_parent()
@@ -195,7 +193,7 @@ def _serve(settings: Settings, listener: socket.socket, seat: WorkerSlot, begins
             begins.close()
 
     try:
-        run(settings, listener, greet=begins is not None, joins=joins, begin=begin, seat=seat)
+        run(settings, listener, greet=begins is not None, begin=begin, seat=seat)
     except (SettingsError, DatasetInvalid) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         sys.exit(2)

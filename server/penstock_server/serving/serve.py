@@ -28,7 +28,6 @@ from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.describe import summary
-from penstock_server.catalog.watch import watching
 from penstock_server.logs import begin_log
 from penstock_server.opening import open_data, warn
 from penstock_server.serving.accepting import WorkerSlot, accept_in_turn
@@ -50,13 +49,12 @@ def run(
     listener: socket.socket,
     *,
     greet: bool = True,
-    joins: bool = False,
     begin: Callable[[int], None] = lambda _: None,
     seat: WorkerSlot | None = None,
 ) -> None:
     """Serves until a stop signal, as one of `settings.processes` processes; `seat` is its slot among several.
 
-    With `joins` it replaces another process; see Catalog.open. It calls `begin` with the cache budget when it can serve.
+    It calls `begin` with the cache budget when it can serve.
     Raises SettingsError, DatasetInvalid: it cannot serve.
     """
     # Modules live as long as the server. Unfrozen, each garbage collection would scan them for tens of milliseconds, a fifth
@@ -64,7 +62,7 @@ def run(
     gc.collect()
     gc.freeze()
     _open_many_files()
-    store, catalog = open_data(settings, joins=joins)
+    store, catalog = open_data(settings)
     listen(listener, settings)
     if greet:
         warn("serve", settings, store.cache, catalog.datasets.values())
@@ -79,7 +77,7 @@ def run(
         # After shutdown, uvicorn raises the stop signal again, and this process ends. A KeyboardInterrupt would first wait for
         # threads, and one may decode for minutes, or hang forever on a failed disk.
         ends_at(signal.SIGINT)
-    with watching(catalog, settings.poll_seconds):
+    with catalog.polling(settings.poll_seconds):
         Server(app, seat=seat).run(sockets=[listener])
     store.close()
 

@@ -23,7 +23,7 @@ from penstock_server.blocks.decode import BlockNames, RowGroupReader
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog import snapshot as snapshot_module
-from penstock_server.catalog.held import Served
+from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.shard import numbers
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
 from penstock_server.index.index import Index
@@ -295,9 +295,9 @@ def test_a_list_of_bad_rows_reads_each_block_once_and_none_once_it_is_full(
     data = write_shards(tmp_path / "bad", "input_ids", [[[1], None, None, [2]]], type_=pa.list_(pa.int32()), row_group_size=2)
     snapshot = open_snapshot(data)
 
-    def started() -> Served:
+    def started() -> OpenSnapshot:
         blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
-        return Served("bad", snapshot, blocks, Index("bad", snapshot, blocks))
+        return OpenSnapshot(snapshot, blocks, Index("bad", snapshot, blocks))
 
     started().index.lengths.make(lambda _: None)
     count_reads.clear()
@@ -316,7 +316,7 @@ def test_a_row_of_a_row_group_of_several_blocks_is_shown_at_its_place_in_that(
     folder = write_shards(tmp_path / "ids", "tokens", [ids], type_=pa.list_(pa.int32()), row_group_size=5)
     snapshot = open_snapshot(folder)
     blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
-    served = Served("ids", snapshot, blocks, Index("ids", snapshot, blocks))
+    served = OpenSnapshot(snapshot, blocks, Index("ids", snapshot, blocks))
     assert snapshot.num_blocks > 2
     shown = [show_row(served, row) for row in range(10)]
     places = [(row["row_group"], row["row_in_group"], row["tokens"]) for row in shown]

@@ -1,26 +1,41 @@
-"""A folder that grows."""
+"""Folders of shards, and a catalog over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from corpora import write_tokenizer
 from growing import write_shard
+from opened import Opener
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "data" / "d"
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def folder(data: Path) -> Path:
+    """The folder of the dataset d, with one shard."""
+    path = data / "d"
     path.mkdir(parents=True)
     write_shard(path, 9, 0)
     return path
 
 
 @pytest.fixture
-def open_all(tmp_path: Path, folder: Path) -> Callable[[], Catalog]:
-    return lambda: open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
+def tokenizer(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.fixture
+def open_all(tmp_path: Path, data: Path) -> Opener:
+    def run(tokenizer: Path | None = None) -> Catalog:
+        return open_catalog(data, tokenizer, BlockStore(CacheFolder(tmp_path / "cache")))
+
+    return run

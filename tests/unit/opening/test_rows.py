@@ -18,15 +18,13 @@ from planned import open_snapshot
 @pytest.mark.parametrize("largest", [2**32, 2**40, 2**63 + 5])
 def test_ids_that_fit_no_uint32_are_refused_and_never_wrapped(data: Path, largest: int) -> None:
     write_shards(data, "tokens", [[[1, largest]]], type_=pa.list_(pa.uint64()), row_group_size=1)
-    with pytest.raises(DatasetInvalid, match=f"ids from 1 to {largest:,}, but ids must be from 0 to 4,294,967,295"):
+    with pytest.raises(DatasetInvalid, match=f"ids from 1 to {largest:,}"):
         open_snapshot(data)
 
 
 def test_ids_below_0_are_not_said_to_lack_a_vocabulary(data: Path) -> None:
     write_shards(data, "tokens", [[[3, -2]]], type_=pa.list_(pa.int32()), row_group_size=1)
-    with pytest.raises(
-        DatasetInvalid, match=r"ids from -2 to 3, but ids must not be below 0. Mend the shard, or set on_bad_row"
-    ):
+    with pytest.raises(DatasetInvalid, match=r"ids from -2 to 3.*or set on_bad_row"):
         open_snapshot(data)
 
 
@@ -55,7 +53,7 @@ def test_a_vocabulary_that_nobody_names_is_not_made_up(data: Path) -> None:
 
 def test_null_rows_are_known_from_the_footer_and_refused_with_the_way_out(data: Path, tokenizer: Path) -> None:
     write_text(data, ["one", None, "two"])
-    with pytest.raises(DatasetInvalid, match=r'part-000.parquet, row group 0: 1 row is null.*on_bad_row = "replace"'):
+    with pytest.raises(DatasetInvalid, match=r'part-000.parquet, row group 0: text is null in 1 row.*on_bad_row = "replace"'):
         open_snapshot(data, tokenizer)
     (data / "penstock.toml").write_text('on_bad_row = "replace"')
     assert open_snapshot(data, tokenizer).num_rows == 3
@@ -72,9 +70,9 @@ def test_the_filter_that_leaves_null_rows_out_is_told_as_it_is_to_be_written(
     pq.write_table(pa.table(columns), data / "part-000.parquet")
     recipe = f"prompt = {json.dumps(prompt, ensure_ascii=False)}\nresponse = {json.dumps(response, ensure_ascii=False)}\n"
     (data / "penstock.toml").write_text(recipe)
-    with pytest.raises(DatasetInvalid, match="1 row is null in") as refusal:
+    with pytest.raises(DatasetInvalid, match="is null in 1 row") as refusal:
         open_snapshot(data, tokenizer)
-    [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
+    [told] = re.findall(r"set in penstock.toml (filter = .*) to leave them out", str(refusal.value))
     (data / "penstock.toml").write_text(recipe + told)
     _, block = load()
     assert (block.stored_rows.tolist(), block.bad) == ([0, 2], {})
@@ -84,9 +82,9 @@ def test_where_texts_are_null_the_filter_that_is_told_leaves_empty_ones_out_too(
     data: Path, tokenizer: Path, load: Loader
 ) -> None:
     write_text(data, ["one", None, "", "two"])
-    with pytest.raises(DatasetInvalid, match="1 row is null in text") as refusal:
+    with pytest.raises(DatasetInvalid, match="text is null in 1 row") as refusal:
         open_snapshot(data, tokenizer)
-    [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
+    [told] = re.findall(r"set in penstock.toml (filter = .*) to leave them out", str(refusal.value))
     (data / "penstock.toml").write_text(told)
     _, block = load()
     assert (block.stored_rows.tolist(), block.bad) == ([0, 3], {})
@@ -137,7 +135,7 @@ def test_where_no_filter_helps_none_is_told(data: Path, load: Loader, columns: d
 def test_ids_outside_the_vocabulary_are_known_from_the_footer_and_refused_with_the_bound(data: Path) -> None:
     write_numbered(data, 300)
     (data / "penstock.toml").write_text("vocab_size = 200")
-    with pytest.raises(DatasetInvalid, match=r"part-002.parquet: .*ids from 1 to 299, but ids must be from 0 to 199") as caught:
+    with pytest.raises(DatasetInvalid, match=r"part-002.parquet: .*ids from 1 to 299.*< 200") as caught:
         open_snapshot(data)
     assert "vocab_size" in str(caught.value)
 

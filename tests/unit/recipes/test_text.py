@@ -20,7 +20,7 @@ from penstock import Spec
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
-from penstock_server.catalog.held import Served
+from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.warnings import advice_on_data, advice_on_run
 from penstock_server.problems import DatasetInvalid
 
@@ -63,7 +63,7 @@ class Folder:
 
     def advice_on(self, spec: Spec) -> list[str]:
         """The advice on a run, but for the guessed EOS, which the tokenizer of these tests causes."""
-        return [told for told in self.all_advice_on(spec) if "nothing says which of them ends" not in told]
+        return [told for told in self.all_advice_on(spec) if "its rows end with" not in told]
 
     def rows(self, feature: str = "tokens") -> list[str]:
         """The text of each row, what has no loss in brackets; of a bad one the reason."""
@@ -77,7 +77,7 @@ class Folder:
         return texts
 
     @property
-    def served(self) -> Served:
+    def served(self) -> OpenSnapshot:
         return open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))["d"].latest
 
     def advice(self) -> str:
@@ -176,7 +176,7 @@ def test_texts_end_with_the_eos_of_the_model(
     told = f"d: its rows end with {EOS}, but"
     assert (told in folder.advice()) == is_guessed
     if is_guessed:
-        assert "tokenizer.json has </s>, <|im_end|>, too, and nothing says which of them ends a text" in folder.advice()
+        assert "tokenizer.json also has </s>, <|im_end|>" in folder.advice()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_server_warns_of_tools_that_a_template_ignores(folder: Folder) -> None:
     plain = AS_JSON.replace("{{ tools | tojson }}", "</s>")
     tools = {"tools": [[{"name": "f"}]]}
     folder.write({"messages": [CHAT]} | tools, "", {"chat_template": plain}, *USUAL)
-    assert "d: tools of its shards is not used, since its chat template looks at no tools." in folder.advice()
+    assert "d: the recipe does not use tools:" in folder.advice()
     folder.write({"messages": [CHAT]} | tools, "tools = false", {"chat_template": plain})
     assert folder.advice() == ""
     folder.write(
@@ -229,7 +229,7 @@ def test_server_warns_of_tools_that_a_template_ignores(folder: Folder) -> None:
 def test_server_warns_of_a_template_that_ends_no_answer(folder: Folder) -> None:
     endless = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
     folder.write({"messages": [CHAT]}, "", {"chat_template": endless}, *USUAL)
-    assert "d: its chat template ends what the assistant says with nothing but blanks, so nothing teaches" in folder.advice()
+    assert "d: its chat template writes no token after an answer" in folder.advice()
     folder.write({"messages": [CHAT]}, 'eos = "</s>"', {"chat_template": endless})
     assert folder.advice() == ""
     folder.write({"messages": [CHAT]}, "", {"chat_template": endless.replace("\n{% endfor", "</s>\n{% endfor")})
@@ -242,7 +242,7 @@ def test_server_warns_of_marks_that_leave_out_the_end(folder: Folder) -> None:
         for recipe in ("", 'eos = "<|im_end|>"'):
             template = f"{opening}{{% for m in messages %}}{turn}{{% endfor %}}"
             folder.write({"messages": [CHAT]}, recipe, {"chat_template": template}, *USUAL)
-            assert "d: its chat template writes what ends an answer behind {% endgeneration %}, where it has" in folder.advice()
+            assert "d: its chat template writes the end of an answer after {% endgeneration %}" in folder.advice()
     template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
     folder.write({"messages": [CHAT]}, 'eos = "</s>"', {"chat_template": template}, *USUAL)
     assert folder.rows() == ["[<user>]fox[<|im_end|>\n<assistant>]dog[<|im_end|>\n]</s>"]
@@ -256,7 +256,7 @@ def test_the_server_warns_of_a_template_that_drops_system_messages(folder: Folde
     for condition, is_told in ((" if m.role != 'system'", True), ("", False)):
         template = f"{{% for m in messages{condition} %}}{{{{ m.content }}}}</s>{{% endfor %}}"
         folder.write({"messages": [CHAT]}, "", {"chat_template": template}, *USUAL)
-        assert ("d: its chat template writes nothing of system messages" in folder.advice()) == is_told
+        assert ("d: its chat template drops system messages" in folder.advice()) == is_told
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,8 @@ def test_server_warns_of_chats_and_answers_beside_texts(folder: Folder) -> None:
         (("chosen", "rejected"), 'chosen = "chosen" and rejected = "rejected"'),
     ):
         folder.write({name: both[name] for name in ("text", "response", *names)})
-        assert f"d: its rows are its texts, of which every token has loss; {', '.join(names)} of its" in folder.advice()
-        assert f"{way}; if this is right" in folder.advice()
+        assert f"d: the recipe does not use {', '.join(names)}: " in folder.advice()
+        assert f"Set {way}, or" in folder.advice()
     for names in (("prompt", "chosen"), ("response", "completion", "rejected")):
         folder.write({name: (both | {"response": ["a"]})[name] for name in ("text", *names)})
         assert folder.advice() == ""
@@ -296,7 +296,7 @@ def test_server_warns_of_masks_of_another_type(folder: Folder) -> None:
         folder.write({"input_ids": [[1, 2]], name: [[0, 1]]})
         assert folder.advice() == ""
         folder.write({"input_ids": [[1, 2]], name: [[0.0, 1.0]]})
-        assert f"d: {name} of its shards is not used: a mask is a list of whole numbers, or of booleans" in folder.advice()
+        assert f"d: the recipe does not use {name}: " in folder.advice()
 
 
 def test_run_is_warned_of_encoder_prompts_without_a_closing_token(folder: Folder) -> None:
@@ -306,7 +306,7 @@ def test_run_is_warned_of_encoder_prompts_without_a_closing_token(folder: Folder
     assert folder.advice_on(spec) == []
     folder.closes("</s>")
     [told] = folder.advice_on(spec)
-    assert "the tokenizer puts </s> behind each text, but here nothing stands behind a prompt" in told
+    assert "the tokenizer puts </s> after each text, but here nothing follows a prompt" in told
     assert 'set prompt = "{question}</s>" in penstock.toml; prompts of more than seq_len=8 tokens lose it' in told
     assert folder.advice_on(replace(spec, task="causal")) == []
     shutil.copytree(folder.path, folder.path.with_name("open"))
@@ -324,14 +324,14 @@ def test_pairs_of_text_and_chats_are_refused(folder: Folder) -> None:
     with pytest.raises(DatasetInvalid, match="or all chats, but prompt is string, chosen is list"):
         folder.rows()
     folder.write(mixed, "", config)
-    assert "d: prompt of its shards is not used, since of prompt, chosen and rejected some are text" in folder.advice()
+    assert "d: the recipe does not use prompt: " in folder.advice()
     folder.write(mixed, 'chosen = "chosen"\nrejected = "rejected"', config)
     assert folder.advice() == ""
     folder.write({"prompt": [CHAT[:1]], "chosen": ["a"], "rejected": ["b"]}, "", config)
-    assert "d: prompt of its shards is not used" in folder.advice()
+    assert "d: the recipe does not use prompt: " in folder.advice()
 
 
-BARE = "d: in its first rows nothing separates"
+BARE = "d: no blank separates"
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_run_is_warned_of_responses_that_run_into_their_prompts(
 def test_run_is_warned_of_an_unused_label(folder: Folder, recipe: str, is_told: bool, ids: bool) -> None:
     texts = {"prompt": [[1, 2]] * 2, "completion": [[3]] * 2} if ids else {"prompt": ["fox"] * 2, "completion": [" dog"] * 2}
     folder.write(texts | {"label": [True, False]}, recipe)
-    told = "d: label of its shards is not used, so answers with label = false have loss like the others."
+    told = "d: the recipe does not use label: "
     assert (told in folder.advice()) == is_told
     assert any(sentence.startswith(told) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16))) == is_told
     assert ("label" in folder.served.snapshot.recipe.unused) == is_told

@@ -1,37 +1,39 @@
-"""What servers on one cache folder know of what the others took in."""
+"""Several servers on one cache folder: each follows the changes that another has loaded."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from corpora import write_numbered
 from growing import write_shard
+from opened import Opener
 from penstock.spec import Spec
 from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
-from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog import history as history_module
-from penstock_server.catalog.catalog import Catalog, open_catalog
-from penstock_server.catalog.history import History
-from penstock_server.catalog.scan import Survey, survey
-from penstock_server.problems import DatasetInvalid, SnapshotGone
-from planned import open_snapshot
+from penstock_server.catalog.catalog import Catalog
+from penstock_server.catalog.footers import read_folder
+from penstock_server.catalog.scan import Scan, scan_folders
+from penstock_server.problems import DatasetInvalid, DatasetUnavailable, SnapshotGone, UnknownDataset
 
 
-def test_of_two_servers_each_tells_what_the_other_took_in(
-    folder: Path, open_all: Callable[[], Catalog], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_server_logs_changes_of_the_other(folder: Path, open_all: Opener, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "penstock.dataset")
     one, other = open_all(), open_all()
     first = other["d"].latest.snapshot.fingerprint
@@ -46,9 +48,7 @@ def test_of_two_servers_each_tells_what_the_other_took_in(
     assert told == [follows[0], follows[0], follows[1]]
 
 
-def test_servers_of_one_cache_folder_agree_on_the_latest_snapshot_before_each_has_looked(
-    open_all: Callable[[], Catalog], folder: Path
-) -> None:
+def test_servers_agree_on_the_latest_snapshot_before_their_polls(open_all: Opener, folder: Path) -> None:
     first, second, third = open_all(), open_all(), open_all()
     before = first.plan("d", Spec(batch_size=1)).snapshot
     write_shard(folder, 10, 0)
@@ -60,7 +60,7 @@ def test_servers_of_one_cache_folder_agree_on_the_latest_snapshot_before_each_ha
     assert second.plan("d", Spec(batch_size=1)).snapshot == after
 
 
-def test_who_catches_up_takes_in_nothing_that_no_server_has_taken_in(open_all: Callable[[], Catalog], folder: Path) -> None:
+def test_catch_up_leaves_unrecorded_files_alone(open_all: Opener, folder: Path) -> None:
     first, second = open_all(), open_all()
     write_shard(folder, 10, 0)
     after = first.refresh("d").snapshot
@@ -69,7 +69,7 @@ def test_who_catches_up_takes_in_nothing_that_no_server_has_taken_in(open_all: C
     assert second.plan("d", Spec(batch_size=1)).snapshot == after
 
 
-def test_who_cannot_catch_up_serves_on(open_all: Callable[[], Catalog], folder: Path) -> None:
+def test_server_serves_on_when_catch_up_fails(open_all: Opener, folder: Path) -> None:
     first, second = open_all(), open_all()
     before = second.plan("d", Spec(batch_size=1)).snapshot
     write_shard(folder, 10, 0)
@@ -80,19 +80,19 @@ def test_who_cannot_catch_up_serves_on(open_all: Callable[[], Catalog], folder: 
         second.plan("d", Spec(batch_size=1, snapshot=after))
 
 
-def test_while_new_data_is_looked_at_only_those_wait_who_may_have_to_see_it(
-    open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
+def test_requests_for_a_known_snapshot_do_not_wait_for_a_poll(
+    folder: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog = open_all()
     known = catalog.plan("d", Spec(batch_size=1)).snapshot
     looks, may_end = threading.Event(), threading.Event()
 
-    def look(data_dir: Path) -> Survey:
+    def look(data_dir: Path) -> Scan:
         looks.set()
         may_end.wait(60)
-        return survey(data_dir)
+        return scan_folders(data_dir)
 
-    monkeypatch.setattr("penstock_server.catalog.catalog.survey", look)
+    monkeypatch.setattr("penstock_server.catalog.catalog.scan_folders", look)
     monkeypatch.setattr("penstock_server.catalog.catalog._CATCH_UP_SECONDS", 30)
     app = create_app(catalog, InFlight(1 << 30))
     answered: list[str] = []
@@ -122,17 +122,15 @@ def test_while_new_data_is_looked_at_only_those_wait_who_may_have_to_see_it(
     assert len(answered) == 9
 
 
-def test_of_many_who_ask_for_a_look_at_a_slow_folder_only_one_takes_a_thread(
-    open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_refreshes_take_one_thread(folder: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog, looks, may_end = open_all(), threading.Event(), threading.Event()
 
-    def look(data_dir: Path) -> Survey:
+    def look(data_dir: Path) -> Scan:
         looks.set()
         may_end.wait(60)
-        return survey(data_dir)
+        return scan_folders(data_dir)
 
-    monkeypatch.setattr("penstock_server.catalog.catalog.survey", look)
+    monkeypatch.setattr("penstock_server.catalog.catalog.scan_folders", look)
 
     async def run() -> None:
         transport = httpx.ASGITransport(create_app(catalog, InFlight(1 << 30)))
@@ -150,23 +148,9 @@ def test_of_many_who_ask_for_a_look_at_a_slow_folder_only_one_takes_a_thread(
     asyncio.run(run())
 
 
-def test_what_another_server_makes_the_latest_again_or_forgets_is_seen(folder: Path, tmp_path: Path) -> None:
-    mine, others = History(tmp_path / "notes"), History(tmp_path / "notes")
-    made = [open_snapshot(folder)]
-    for number in range(19):
-        write_shard(folder, 9, number)
-        made.append(open_snapshot(folder))
-        mine.add(made[-1])
-        assert others.records() == mine.records()
-    assert len(others.records()) == 17
-    mine.add(made[-2])
-    assert others.records() == mine.records()
-    assert others.records()[0].fingerprint == made[-2].fingerprint
-
-
 @pytest.mark.parametrize("lost", ["the folder", "the latest one's note"])
-def test_notes_that_are_lost_while_a_job_is_on_an_older_snapshot_change_nothing(
-    folder: Path, open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+def test_lost_notes_change_nothing_while_the_server_runs(
+    folder: Path, open_all: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     monkeypatch.setattr(history_module, "_TOUCH_SECONDS", 0.0)
     catalog = open_all()
@@ -181,13 +165,11 @@ def test_notes_that_are_lost_while_a_job_is_on_an_older_snapshot_change_nothing(
     for _ in range(2):
         assert catalog.plan("d", Spec(batch_size=1, snapshot=older)).snapshot == older
         assert catalog.plan("d", Spec(batch_size=1)).snapshot == latest
-        assert [record.fingerprint for record in catalog["d"].held.snapshots] == [latest, older]
+        assert [record.fingerprint for record in catalog["d"].snapshots] == [latest, older]
 
 
-def test_a_folder_that_comes_back_to_what_was_read_before_another_server_took_more_in_is_looked_at(
-    folder: Path, open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dataset_module, "QUIET_SECONDS", 0.0)
+def test_reverted_folder_is_loaded_after_catch_up(folder: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "SETTLED_SECONDS", 0.0)
     os.utime(folder / "part-9.parquet", (1e9, 1e9))  # what was read of it is to be relied on
     one, other = open_all(), open_all()
     before = one.plan("d", Spec(batch_size=1)).snapshot
@@ -201,28 +183,84 @@ def test_a_folder_that_comes_back_to_what_was_read_before_another_server_took_mo
     assert one.plan("d", Spec(batch_size=1)).snapshot == before
 
 
-def test_who_joins_others_serves_what_they_do_and_leaves_what_is_being_copied_to_a_look(
-    folder: Path, tmp_path: Path, open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
+def test_polling_goes_on_after_a_failed_poll(caplog: pytest.LogCaptureFixture) -> None:
+    polls = threading.Semaphore(0)
+
+    class Failing(Catalog):
+        def __init__(self) -> None:
+            pass
+
+        def poll(self) -> bool:
+            polls.release()
+            raise RuntimeError("a fault of ours")
+
+    with Failing().polling(0.01):
+        for _ in range(3):
+            assert polls.acquire(timeout=20)
+    assert "a poll of the data folder failed" in caplog.text
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+@pytest.mark.parametrize("away", ["team", "team/own", "team/own/part-001.parquet", "team/own/penstock.toml"])
+def test_runs_wait_when_a_restarted_server_cannot_open_the_folder(
+    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch, away: str, has_cache: bool
 ) -> None:
-    monkeypatch.setattr(dataset_module, "QUIET_SECONDS", 0.0)
+    write_numbered(data / "other", 3)
+    (write_numbered(data / "team" / "own", 9, num_shards=3) / "penstock.toml").write_text("")
+    spec = Spec(batch_size=1, snapshot=open_all()["team.own"].latest.snapshot.fingerprint)
+    if not has_cache:
+        shutil.rmtree(data.parent / "cache")
+    for shard in (data / "team" / "own").glob("*.parquet"):  # or it would be remembered what is in it
+        shard.touch()
 
-    def join() -> Catalog:
-        return open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")), joins=True)
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(path: str | Path, *args: Any, **options: Any) -> Any:
+            if Path(path) == data / away:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return call(path, *args, **options)
 
-    first = open_all()
-    before = first.plan("d", Spec(batch_size=1)).snapshot
-    write_shard(folder, 10, 0)  # of two that are copied
-    joined = join()
-    for catalog in (joined, first):
-        assert catalog.plan("d", Spec(batch_size=1)).snapshot == before
-    write_shard(folder, 11, 0)
-    while not joined.poll():
-        pass
-    after = joined.plan("d", Spec(batch_size=1))
-    assert after.schedule.num_steps == 9
-    assert first.plan("d", Spec(batch_size=1)).snapshot == after.snapshot
-    (folder / "part-11.parquet").unlink()  # what the others serve is not there any more
-    assert join().plan("d", Spec(batch_size=1)).schedule.num_steps == 6
-    (folder / "part-12.parquet").write_bytes(b"half of a")  # nobody knows whether others serve on or began in this state
-    with pytest.raises(DatasetInvalid, match="part-12"):
-        join().plan("d", Spec(batch_size=1))
+        return called
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", failing(os.scandir))
+        patch.setattr(Path, "open", failing(Path.open))
+        patch.setattr("builtins.open", failing(open))
+        catalog = open_all()
+        with pytest.raises(DatasetUnavailable, match=rf"snapshot {spec.snapshot} cannot be served now.*Input/output error"):
+            catalog.plan("team.own", spec)
+        with pytest.raises(DatasetInvalid, match="Input/output error"):
+            catalog.plan("team.own", replace(spec, snapshot=None))
+    with suppress(DatasetInvalid):
+        catalog.refresh("team.own")
+    assert catalog.plan("team.own", spec).schedule.num_steps == 9
+
+
+def test_unknown_dataset_is_an_error_with_a_hint(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "good", 3)
+    write_numbered(data / "bad", 3)
+    (data / "bad" / "penstock.toml").write_text('tokens = "none"')
+    (data / "raw" / "mail").mkdir(parents=True)
+    (data / "raw" / "mail" / "a.csv").write_text("text\nx\n")
+    catalog = open_all()
+    with pytest.raises(UnknownDataset, match=r"Served: good\. Not served, .*: bad\.$"):
+        catalog["god"]
+    with pytest.raises(UnknownDataset, match="mail holds a.csv and no .parquet file"):
+        catalog["raw.mail"]
+
+
+def test_bug_in_one_dataset_does_not_affect_others(data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_numbered(data / "good", 3)
+    write_numbered(data / "odd", 3)
+
+    def read(name: str, *rest: Any, **options: Any) -> Any:
+        if name == "odd":
+            raise ValueError("\udce9 is no text")
+        return read_folder(name, *rest, **options)
+
+    monkeypatch.setattr(dataset_module, "read_folder", read)
+    monkeypatch.setattr(dataset_module, "log", Mock())  # it is Python's own traceback
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    assert "ValueError: \\udce9 is no text" in catalog.refused["odd"]
+    answer = TestClient(create_app(catalog, InFlight(1 << 30))).get("/v1/datasets")
+    assert (answer.status_code, "\\\\udce9 is no text" in answer.text) == (200, True)
