@@ -1,10 +1,14 @@
-"""Text helpers for messages."""
+"""Text of messages: formatting, and escapes of control characters for terminals and logs."""
 
 from __future__ import annotations
 
-import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
+
+_JOINERS = "\u200c\u200d"  # zero-width; without them Persian and many emoji are spelled wrong
+_MARKS = {"\n": "↵", "\t": "⇥", "\x7f": "␡"}
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -49,16 +53,6 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def without_passwords(text: str) -> str:
-    """Remove logins from the URLs in a text (http://me:secret@host), for logs and terminals."""
-    return re.sub(r"(\w://)[^/\s]*@", r"\1", text)
-
-
-def without_login(addresses: object) -> str:
-    """Return the repr of one or several addresses, without the user and password before the host."""
-    return re.sub(r"""(['"]\s*(?:\w+://)?)[^'"]*@""", r"\1", repr(addresses))
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for an unknown name, to follow a sentence; "" if no known name is close."""
     close = _closest(name, known)
@@ -73,3 +67,25 @@ def perhaps(name: str, known: Iterable[str]) -> str:
 
 def _closest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(name, list(known), n=1)), None)
+
+
+def printable(text: str) -> str:
+    """Spell out what a terminal would obey or hide: ␛ for an escape, ↵ for a line feed, <U+202E> for an override."""
+    return text if text.isprintable() else "".join(map(_printable_character, text))
+
+
+def printable_lines(text: str) -> str:
+    """Return the printable text with its line feeds."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+@lru_cache(maxsize=4096)
+def _printable_character(character: str) -> str:
+    if character in _MARKS:
+        return _MARKS[character]
+    if character < " ":
+        return chr(0x2400 + ord(character))
+    category = unicodedata.category(character)
+    if (category[0] == "C" and character not in _JOINERS) or category in ("Zl", "Zp"):
+        return f"<U+{ord(character):04X}>"
+    return character

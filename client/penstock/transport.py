@@ -13,9 +13,8 @@ from typing import TypeVar
 from penstock.errors import DataError, PenstockError, ServerUnavailable, WireError
 from penstock.http import HttpClient
 from penstock.logs import StatusLine, log
-from penstock.printable import printable_lines
 from penstock.responses import Busy, NotReady, Preparing, TransientError, Unavailable, UnexpectedServer
-from penstock.text import counted
+from penstock.text import counted, printable_lines
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.arguments import whole_number
 from penstock.cli.output import allow_closed_pipe, complain, report, stdout_console
-from penstock.printable import printable
 from penstock.spec import MAX_SEQ_LEN
+from penstock.text import printable
 from penstock_server.files import check_is_here
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetInvalid, Problem, UnknownDataset

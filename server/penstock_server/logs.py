@@ -6,7 +6,7 @@ import logging
 import time
 from collections import defaultdict
 
-from penstock.printable import printable_lines
+from penstock.text import printable_lines
 
 _SELDOM_SECONDS = 60.0
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 from tqdm import tqdm
 
-from penstock.printable import printable
-from penstock.text import counted
+from penstock.text import counted, printable
 from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.describe import lengths_told, rows_held_out
 from penstock_server.problems import BadParameter

@@ -19,8 +19,7 @@ from penstock.cli.connection import greet, parse_address, set_run
 from penstock.cli.output import tell
 from penstock.errors import LedgerError, PenstockError, ServerUnavailable, SpecError
 from penstock.ledger.names import find_ledgers
-from penstock.printable import printable
-from penstock.text import counted
+from penstock.text import counted, printable
 
 _SPOT_CHECK = 100
 _MAX_DIGITS = 18

@@ -16,8 +16,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from penstock.batch import IGNORED, SIDES
-from penstock.printable import printable
-from penstock.text import counted
+from penstock.text import counted, printable
 
 _MIN_PIECE_COLUMNS = 32
 

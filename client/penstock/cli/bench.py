@@ -25,9 +25,8 @@ from penstock.cli.output import stdout_console
 from penstock.client import Client, Resolved
 from penstock.errors import PenstockError, SpecError
 from penstock.prefetch import PREFETCH_BYTES, fetch_ahead
-from penstock.printable import printable
 from penstock.spec import Spec
-from penstock.text import size
+from penstock.text import printable, size
 from penstock.transport import Transport
 from penstock.wire import Frame
 

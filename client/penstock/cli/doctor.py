@@ -24,9 +24,8 @@ from penstock.client import Client
 from penstock.errors import PenstockError
 from penstock.http import proxy_of
 from penstock.prefetch import RANGE_BYTES
-from penstock.printable import printable
 from penstock.spec import Spec
-from penstock.text import counted, rows_kept, size
+from penstock.text import counted, printable, rows_kept, size
 from penstock.transport import Servers, Transport
 from penstock.urls import DATASETS, dataset_path
 from penstock.wire import Frame

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
-from penstock.printable import printable_lines
+from penstock.text import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console

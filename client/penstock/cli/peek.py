@@ -15,9 +15,8 @@ from penstock.cli.arguments import ADDRESS, add_spec_options, whole_number
 from penstock.cli.batch_view import LineView, SampleView, append_abridged, padding_of, text_of, view
 from penstock.cli.connection import connected, dataset_of, first_given, get_json, parse_address, set_run, spec_query, url
 from penstock.cli.output import stdout_console
-from penstock.printable import printable
 from penstock.spec import Spec
-from penstock.text import counted
+from penstock.text import counted, printable
 from penstock.urls import batches_path, dataset_path
 
 _MUCH_PADDING = 0.5  # of a sample, or of a batch

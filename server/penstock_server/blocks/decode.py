@@ -22,8 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.printable import printable
-from penstock.text import counted, one_line
+from penstock.text import counted, one_line, printable
 from penstock_server.catalog.scan import FileStat, list_folder
 from penstock_server.catalog.shard import Shard, is_of, open_shard, stat_of
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot

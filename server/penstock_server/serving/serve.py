@@ -21,8 +21,7 @@ from fastapi import FastAPI
 from penstock import __version__
 from penstock.cli.output import report
 from penstock.ending import ends_at
-from penstock.printable import printable
-from penstock.text import counted
+from penstock.text import counted, printable
 from penstock.urls import DATASETS, batches_path
 from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app

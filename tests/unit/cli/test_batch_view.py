@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from penstock.cli.batch_view import Piece, append_abridged, ids_as_text, text_of
-from penstock.printable import printable
+from penstock.text import printable
 
 
 def abridged(text: str, columns: int) -> str:
