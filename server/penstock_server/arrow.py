@@ -1,4 +1,4 @@
-"""Arrow operations that pyarrow lacks, or lacks for some types."""
+"""Arrow operations that pyarrow lacks, or lacks for some types, and opening Parquet files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from penstock_server.order.arrays import IntArray
+
+_INT96_UNIT = "us"  # for Spark's INT96 times; pyarrow's default, ns, overflows in 2262 and wraps to 1677
+
+
+def open_parquet(source: Any, **options: Any) -> pq.ParquetFile:
+    """Opens a Parquet file with these options of pyarrow; a column has the same type wherever it is read."""
+    return pq.ParquetFile(source, coerce_int96_timestamp_unit=_INT96_UNIT, **options)
 
 
 def take_rows(rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> pa.RecordBatch:

@@ -96,8 +96,8 @@ class Block:
     def text_lengths(self, name: str, rows: IntArray) -> IntArray:
         """Returns the bytes of a text or binary column in some rows, shape of `rows`, without a copy."""
         column = self.columns[name]
-        borders = np.frombuffer(column.buffers()[1], np.int64)[column.offset :]
-        return borders[rows + 1] - borders[rows]
+        offsets = np.frombuffer(column.buffers()[1], np.int64)[column.offset :]
+        return offsets[rows + 1] - offsets[rows]
 
     @property
     def row_lengths(self) -> IntArray:
@@ -113,13 +113,13 @@ class Block:
         if len(self.features) == 1:
             return None
         lists = {name: feature.tokens for name, feature in self.features.items()}
-        return {name: int(own.stops[row] - own.starts[row]) for name, own in lists.items()}
+        return {name: int(tokens.stops[row] - tokens.starts[row]) for name, tokens in lists.items()}
 
     @cached_property
     def stream(self) -> IntArray:
         """Start of each row in the block's stream of tokens, shape [num_rows + 1]."""
         first, *others = (feature.tokens for feature in self.features.values())
-        return first.borders if first.is_whole and not others else starts_of(self.row_lengths)
+        return first.offsets if first.is_whole and not others else starts_of(self.row_lengths)
 
     @property
     def has_good(self) -> bool:

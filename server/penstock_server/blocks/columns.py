@@ -35,9 +35,9 @@ def joined(memory: Sequence[pa.Buffer], numbers: IntArray, starts: IntArray, siz
     Raises IndexError: a range is outside its buffer, or the total is 2^31 bytes or more.
     """
     stops, nbytes = starts + sizes, int(sizes.sum())
-    room = np.array([own.size for own in memory])[numbers] - stops
+    room = np.array([buffer.size for buffer in memory])[numbers] - stops
     if min(starts.min(initial=0), sizes.min(initial=0), room.min(initial=0), _REACH - nbytes) < 0:  # Arrow does not check this
-        raise IndexError("some bytes are not in the buffer that they are to be of, or are too many")
+        raise IndexError("bytes outside their buffer, or too many")
     if stops.max(initial=0) > _REACH or (len(numbers) < _FEW_PIECES and nbytes < _FEW_BYTES):
         return memoryview(bytearray().join(_slices(memory, numbers, starts, stops)))
     views = np.zeros(len(numbers), _VIEW)
@@ -97,15 +97,15 @@ class ListColumn:
     @property
     def starts(self) -> IntArray:
         """Start of each list, shape [num_lists]."""
-        return self.borders[:-1] if self.is_whole else self.borders[::2]
+        return self.offsets[:-1] if self.is_whole else self.offsets[::2]
 
     @property
     def stops(self) -> IntArray:
         """Stop of each list, shape [num_lists]."""
-        return self.borders[1:] if self.is_whole else self.borders[1::2]
+        return self.offsets[1:] if self.is_whole else self.offsets[1::2]
 
     @property
-    def borders(self) -> IntArray:
+    def offsets(self) -> IntArray:
         """All bounds; for contiguous lists the start of each, then the end of the last."""
         return np.frombuffer(self.bounds, _BOUNDS)
 
@@ -132,17 +132,17 @@ class ListColumns:
     @cached_property
     def memory(self) -> list[pa.Buffer]:
         """Buffer of each block's values."""
-        return [own.memory for own in self._columns]
+        return [column.memory for column in self._columns]
 
     @cached_property
     def dtypes(self) -> list[np.dtype[Any]]:
         """Type of each block's values."""
-        return [own.dtype for own in self._columns]
+        return [column.dtype for column in self._columns]
 
     @property
     def are_whole(self) -> bool:
         """Whether the lists of each block are contiguous and cover all of its values."""
-        return all(own.is_whole for own in self._columns)
+        return all(column.is_whole for column in self._columns)
 
     def bounds(self, blocks: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
         """Returns (starts, stops) of the lists of rows[i] of block blocks[i] in the block's values.
@@ -166,11 +166,11 @@ class ListColumns:
 
     @cached_property
     def _bounds(self) -> list[pa.Buffer]:
-        return [own.bounds for own in self._columns]
+        return [column.bounds for column in self._columns]
 
     @cached_property
     def _strides(self) -> IntArray:
-        return np.array([own.stride for own in self._columns])
+        return np.array([column.stride for column in self._columns])
 
 
 def _memory(numbers: pa.Array) -> pa.Buffer:
@@ -226,9 +226,9 @@ class Feature(NamedTuple):
             with_prompt, with_both = (np.flatnonzero(stops - starts > n) for n in (0, 1))
             lengths[with_prompt] = turns[starts[with_prompt]]
             for row in with_both[turns[starts[with_both] + 1] == 0].tolist():  # as in a chat with an empty first reply
-                own = turns[starts[row] : stops[row]]
-                first = np.append(np.flatnonzero(own[1::2]), len(own))[0]
-                lengths[row] = own[: 2 * first + 1].sum()
+                of_row = turns[starts[row] : stops[row]]
+                first = np.append(np.flatnonzero(of_row[1::2]), len(of_row))[0]
+                lengths[row] = of_row[: 2 * first + 1].sum()
         return lengths
 
     def num_loss_tokens(self, row: int) -> int:
@@ -249,9 +249,9 @@ class Features:
     """A feature of several blocks, by block number."""
 
     def __init__(self, features: Sequence[Feature]) -> None:
-        self.tokens = ListColumns([own.tokens for own in features])
-        self._turns = _Partition([own.turns for own in features])
-        self._documents = _Partition([own.documents for own in features])
+        self.tokens = ListColumns([feature.tokens for feature in features])
+        self._turns = _Partition([feature.turns for feature in features])
+        self._documents = _Partition([feature.documents for feature in features])
 
     @cached_property
     def are_streams(self) -> bool:
@@ -264,8 +264,8 @@ class Features:
         begins, ends = self.tokens.bounds(blocks, rows)
         part, firsts, lasts, numbers = self._turns.cut(blocks, rows, firsts, np.minimum(lasts, ends - begins))
         lengths = lasts - firsts
-        starts, some = begins[part] + firsts, lengths > 0
-        return TokenRuns(spans[part][some], starts[some], lengths[some], numbers[some] % 2 == 1)
+        starts, is_kept = begins[part] + firsts, lengths > 0
+        return TokenRuns(spans[part][is_kept], starts[is_kept], lengths[is_kept], numbers[is_kept] % 2 == 1)
 
     def documents(self, blocks: IntArray, parts: RowSpans) -> tuple[IntArray, IntArray]:
         """Returns the documents in parts of rows, as passed to `cut`: the part of each, and its first token in the row."""
@@ -277,8 +277,8 @@ class _Partition:
     """Division of rows into pieces: for each block the lengths of each row's pieces, or None for whole rows."""
 
     def __init__(self, lists: Sequence[ListColumn | None]) -> None:
-        self._has_lists = np.array([own is not None for own in lists])
-        self._lists = ListColumns([own for own in lists if own is not None])
+        self._has_lists = np.array([column is not None for column in lists])
+        self._lists = ListColumns([column for column in lists if column is not None])
         self.blocks = int(self._has_lists.sum())
 
     def cut(self, blocks: IntArray, rows: IntArray, firsts: IntArray, lasts: IntArray) -> tuple[IntArray, ...]:
@@ -291,24 +291,24 @@ class _Partition:
             return whole
         has_lists = self._has_lists[blocks]
         plain, others = np.flatnonzero(~has_lists), np.flatnonzero(has_lists)
-        own, *cut = self._cut(*(column[others] for column in (blocks, rows, firsts, lasts)))
-        return tuple(in_order([tuple(column[plain] for column in whole), (others[own], *cut)]))
+        part, *pieces = self._cut(*(column[others] for column in (blocks, rows, firsts, lasts)))
+        return tuple(in_order([tuple(column[plain] for column in whole), (others[part], *pieces)]))
 
     def _cut(
         self, blocks: IntArray, rows: IntArray, firsts: IntArray, lasts: IntArray
     ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         # Scan each row's pieces once: one row may be cut into thousands of parts.
         keys = blocks << 32 | rows
-        own = distinct(keys)
-        own_blocks, own_rows = np.divmod(own, 1 << 32)
-        own_blocks = np.cumsum(self._has_lists)[own_blocks] - 1  # numbers among the blocks with lists
-        starts, stops = self._lists.bounds(own_blocks, own_rows)
-        borders = starts_of(self._lists.values(own_blocks, starts, stops - starts))  # all pieces of these rows, concatenated
-        first_pieces = starts_of(stops - starts)[np.searchsorted(own, keys)]
-        begins = borders[first_pieces]
-        pieces = find(borders, begins + firsts)
-        part, further = numbered(np.maximum(np.searchsorted(borders, begins + lasts) - pieces, 0))
+        scanned = distinct(keys)
+        in_blocks, in_rows = np.divmod(scanned, 1 << 32)
+        in_blocks = np.cumsum(self._has_lists)[in_blocks] - 1  # numbers among the blocks with lists
+        starts, stops = self._lists.bounds(in_blocks, in_rows)
+        offsets = starts_of(self._lists.values(in_blocks, starts, stops - starts))  # all pieces of these rows, concatenated
+        first_pieces = starts_of(stops - starts)[np.searchsorted(scanned, keys)]
+        begins = offsets[first_pieces]
+        pieces = find(offsets, begins + firsts)
+        part, further = numbered(np.maximum(np.searchsorted(offsets, begins + lasts) - pieces, 0))
         pieces, begins = pieces[part] + further, begins[part]
-        firsts = np.maximum(borders[pieces] - begins, firsts[part])
-        lasts = np.minimum(borders[pieces + 1] - begins, lasts[part])
+        firsts = np.maximum(offsets[pieces] - begins, firsts[part])
+        lasts = np.minimum(offsets[pieces + 1] - begins, lasts[part])
         return part, firsts, lasts, pieces - first_pieces[part]

@@ -26,7 +26,6 @@ from penstock.text import counted, one_line, printable
 from penstock_server.catalog.scan import FileStat, list_folder
 from penstock_server.catalog.shard import Shard, is_of, open_shard, stat_of
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
-from penstock_server.parquet import open_parquet
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.recipes.encode import REASON, Selected, select

@@ -64,63 +64,51 @@ class Quarantine:
         self._num_met = 0
         self._rows: dict[int, list[Quarantined]] = {}  # by block with bad rows
         self._num_listed = 0
-        self._groups: dict[tuple[str, int], BadGroup] = {}
+        self._groups: dict[tuple[str, int], BadGroup] = {}  # unreadable row groups, by shard and number
 
     def look_at(self, index: int, loaded: Future[Any]) -> None:
         """Records the bad rows of a loaded block, or the failure to load it."""
         if loaded.cancelled():
             return
-        error = loaded.exception()
+        at, error = self._snapshot.block(index), loaded.exception()
+        key = at.shard.path.name, at.row_group
         if isinstance(error, ShardUnreadable):
-            at = self._snapshot.block(index)
-            group = BadGroup(shard=at.shard.path.name, row_group=at.row_group, reason=str(error))
             with self._lock:
-                is_known = (group.shard, group.row_group) in self._groups
-                self._groups[group.shard, group.row_group] = group
+                is_known = key in self._groups
+                self._groups[key] = BadGroup(shard=at.shard.path.name, row_group=at.row_group, reason=str(error))
             if not is_known:  # batches request the row group again and again
                 log.warning("%s", error)
         elif error is None:
-            if self._groups:
-                self._forget(index)
+            with self._lock:
+                self._groups.pop(key, None)  # it can be read again, as after a disk outage
             if isinstance(block := loaded.result(), Block):  # PickedRows have no bad rows
                 self.look_in(index, block)
 
-    def _forget(self, index: int) -> None:
-        """Forgets a failure of a row group that can be read again, as after a disk outage."""
-        at = self._snapshot.block(index)
-        with self._lock:
-            self._groups.pop((at.shard.path.name, at.row_group), None)
-
     def look_in(self, index: int, block: Block) -> None:
         """Records the bad rows of a block."""
-        if block.bad and not self.has_met(index):
-            at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
-            numbers = block.stored_rows.tolist()
-            place = [(numbers[row], reason) for row, reason in sorted(block.bad.items())[: self._num_to_list]]
-            rows = [
+        if not block.bad or self.has_met(index):
+            return
+        at, first, numbers = self._snapshot.block(index), self._snapshot.first_row_of(index), block.stored_rows
+        with self._lock:
+            if self.has_met(index):
+                return
+            self._num_met += len(block.bad)
+            self._rows[index] = [
                 Quarantined(
-                    row=first + row,
+                    row=first + int(numbers[row]),
                     shard=at.shard.path.name,
                     row_group=at.row_group,
-                    row_in_group=at.first_row + row,
+                    row_in_group=at.first_row + int(numbers[row]),
                     reason=reason,
                 )
-                for row, reason in place
+                for row, reason in sorted(block.bad.items())[: max(0, _LISTED_ROWS - self._num_listed)]
             ]
-            with self._lock:
-                if not self.has_met(index):
-                    self._num_met += len(block.bad)
-                    self._rows[index] = rows[: self._num_to_list]
-                    self._num_listed += len(self._rows[index])
+            self._num_listed += len(self._rows[index])
 
     @property
     def is_full(self) -> bool:
         """Whether the list of rows is full."""
-        return self._num_to_list == 0
-
-    @property
-    def _num_to_list(self) -> int:
-        return max(0, _LISTED_ROWS - self._num_listed)
+        return self._num_listed >= _LISTED_ROWS
 
     def has_met(self, index: int) -> bool:
         """Returns whether the bad rows of a block are recorded."""
@@ -139,18 +127,18 @@ class Quarantine:
     def groups(self) -> list[BadGroup]:
         """Returns unreadable row groups, and up to a thousand whose footers count more bad rows than are listed."""
         with self._lock:
-            unread = dict(self._groups)
+            groups = dict(self._groups)
             listed = Counter((row.shard, row.row_group) for rows in self._rows.values() for row in rows)
         for group in islice(self._known_by_footers(listed), _LISTED_FOOTERS):
-            unread.setdefault((group.shard, group.row_group), group)
-        return [unread[key] for key in sorted(unread)]
+            groups.setdefault((group.shard, group.row_group), group)
+        return [groups[key] for key in sorted(groups)]
 
     def _known_by_footers(self, listed: Counter[tuple[str, int]]) -> Iterator[BadGroup]:
         columns = " or ".join(self._snapshot.recipe.token_columns)
         for shard in self._snapshot.shards if self._num_in_footers else ():
             for number, (nulls, num_rows) in enumerate(zip(shard.null_rows, shard.rows_per_group, strict=True)):
                 if nulls > listed[shard.path.name, number]:
-                    reason = f"{nulls:,} of its {num_rows:,} rows are null in {columns}; which ones is known once it is read"
+                    reason = f"{nulls:,} of its {num_rows:,} rows are null in {columns}; it is not read yet"
                     yield BadGroup(shard=shard.path.name, row_group=number, reason=reason)
 
     def check_block(self, block: Block, index: int) -> None:
@@ -161,42 +149,40 @@ class Quarantine:
     def bad_row(self, block: Block, index: int, row: int) -> BadRow:
         """Returns the error for an unusable row of block `index`."""
         address, recipe, reason = self._snapshot.block(index), self._snapshot.recipe, block.bad[row]
-        limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.has_too_many else ""
         number = address.first_row + int(block.stored_rows[row])
         place = f"row {number} of row group {address.row_group} in {address.shard.path.name}"
-        leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
-        otherwise = f" Before a run begins, such rows can be left out by {leave_out}." if leave_out else ""
-        otherwise += way_without(reason, recipe.masks, recipe.fields[0][1].text)
-        mended = (
-            f'Mend the shard, or set on_bad_row = "replace"{limit} in {self._snapshot.folder / "penstock.toml"} to serve a '
-            f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
-        )
-        if not block.has_good:  # no neighbour could replace it
-            mended = f"Mend the shard, or what {self._snapshot.folder / 'penstock.toml'} says of it."
+        recipe_file = self._snapshot.folder / "penstock.toml"
+        remedy = f"Correct the shard, or the recipe in {recipe_file}."  # if no neighbour could replace the row
+        if block.has_good:
+            limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.has_too_many else ""
+            remedy = (
+                f'Correct the shard, or set on_bad_row = "replace"{limit} in {recipe_file} to serve a neighbour in place of '
+                f"each: no other batch changes, so a run can go on."
+            )
+        if recipe.calls_missing(reason) and recipe.filter_of_missing:
+            remedy += f" Before a run begins, such rows can be left out by {recipe.filter_of_missing}."
+        remedy += way_without(reason, recipe.masks, recipe.fields[0][1].text)
         return BadRow(
-            f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there "
-            f"cannot be used. {mended}{otherwise}"
+            f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there cannot be "
+            f"used. {remedy}"
         )
 
     def check(self) -> None:
         """Raises DatasetInvalid: more bad rows are known than the recipe allows to replace."""
-        recipe = self._snapshot.recipe
-        if recipe.on_bad_row == "replace" and self.has_too_many:
-            name, num_bad = self._snapshot.name, self.num_bad_rows
-            raise DatasetInvalid(
-                f"{name}: {num_bad:,} of {self.num_rows:,} rows ({num_bad / self.num_rows:.2%}) are known to be bad, "
-                f"more than max_bad_share = {recipe.max_bad_share:g} allows to replace. GET {dataset_path(name)}/quarantine "
-                f"lists them. Mend the data, or raise max_bad_share in penstock.toml."
-            )
+        if self.refusal:
+            raise DatasetInvalid(self.refusal)
 
     @property
     def refusal(self) -> str | None:
         """Reason why every batch is refused; None if batches are served."""
-        try:
-            self.check()
-        except DatasetInvalid as refusal:
-            return str(refusal)
-        return None
+        recipe, name, num_bad = self._snapshot.recipe, self._snapshot.name, self.num_bad_rows
+        if recipe.on_bad_row == "fail" or not self.has_too_many:
+            return None
+        return (
+            f"{name}: {num_bad:,} of {self.num_rows:,} rows ({num_bad / self.num_rows:.2%}) are known to be bad, more than "
+            f"max_bad_share = {recipe.max_bad_share:g} allows to replace. GET {dataset_path(name)}/quarantine lists them. "
+            f"Correct the data, or raise max_bad_share in penstock.toml."
+        )
 
     @property
     def num_unread_groups(self) -> int:

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.text import one_line
+from penstock_server.arrow import open_parquet
 from penstock_server.catalog.scan import FileStat
 from penstock_server.files import check_is_file
-from penstock_server.parquet import open_parquet
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.fields import FieldError, num_leaves
 from penstock_server.recipes.filter.sql import FilterError

@@ -23,9 +23,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.text import one_line
-from penstock_server.arrow import take_rows
+from penstock_server.arrow import open_parquet, take_rows
 from penstock_server.importing.schema import ImportRefused, plain
-from penstock_server.parquet import open_parquet
 from penstock_server.recipes.infer import ANSWERS
 
 Quoting = Literal["doubled", "backslash", "none"]
