@@ -118,7 +118,7 @@ def test_labels_that_are_none_are_refused_with_a_way_out(server: Server) -> None
         DataError, match=r"labels has \d+ at id \d+; .* labels = false does without, before a run begins"
     ) as told:
         next(iter(dataset(server, "shifted")))
-    assert "Mend the shard, or what " in str(told.value)
+    assert "Correct the shard, or the recipe" in str(told.value)
     assert "neighbour" not in str(told.value)  # none could stand in
     with pytest.raises(DataError, match='values for .* set prompt = "input_ids" and response = "labels"'):
         next(iter(dataset(server, "unnamed")))

@@ -280,7 +280,7 @@ def test_nulls_that_refuse_a_dataset_before_it_is_read_are_listed_by_row_group(
             list(dataset(server, "holes", batch_size=10))
         listed = server.json("/v1/datasets/holes/quarantine")
         assert (listed["num_bad_rows"], listed["rows"]) == (4, [])
-        reason = "1 of its 25 rows are null in text; which ones is known once it is read"
+        reason = "1 of its 25 rows are null in text; it is not read yet"
         assert listed["row_groups"] == [
             {"shard": "part-0.parquet", "row_group": group, "reason": reason} for group in (0, 2, 4, 6)
         ]

@@ -129,7 +129,7 @@ def test_where_no_filter_helps_none_is_told(data: Path, load: Loader, columns: d
     blocks, block = load()
     with pytest.raises(BadRow, match="row 1 of row group 0") as refusal:
         blocks.quarantine.check_block(block, 0)
-    assert str(refusal.value).endswith("so a run can go on where it stopped.")
+    assert str(refusal.value).endswith("so a run can go on.")
 
 
 def test_ids_outside_the_vocabulary_are_known_from_the_footer_and_refused_with_the_bound(data: Path) -> None:
