@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.text import counted, one_line, printable
+from penstock_server.arrow import open_parquet
 from penstock_server.catalog.scan import FileStat, list_folder
 from penstock_server.catalog.shard import Shard, is_of, open_shard, stat_of
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
