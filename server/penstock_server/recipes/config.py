@@ -134,7 +134,7 @@ def _read_declaration(folder: Path) -> dict[str, Any]:
     if "max_bad_share" in given and "on_bad_row" not in given:
         problems.append('max_bad_share limits what is replaced, but nothing is: set on_bad_row = "replace", or remove it')
     if "mix" in unknown:
-        problems.append("a mixture is declared in a folder of its own, without shards")
+        problems.append("a mixture is declared in another folder, without shards")
     if problems:
         known = f" Known keys: {', '.join(_KEYS)}; and, for a mixture, mix." if unknown else ""
         raise DatasetInvalid(f"{path}: {'; '.join(problems)}.{known}")
@@ -240,13 +240,6 @@ class _Reader:
                 f"{self._path}: split_special_tokens is for texts, but rows are token ids or chats, whose template writes "
                 f"special tokens itself. Remove it, and take spellings of special tokens out of texts with a transform."
             )
-        if splits and tokenizer:
-            for role, source in self._fields:
-                if tokens := [token for text, _ in source.parts for token in tokenizer.special_tokens_in(text)]:
-                    raise DatasetInvalid(
-                        f"{self._path}: split_special_tokens would split {tokens[0]} in the template of {role}, too. Remove "
-                        f"it, and take spellings of special tokens out of texts with a transform."
-                    )
         if tokenizer and "vocab_size" in self._given:
             raise DatasetInvalid(f"{self._path}: vocab_size is given, but the tokenizer already tells it; remove vocab_size.")
         return tokenizer
@@ -328,7 +321,7 @@ class _Reader:
         if id_ is None:
             token = named or f"usual end-of-text token ({', '.join(_EOS_NAMES)})"
             raise DatasetInvalid(
-                f"{self._folder}: the tokenizer has no {token}. Name its own in {self._path}: "
+                f"{self._folder}: the tokenizer has no {token}. Name another in {self._path}: "
                 f'eos = "<the token>" or its id, or eos = false for none.'
             )
         return id_

@@ -30,8 +30,6 @@ TURNS = "_turns"  # after a feature's name: the lengths of a row's prompt, respo
 DOCUMENTS = "_documents"  # likewise: the lengths of the documents that are packed into a row
 COLUMN = "column:"  # before the name of a passthrough column
 
-LONGEST_ROW = (1 << 31) - 1  # tokens: lengths are kept in 31 bits
-
 
 class Selected(NamedTuple):
     """Rows of a block that the recipe keeps, filtered and transformed, before tokenization.
@@ -75,14 +73,9 @@ def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: in
 
     Each row's tokens depend on that row alone, so rows may be encoded in any batches. Text is encoded without the tokenizer's
     special tokens; the recipe's BOS opens and its EOS closes it. Token ids must be in [0, token_bound).
-
-    Raises ValueError: the tokenizer fails on any text.
     """
-    rows = Rows.of(selected.rows, recipe)
+    rows = Rows(selected.rows, recipe)
     features = _features(rows, token_bound)
-    for lists in features.values():
-        for row in np.flatnonzero(lists.lengths > LONGEST_ROW).tolist():
-            rows.note(row, f"has {lists.lengths[row]:,} tokens, more than {LONGEST_ROW:,}")
     columns = {COLUMN + column.name: _passthrough(rows, column) for column in recipe.columns}
     bad = np.array([reason is not None for reason in rows.reasons], bool)
     arrays: dict[str, pa.Array] = {}

@@ -170,7 +170,9 @@ def find_masks(given: Mapping[str, Any], schema: pa.Schema) -> Fields:
 def check_mask(role: str, source: Field, schema: pa.Schema) -> None:
     """Check that a field can be a mask. Raises FieldError: it is missing, or has an unsuitable type."""
     if not _is_mask(role, type_ := source.type(schema)):
-        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be lists of integers, or of booleans for 0 and 1")
+        raise FieldError(
+            f"column {source.text!r} is {type_}, but {role} must be lists of integers; booleans may stand for 0 and 1"
+        )
 
 
 def _is_mask(role: str, type_: pa.DataType) -> bool:
@@ -187,7 +189,7 @@ def way_without(reason: str, masks: Fields, ids: str) -> str:
     """Return advice to disable the mask that makes a row with these `ids` bad; "" if no mask is the cause."""
     for role, source in masks:
         if reason.startswith((f"{source.text} is ", f"{source.text} has ")):
-            answers = f' If they are answers of their own, set prompt = "{ids}" and response = "{source.text}".'
+            answers = f' If they are answers, set prompt = "{ids}" and response = "{source.text}".'
             is_other = role == "labels" and " values for " in reason
             return (
                 f" If no mask is meant, {role} = false does without, before a run begins: it makes another snapshot."
@@ -275,8 +277,7 @@ class FirstShard:
         both = pa.schema([*others, *(field for field in schema if field.name in more)])
         for name in sorted(self._used(both) - used):
             role = "tools" if name == "tools" else mask_of(name)
-            _, fields = read_fields(self.folder, self.given, self.schema)
-            without = f"{role} = false" if role else " and ".join(f'{role} = "{source.text}"' for role, source in fields)
+            without = f"{role} = false" if role else "the columns to use"
             raise FieldError(
                 f"column {name!r} is not in the first shard, or cannot be used there, so the rows of this shard would "
                 f"have loss without it. Write it in the first shard, too; or, to do without it, say in {FILE_NAME}: {without}"

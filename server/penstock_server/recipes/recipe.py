@@ -1,4 +1,4 @@
-"""Recipe: how a dataset's rows become tokens. `recipe_file` reads it from a dataset's penstock.toml."""
+"""Recipe: how a dataset's rows become tokens. `config` reads it from a dataset's penstock.toml."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Recipe:
     reads_json    whether columns that are read are of Parquet's JSON type, or hold it, in the first shard
     first         the columns of the first shard: no other shard may have further columns that select the tokens with loss
     unused        unused columns that, by name, select the tokens with loss; see `infer.unused_columns`
-    unsaid_bos    the token that the tokenizer itself would open a text with, if penstock.toml does not set bos
+    unsaid_bos    the token that the tokenizer would open a text with, if penstock.toml does not set bos
     guessed_eos   candidates for the EOS in the tokenizer, if no file names it; the first of several is taken
     filter        selects the rows that are served; None for all
     splits        whether the shards' names give the splits, or a hash; None: the names decide
@@ -270,7 +270,6 @@ def _split_type(type_: pa.DataType) -> str:
     return "integer" if pa.types.is_integer(type_) else "float" if pa.types.is_floating(type_) else str(type_)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """Rows to tokenize, and the reasons of those that cannot be used.
 
@@ -278,14 +277,9 @@ class Rows:
     reasons  why each row is bad, None for a good row
     """
 
-    stored: pa.RecordBatch
-    recipe: Recipe
-    reasons: list[str | None]
-
-    @classmethod
-    def of(cls, stored: pa.RecordBatch, recipe: Recipe) -> Rows:
-        """Make rows without any bad one."""
-        return cls(stored, recipe, [None] * stored.num_rows)
+    def __init__(self, stored: pa.RecordBatch, recipe: Recipe) -> None:
+        self.stored, self.recipe = stored, recipe
+        self.reasons: list[str | None] = [None] * stored.num_rows
 
     def __len__(self) -> int:
         return len(self.reasons)

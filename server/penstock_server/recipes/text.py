@@ -87,40 +87,33 @@ def _texts(rows: Rows, source: Field) -> list[str]:
 
 def read_chats(rows: Rows, role: str) -> list[Chat]:
     """Return the chats of a field, [] for a bad one."""
-    source, chats = rows.field(role), []
-    for row, value in enumerate(_nested(rows, source)):
-        try:
-            chat = _from_json(value)
-            if chat is None:
-                rows.note(row, "is null", of=source.text)
-        except (ValueError, RecursionError) as error:
-            rows.note(row, f"is no list of messages as JSON: {error}", of=source.text)
-            chat = []
-        chats.append(chat or [])
-    return chats
+    source = rows.field(role)
+    chats = _lists(rows, source, "messages")
+    for row, chat in enumerate(chats):
+        if chat is None:
+            rows.note(row, "is null", of=source.text)
+    return [chat or [] for chat in chats]
 
 
 def read_tools(rows: Rows) -> list[Tools]:
     """Return the tool definitions of each row; [] without any, and for a bad row."""
     source = rows.recipe.tools
-    if source is None:
-        return [[]] * len(rows)
-    tools: list[Tools] = []
+    return [[]] * len(rows) if source is None else [tools or [] for tools in _lists(rows, source, "tools")]
+
+
+def _lists(rows: Rows, source: Field, what: str) -> list[list[Any] | None]:
+    """Return the lists of a field, which may be JSON texts, or have JSON texts for items; None for null, [] for a bad one."""
+    lists = list[list[Any] | None]()
     for row, value in enumerate(_nested(rows, source)):
         try:
-            tools.append([json.loads(tool) if isinstance(tool, str) else tool for tool in _from_json(value) or []])
+            parsed = json.loads(value) if isinstance(value, str) and value else value or None
+            if not isinstance(parsed, list | None):
+                raise ValueError("it is no list")
+            lists.append(parsed and [json.loads(item) if isinstance(item, str) else item for item in parsed])
         except (ValueError, RecursionError) as error:
-            rows.note(row, f"is no list of tools as JSON: {error}", of=source.text)
-            tools.append([])
-    return tools
-
-
-def _from_json(value: Any) -> list[Any] | None:
-    """Parse a list from JSON text. A list stays, "" and null become None. Raises ValueError, RecursionError: not a list."""
-    parsed = (json.loads(value) if value else None) if isinstance(value, str) else value
-    if not isinstance(parsed, list | None):
-        raise ValueError("it is no list")
-    return parsed
+            rows.note(row, f"is no list of {what} as JSON: {error}", of=source.text)
+            lists.append([])
+    return lists
 
 
 def _nested(rows: Rows, source: Field) -> list[Any]:
@@ -128,17 +121,15 @@ def _nested(rows: Rows, source: Field) -> list[Any]:
     array = rows.values(source)
     try:
         return json_values(array)
-    except ValueError:
-        return [_one_nested(array[row : row + 1], row, rows, source) for row in range(len(array))]
-
-
-def _one_nested(one: pa.Array, row: int, rows: Rows, source: Field) -> Any:
-    try:
-        return json_values(one)[0]
-    except ValueError as error:
-        reason = "is not valid UTF-8" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error}"
-        rows.note(row, reason, of=source.text)
-    return None
+    except ValueError:  # the error does not name the row
+        values = []
+    for row in range(len(array)):
+        try:
+            values += json_values(array[row : row + 1])
+        except ValueError as error:
+            rows.note(row, f"cannot be read: {error}", of=source.text)
+            values.append(None)
+    return values
 
 
 def tokenized_chats(
@@ -186,10 +177,10 @@ def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[s
     rendered = recipe.chat.render([*prompt, *chat], tools, len(prompt))
     answers = [message for message in chat if message["role"] == "assistant"]
     if answers and not any(map(has_loss, answers)):
-        raise ChatError("has a chat in which every message of the assistant has weight 0, so no token has loss")
+        raise ChatError("has a chat whose messages of the assistant all have weight 0, so no token has loss")
     if not rendered.spans or (answers and not any(map(says_something, filter(has_loss, answers)))):
         roles = dict.fromkeys(message["role"] for message in chat)  # only the end of a turn would have loss
-        raise ChatError(f"has a chat in which the assistant says nothing, so no token has loss; its roles: {', '.join(roles)}")
+        raise ChatError(f"has a chat whose assistant says nothing, so no token has loss; its roles: {', '.join(roles)}")
     return rendered
 
 

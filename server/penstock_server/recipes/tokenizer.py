@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from penstock_server.files import may_be_there, read_file, read_text, spelled
+from penstock_server.files import may_be_there, read_file, read_text
 from penstock_server.library_errors import LibraryError, library_errors
 from penstock_server.machine import num_cores
 from penstock_server.map_ordered import map_ordered
@@ -52,7 +52,7 @@ class TokenizerFile:
     def encode(self, texts: list[str], note: Note) -> tuple[Ids, Ids]:
         """Return the ids of texts, end to end, and the length of each; without the tokenizer's special tokens.
 
-        A text that the tokenizer fails on has no ids, and `note` is called. Raises ValueError: it fails on any text.
+        A text that the tokenizer fails on has no ids, and `note` is called.
         """
 
         def ids_of(portion: list[str], _: slice) -> tuple[Ids, list[int]]:
@@ -71,7 +71,6 @@ class TokenizerFile:
         Spans are half-open ranges of characters, sorted and disjoint. A token is inside if any of its characters is: after
         "Assistant: " the first token of an answer contains the blank before it. Runs are an even number, at least two;
         some may have length 0. A text that the tokenizer fails on has no ids, and `note` is called.
-        Raises ValueError: it fails on any text.
         """
 
         def marked(portion: list[str], at: slice) -> list[tuple[Ids, Ids]]:
@@ -84,11 +83,6 @@ class TokenizerFile:
     def splits_special_tokens(self) -> bool:
         """Return whether a text that spells a special token becomes plain tokens, not that one."""
         return self.tokenizer.encode_special_tokens
-
-    def special_tokens_in(self, text: str) -> list[str]:
-        """Return the special tokens that a text spells."""
-        special = (token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special)
-        return [content for content in special if content in text]
 
     @property
     def opening(self) -> str | None:
@@ -131,11 +125,7 @@ class TokenizerFile:
                     return encode(portion, at)
             except LibraryError:  # the error does not name the text
                 portion = [self._encodable(text, at.start + n, note) for n, text in enumerate(portion)]
-            try:
-                with library_errors():
-                    return encode(portion, at)
-            except LibraryError as error:
-                raise ValueError(f"the tokenizer {spelled(self.path.name)} fails: {error}") from error
+            return encode(portion, at)
 
         return list(map_ordered(_threads(), num_cores(), encoded, _portions(texts)))
 

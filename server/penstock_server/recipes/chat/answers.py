@@ -43,7 +43,6 @@ class AnswerFormat:
     tail         after the end of a chat, such as the EOS of Phi-3
     has_header   whether text precedes an answer, and no prompt has it
     opening      the messages before the question
-    is_known     False if the template refuses all small chats
     """
 
     prompt: str = ""
@@ -51,12 +50,11 @@ class AnswerFormat:
     tail: str = ""
     has_header: bool = False
     opening: tuple[Message, ...] = ()
-    is_known: bool = True
 
     @property
     def closes(self) -> bool:
-        """Return whether more than blanks end an answer, which teaches a model to stop; True if nothing is known."""
-        return bool(self.end.strip()) or not self.is_known
+        """Return whether more than blanks end an answer, which teaches a model to stop."""
+        return bool(self.end.strip())
 
 
 def find_answer_format(write: Write) -> AnswerFormat:
@@ -70,7 +68,7 @@ def find_answer_format(write: Write) -> AnswerFormat:
                     "the chat template writes today's date (strftime_now), and a batch must be the same on every day. "
                     "Write a date into it."
                 ) from error
-    return AnswerFormat(is_known=False)
+    return AnswerFormat()
 
 
 def _answer_format(write: Write, opening: tuple[Message, ...]) -> AnswerFormat:

@@ -39,7 +39,7 @@ class Filter:
             self.keep(_nulls(self.columns, types))
         except FilterError as error:
             columns = zip(self.columns, types, self.types, strict=True)
-            changed = [f"{name} is {own} here and {first} in the first shard" for name, own, first in columns if own != first]
+            changed = [f"{name} is {new} here and {first} in the first shard" for name, new, first in columns if new != first]
             raise FilterError(f"{str(error).rstrip('.')}; {', '.join(changed)}.") from error
 
     def keep(self, rows: pa.RecordBatch) -> npt.NDArray[np.bool_]:

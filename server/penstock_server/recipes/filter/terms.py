@@ -251,7 +251,7 @@ def _text(term: Term) -> pc.Expression:
 
 
 def _pattern(pattern: Term) -> str:
-    """Return a literal text. Raises Mismatch: the term is none."""
+    """Return a literal text. Raises Mismatch: the term is another."""
     if pattern.literal is None or not is_text(pattern.type):
         raise Mismatch("needs a literal text for a pattern, as 'en%'")
     text: str = pattern.literal.as_py()

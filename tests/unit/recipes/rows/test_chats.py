@@ -72,7 +72,7 @@ def test_eos_has_no_loss_after_an_answer_of_weight_0(data: Path) -> None:
     tokenizer = load_tokenizer(data / "../tokenizer.json")
     found = [[tokenizer.decode(ids) for ids, in_loss in block.features["tokens"].row(row) if in_loss] for row in (0, 1)]
     assert [[text for text in row if text] for row in found] == [["dog"], [f"dog{EOS}"]]
-    assert block.bad == {2: "messages has a chat in which every message of the assistant has weight 0, so no token has loss"}
+    assert block.bad == {2: "messages has a chat whose messages of the assistant all have weight 0, so no token has loss"}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_bad_chat_is_reported_with_its_column(data: Path, recipe: str, columns: 
     blocks = open_blocks(data)
     [block] = blocks.get([0])
     assert block.bad[1] == "talk is null"
-    assert block.bad[2].startswith("talk has a chat in which the assistant says nothing")
+    assert block.bad[2].startswith("talk has a chat whose assistant says nothing")
     told = [str(blocks.quarantine.bad_row(block, 0, row)) for row in (1, 2)]
     assert ['such rows can be left out by filter = "' in message for message in told] == [True, False]
 
@@ -194,7 +194,7 @@ def test_chat_is_bad_when_no_token_has_loss(data: Path) -> None:
     ]
     write(data, "", {"messages": [[{"role": role, "content": text} for role, text in chat] for chat in said]})
     [block] = open_blocks(data).get([0])
-    silent = "messages has a chat in which the assistant says nothing, so no token has loss; its roles: "
+    silent = "messages has a chat whose assistant says nothing, so no token has loss; its roles: "
     assert block.bad == {1: f"{silent}user, model", 2: f"{silent}user", 3: f"{silent}user, assistant"}
 
 
