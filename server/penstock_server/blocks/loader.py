@@ -155,7 +155,7 @@ class Blocks:
         recipe = self._snapshot.recipe
         if recipe.kind != "prompt_response" or recipe.transform:
             return False
-        return have_bare_borders(Rows.of(self._reader.first_rows(_FIRST_ROWS), recipe))
+        return have_bare_borders(Rows(self._reader.first_rows(_FIRST_ROWS), recipe))
 
     @property
     def cache(self) -> CacheFolder:
