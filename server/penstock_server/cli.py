@@ -131,7 +131,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        store, catalog = open_data(settings)
+        catalog = open_data(settings)
         datasets, failed = _chosen(catalog, arguments.dataset)
     except (SettingsError, DatasetInvalid, UnknownDataset, BadParameter) as error:
         complain("inspect", error)
@@ -147,7 +147,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
                 failed.append(f"{problem}")
         for name, mixture in () if arguments.dataset else catalog.mixtures.items():
             print(printable(f"{name}: a mixture, {mixture.mix}"))
-    warn("inspect", settings, store.cache, datasets)
+    warn("inspect", settings, datasets)
     for line in failed:
         complain("inspect", line)
     return 1 if failed else 0
@@ -162,12 +162,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
         settings = Settings.read(vars(arguments), os.environ)
         if wrong := [length for length in arguments.pack_seq_len if not 1 <= length <= MAX_SEQ_LEN]:
             raise SettingsError(f"--pack-seq-len must be a seq_len from 1 to {MAX_SEQ_LEN:,}, not {wrong[0]}")
-        store, catalog = open_data(settings)
+        catalog = open_data(settings)
         datasets, failed = _chosen(catalog, arguments.dataset)
     except (SettingsError, DatasetInvalid, UnknownDataset, BadParameter) as error:
         complain("prepare", error)
         return 2
-    warn("prepare", settings, store.cache, datasets)
+    warn("prepare", settings, datasets)
     for dataset in datasets:
         try:
             for line in prepare(dataset, arguments.pack_seq_len):

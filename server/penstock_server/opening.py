@@ -1,10 +1,10 @@
-"""Opening: the cache and the catalog of a command, and the warnings about them."""
+"""Opening: the catalog of a command, and the warnings about its datasets."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from penstock.cli.output import complain
 from penstock_server.blocks.cache import CacheFolder
@@ -15,8 +15,8 @@ from penstock_server.catalog.warnings import advice_on_data, advice_on_folder
 from penstock_server.settings import Settings, SettingsError
 
 
-def open_data(settings: Settings) -> tuple[BlockStore, Catalog]:
-    """Opens the block store and the catalog of the settings.
+def open_data(settings: Settings) -> Catalog:
+    """Opens the catalog of the settings.
 
     Raises SettingsError: the cache folder cannot be used. Raises DatasetInvalid: see open_catalog.
     """
@@ -29,10 +29,10 @@ def open_data(settings: Settings) -> tuple[BlockStore, Catalog]:
             f"with --cache-dir."
         ) from error
     store = BlockStore(cache, settings.num_decoders, settings.max_decoded_bytes)
-    return store, open_catalog(settings.data_dir, settings.tokenizer, store)
+    return open_catalog(settings.data_dir, settings.tokenizer, store)
 
 
-def warn(command: str, settings: Settings, cache: CacheFolder, datasets: Collection[OpenSnapshot]) -> None:
+def warn(command: str, settings: Settings, datasets: Iterable[OpenSnapshot]) -> None:
     """Prints warnings about the data folder and these datasets, before they are read."""
-    for sentence in (*advice_on_folder(settings.data_dir), *advice_on_data(datasets, cache.budget_bytes)):
+    for sentence in (*advice_on_folder(settings.data_dir), *advice_on_data(datasets)):
         complain(command, sentence)

@@ -24,10 +24,6 @@ from commands import SERVER_PACKAGES, penstock, penstock_without
 from corpora import EOS, write_numbered, write_text, write_tokenizer
 from ledger_files import open_at, record
 from penstock import RemoteDataset
-from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.loader import Blocks
-from penstock_server.blocks.store import BlockStore
-from planned import open_snapshot
 from serving import Server
 
 
@@ -127,26 +123,6 @@ def test_the_greeting_names_each_dataset_with_rows_shards_recipe_snapshot_and_a_
     assert f"numbers: 1,234 rows in 3 shards, snapshot {snapshot}" in server.greeting
     assert "recipe: input_ids, pre-tokenized" in server.greeting
     assert "/v1/datasets/numbers/epochs/0/ranks/0/batches/0?format=json'" in server.greeting
-
-
-def test_a_cache_without_room_for_one_block_is_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
-    for name, num_rows in (("numbers", 9), ("more", 1000), ("some", 600)):
-        write_numbered(tmp_path / "data" / name, num_rows, row_group_size=500)
-    store = BlockStore(CacheFolder(tmp_path / "unused", 0))
-    expected = [Blocks(open_snapshot(folder), store).expected_bytes for folder in (tmp_path / "data").iterdir()]
-    largest, together = max(sizes.max() for sizes in expected), sum(sizes.sum() for sizes in expected)
-    warning = re.compile(
-        "the budget of the block cache, 2,000 bytes, is too small for even one of the larger blocks of more, some, of up to "
-        rf"about {largest:,} bytes\. Such blocks are not kept, but decoded .*Raise --cache-bytes \(all blocks together take "
-        rf"about {together:,} bytes\)"
-    )
-    prepared = penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "2KB")
-    assert prepared.returncode == 0
-    assert warning.search(prepared.stderr)
-    assert "more: 0 of 3 blocks are in the cache" in prepared.stdout
-    with serve(tmp_path / "data", "--cache-bytes", "2KB") as server:
-        assert warning.search(server.stop())
-    assert penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "1MB").stderr == ""
 
 
 def test_no_name_of_a_folder_is_obeyed_by_a_terminal(serve: Callable[..., Server], tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ class Catalog:
     """
 
     def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore) -> None:
-        self._data_dir, self._tokenizer, self._store = data_dir, tokenizer, store
+        self.store = store
+        self._data_dir, self._tokenizer = data_dir, tokenizer
         self._names = _Names()
         self._specs = SpecResolver()
         self._loading = threading.Lock()
@@ -170,7 +171,7 @@ class Catalog:
 
         Also release blocks that another process has evicted, so that an idle process holds no disk space.
         """
-        self._store.maps.let_go()
+        self.store.maps.let_go()
         with self._loading:
             scan = scan_folders(self._data_dir)
             loaders = {name: self._loader_of_folder(name, folder) for name, folder in scan.folders.items()}
@@ -265,7 +266,7 @@ class Catalog:
 
     def _loader_of_folder(self, name: str, folder: Path) -> DatasetLoader:
         known = self._names.datasets.get(name)
-        return known if known and known.folder == folder else DatasetLoader(name, folder, self._tokenizer, self._store)
+        return known if known and known.folder == folder else DatasetLoader(name, folder, self._tokenizer, self.store)
 
     def _report_missing(self, loader: DatasetLoader, scan: Scan) -> str:
         """Mark a dataset whose folder has no shards any more, or cannot be listed. Return the reason."""

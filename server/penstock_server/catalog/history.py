@@ -28,6 +28,7 @@ _FORMAT = 1
 _SUFFIX = ".snapshot"
 _MAX_OLDER = 16  # older snapshots of a dataset
 _TOUCH_SECONDS = 60.0
+_NOT_STORED = -1  # for the inode of a note
 
 ShardName = tuple[str, int, str]  # its file's name, its size in bytes, its digest
 
@@ -98,24 +99,22 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._records: dict[str, Record] = {}
-        self._inodes: dict[str, int] = {}  # of the records' notes; a rewritten note is another file
+        self._records: dict[str, tuple[int, Record]] = {}  # with the inode of its note: a rewritten note is another file
         self._touched_at: dict[str, float] = {}
 
     def records(self) -> list[Record]:
         """Return all records, newest first, including those of other servers with the same cache folder."""
-        try:
-            inodes = {path.stem: inode for path in self._folder.glob(f"*{_SUFFIX}") if (inode := _inode(path))}
-        except OSError:  # the disk fails, or no descriptor is left
-            inodes = {}
-        if len(inodes) <= _MAX_OLDER:  # no server dropped a note: a missing note was lost, and its record stays in memory only
-            self._inodes = {fingerprint: inode for fingerprint, inode in self._inodes.items() if fingerprint in inodes}
-        for fingerprint in self._inodes.keys() - inodes.keys():
-            self._forget(fingerprint)  # another server did
-        for fingerprint, inode in inodes.items():
-            if self._inodes.get(fingerprint) != inode and (record := self._load(self._path(fingerprint))):
-                self._records[fingerprint], self._inodes[fingerprint] = record, inode
-        return sorted(self._records.values(), key=lambda record: record.made_at_ns, reverse=True)
+        # A record that could not be stored stays in memory: a full disk stops no run.
+        records = {fingerprint: known for fingerprint, known in self._records.items() if known[0] == _NOT_STORED}
+        with suppress(OSError):  # the disk fails, or no descriptor is left
+            for path in self._folder.glob(f"*{_SUFFIX}"):
+                known, inode = self._records.get(path.stem), _inode(path)
+                if known and known[0] == inode:
+                    records[path.stem] = known
+                elif record := _load(path):
+                    records[path.stem] = (inode, record)
+        self._records = records
+        return sorted((record for _, record in records.values()), key=lambda record: record.made_at_ns, reverse=True)
 
     def latest(self) -> Record | None:
         """Return the newest latest snapshot of any server with the same cache folder; None if unknown."""
@@ -128,15 +127,17 @@ class History:
             return
         was_requested = self._was_requested(snapshot.fingerprint)
         made_at_ns = max(time.time_ns(), latest.made_at_ns + 1 if latest else 0)
-        self._keep(_record(snapshot, made_at_ns))
+        record, path = _record(snapshot, made_at_ns), self._path(snapshot.fingerprint)
+        write_note(path, (_FORMAT, made_at_ns, record.num_rows, record.recipe, record.shards))
         with suppress(OSError):
-            os.utime(self._path(snapshot.fingerprint), ns=(made_at_ns, made_at_ns + was_requested))
+            os.utime(path, ns=(made_at_ns, made_at_ns + was_requested))
+        self._records[snapshot.fingerprint] = (_inode(path), record)
         older = sorted(
             (fingerprint for fingerprint in self._records if fingerprint != snapshot.fingerprint),
             key=lambda fingerprint: (self._was_requested(fingerprint), self._used_at_ns(fingerprint)),
         )
         for fingerprint in older[:-_MAX_OLDER]:
-            self._forget(fingerprint)
+            del self._records[fingerprint]
             with suppress(OSError):
                 self._path(fingerprint).unlink()
 
@@ -149,34 +150,14 @@ class History:
                 os.utime(self._path(fingerprint))
                 os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
 
-    def _keep(self, record: Record) -> None:
-        self._records[record.fingerprint] = record
-        path = self._path(record.fingerprint)
-        write_note(path, (_FORMAT, record.made_at_ns, record.num_rows, record.recipe, record.shards))
-        if inode := _inode(path):
-            self._inodes[record.fingerprint] = inode
-
-    def _forget(self, fingerprint: str) -> None:
-        del self._records[fingerprint]
-        self._inodes.pop(fingerprint, None)
-        self._touched_at.pop(fingerprint, None)
-
     def _was_requested(self, fingerprint: str) -> bool:
-        record = self._records.get(fingerprint)
-        return record is not None and self._used_at_ns(fingerprint) > record.made_at_ns
+        return fingerprint in self._records and self._used_at_ns(fingerprint) > self._records[fingerprint][1].made_at_ns
 
     def _used_at_ns(self, fingerprint: str) -> int:
         try:
             return self._path(fingerprint).stat().st_mtime_ns
         except OSError:
-            return self._records[fingerprint].made_at_ns
-
-    def _load(self, path: Path) -> Record | None:
-        content = read_note(path)
-        if not isinstance(content, tuple) or content[:1] != (_FORMAT,):
-            return None
-        _, made_at_ns, num_rows, recipe, shards = content
-        return Record(path.stem, made_at_ns, num_rows, recipe, _interned(shards))
+            return self._records[fingerprint][1].made_at_ns
 
     def _path(self, fingerprint: str) -> Path:
         return self._folder / f"{fingerprint}{_SUFFIX}"
@@ -188,11 +169,19 @@ def _record(snapshot: Snapshot, made_at_ns: int) -> Record:
     return Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe, shards)
 
 
-def _inode(path: Path) -> int | None:
+def _load(path: Path) -> Record | None:
+    content = read_note(path)
+    if not isinstance(content, tuple) or content[:1] != (_FORMAT,):
+        return None
+    _, made_at_ns, num_rows, recipe, shards = content
+    return Record(path.stem, made_at_ns, num_rows, recipe, _interned(shards))
+
+
+def _inode(path: Path) -> int:
     try:
         return path.stat().st_ino
-    except OSError:  # another server has removed it just now
-        return None
+    except OSError:  # it could not be stored, or another server has removed it just now
+        return _NOT_STORED
 
 
 def _interned(shards: Iterable[ShardName]) -> tuple[ShardName, ...]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.text import listed
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.dataset import OpenSnapshot
@@ -30,9 +29,9 @@ def advice_on_folder(data_dir: Path) -> Iterator[str]:
             )
 
 
-def advice_on_data(datasets: Collection[OpenSnapshot], budget_bytes: int) -> Iterator[str]:
-    """Yield the warnings about a cache too small for a block, each dataset's recipe and columns, and too many bad rows."""
-    warnings = [_of_tight_cache(budget_bytes, datasets)]
+def advice_on_data(datasets: Iterable[OpenSnapshot]) -> Iterator[str]:
+    """Yield the warnings about each dataset's recipe and columns, and about too many bad rows."""
+    warnings: list[str | None] = []
     for opened in datasets:
         warnings += [_of_splits(opened, "split=train is the default"), *_of_recipe(opened), _of_bare_borders(opened)]
         warnings.append(opened.blocks.quarantine.refusal)
@@ -43,9 +42,7 @@ def advice_on_run(plan: Plan) -> Iterator[str]:
     """Yield the warnings about a run and its datasets."""
     warnings = [
         advice_on_room(plan),
-        _of_needless_buckets(plan),
         _of_needless_skip(plan),
-        _of_open_prompts(plan),
         _of_packed_rows(plan),
         _of_dropped_samples(plan),
     ]
@@ -60,21 +57,6 @@ def describe_splits(shard_splits: Sequence[str]) -> str:
     """Describe the number of shards in each split, for people."""
     numbers = Counter(shard_splits)
     return ", ".join(f"{name} {numbers[split]:,}" for split, name in _SPLITS.items() if split in numbers)
-
-
-def _of_tight_cache(budget_bytes: int, datasets: Collection[OpenSnapshot]) -> str | None:
-    """Warn of a cache that cannot hold even one block of some datasets."""
-    tight = [opened for opened in datasets if opened.blocks.expected_bytes.max() > budget_bytes]
-    if not tight:
-        return None
-    largest = max(int(opened.blocks.expected_bytes.max()) for opened in tight)
-    total = sum(int(opened.index.bytes_per_block().sum()) for opened in datasets)
-    return (
-        f"the block cache of {budget_bytes:,} bytes cannot hold one of the larger blocks of "
-        f"{listed([opened.name for opened in tight])}, which take up to about {largest:,} bytes. Each batch decodes and "
-        f"tokenizes them again, which is very slow. Raise --cache-bytes (all blocks take about {total:,} bytes), or name "
-        f"a folder on a larger disk with --cache-dir."
-    )
 
 
 def _of_bare_borders(dataset: OpenSnapshot | Member) -> str | None:
@@ -173,23 +155,6 @@ def _of_dropped_samples(plan: Plan) -> str | None:
     )
 
 
-def _of_open_prompts(plan: Plan) -> str | None:
-    """Warn of encoder prompts without the token that the tokenizer puts after texts."""
-    if plan.spec.task != "seq2seq":
-        return None
-    for member in plan.members:
-        recipe = member.snapshot.recipe
-        prompt, closing = recipe.fields[0][1].text, recipe.tokenizer and recipe.tokenizer.closing
-        if closing and recipe.kind != "tokens" and not prompt.endswith(closing):
-            template = prompt if "{" in prompt else f"{{{prompt}}}"
-            return (
-                f"{member.name}: the tokenizer puts {closing} after each text, but here nothing follows a prompt. If the model "
-                f'expects it, as T5 and BART do, set prompt = "{template}{closing}" in {FILE_NAME}. Prompts longer than '
-                f"seq_len={plan.spec.seq_len:,} lose it."
-            )
-    return None
-
-
 def _of_packed_rows(plan: Plan) -> str | None:
     """Warn of rows of several documents in batches that do not mark documents."""
     packed = [member.name for member in plan.members if member.snapshot.recipe.has_documents]
@@ -200,22 +165,6 @@ def _of_packed_rows(plan: Plan) -> str | None:
         f"where these begin: tokens attend to earlier documents, and positions continue. Use packing=best_fit, or "
         f"packing=concat with mark_documents=true."
     )
-
-
-def _of_needless_buckets(plan: Plan) -> str | None:
-    """Warn of bucketing by length that saves little padding."""
-    spec = plan.spec
-    if spec.length_bucket_size and spec.pad == "seq_len":
-        return (
-            f"length_bucket_size={spec.length_bucket_size} saves nothing, since pad=seq_len pads each row to {spec.seq_len:,} "
-            f"tokens. Use pad=longest or a multiple, such as pad=64."
-        )
-    if 0 < spec.length_bucket_size < spec.batch_size:
-        return (
-            f"length_bucket_size={spec.length_bucket_size} saves little: a batch has {spec.batch_size} rows of several "
-            f"buckets. Use the size of a global batch, length_bucket_size={spec.samples_per_step}."
-        )
-    return None
 
 
 def _of_needless_skip(plan: Plan) -> str | None:

@@ -61,15 +61,15 @@ def run(
     gc.collect()
     gc.freeze()
     _open_many_files()
-    store, catalog = open_data(settings)
+    catalog = open_data(settings)
     listen(listener, settings)
     if greet:
-        warn("serve", settings, store.cache, catalog.datasets.values())
+        warn("serve", settings, catalog.datasets.values())
         # In a thread: a full stdout pipe without a reader must not block serving.
         threading.Thread(
             target=report, args=(_greeting(catalog, settings, listener),), name="penstock-greeting", daemon=True
         ).start()
-    begin(store.cache.configured_bytes)
+    begin(catalog.store.cache.configured_bytes)
     begin_log(tells_news=seat is None or seat.number == 0)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes))
     if seat is None:
@@ -78,7 +78,7 @@ def run(
         ends_at(signal.SIGINT)
     with catalog.polling(settings.poll_seconds):
         Server(app, seat=seat).run(sockets=[listener])
-    store.close()
+    catalog.store.close()
 
 
 class Server(uvicorn.Server):

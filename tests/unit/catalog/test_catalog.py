@@ -26,7 +26,6 @@ from penstock.spec import Spec
 from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.catalog import dataset as dataset_module
-from penstock_server.catalog import history as history_module
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.footers import read_folder
 from penstock_server.catalog.scan import Scan, scan_folders
@@ -146,26 +145,6 @@ def test_concurrent_refreshes_take_one_thread(folder: Path, open_all: Opener, mo
         assert {answer.status_code for answer in answers} == {200}
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("lost", ["the folder", "the latest one's note"])
-def test_lost_notes_change_nothing_while_the_server_runs(
-    folder: Path, open_all: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
-) -> None:
-    monkeypatch.setattr(history_module, "_TOUCH_SECONDS", 0.0)
-    catalog = open_all()
-    older = catalog.plan("d", Spec(batch_size=1)).snapshot
-    write_shard(folder, 10, 0)
-    latest = catalog.refresh("d").snapshot
-    if lost == "the folder":
-        shutil.rmtree(tmp_path / "cache")
-    else:
-        [note] = (tmp_path / "cache").rglob(f"{latest}.snapshot")
-        note.unlink()
-    for _ in range(2):
-        assert catalog.plan("d", Spec(batch_size=1, snapshot=older)).snapshot == older
-        assert catalog.plan("d", Spec(batch_size=1)).snapshot == latest
-        assert [record.fingerprint for record in catalog["d"].snapshots] == [latest, older]
 
 
 def test_reverted_folder_is_loaded_after_catch_up(folder: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,7 @@ def test_null_rows_are_known_from_the_footer_and_refused_with_the_way_out(data: 
     assert open_snapshot(data, tokenizer).num_rows == 3
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response"), [("ask", "answer"), ("die Frage", 'a "good" one'), ("meta.ask", "wäre\\"), ("order", "null")]
-)
+@pytest.mark.parametrize(("prompt", "response"), [("ask", "answer"), ("die Frage", 'a "good" one'), ("meta.ask", "wäre\\")])
 def test_the_filter_that_leaves_null_rows_out_is_told_as_it_is_to_be_written(
     data: Path, tokenizer: Path, load: Loader, prompt: str, response: str
 ) -> None:

@@ -167,7 +167,7 @@ def test_run_is_warned_of_splits_by_names_unless_the_recipe_sets_splits(open_nam
     assert re.match(f"{expected}this run has split=train\\. ", told)
     [told] = advice_on_run(catalog.plan("d", Spec(batch_size=1, split="all")))
     assert re.match(f"{expected}this run has split=all\\. ", told)
-    [told] = advice_on_data([catalog["d"].latest], 1 << 30)
+    [told] = advice_on_data([catalog["d"].latest])
     assert re.match(f"{expected}split=train is the default\\. ", told)
     for rule in ("files", "hash"):
         assert [*advice_on_run(open_named(HUB, f'splits = "{rule}"').plan("d", Spec(batch_size=1)))] == []

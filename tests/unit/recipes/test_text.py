@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -81,7 +79,7 @@ class Folder:
         return open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))["d"].latest
 
     def advice(self) -> str:
-        return "\n".join(advice_on_data([self.served], 1 << 30))
+        return "\n".join(advice_on_data([self.served]))
 
 
 @pytest.fixture
@@ -297,23 +295,6 @@ def test_server_warns_of_masks_of_another_type(folder: Folder) -> None:
         assert folder.advice() == ""
         folder.write({"input_ids": [[1, 2]], name: [[0.0, 1.0]]})
         assert f"d: the recipe does not use {name}: " in folder.advice()
-
-
-def test_run_is_warned_of_encoder_prompts_without_a_closing_token(folder: Folder) -> None:
-    spec = Spec(batch_size=1, seq_len=8, task="seq2seq")
-    columns, config = {"question": ["fox"], "response": [" dog"]}, {"eos_token": "</s>"}
-    folder.write(columns, 'prompt = "question"\nresponse = "response"', config, "</s>")
-    assert folder.advice_on(spec) == []
-    folder.closes("</s>")
-    [told] = folder.advice_on(spec)
-    assert "the tokenizer puts </s> after each text, but here nothing follows a prompt" in told
-    assert 'set prompt = "{question}</s>" in penstock.toml; prompts of more than seq_len=8 tokens lose it' in told
-    assert folder.advice_on(replace(spec, task="causal")) == []
-    shutil.copytree(folder.path, folder.path.with_name("open"))
-    folder.write(columns, 'prompt = "{question}</s>"\nresponse = "response"', config)
-    assert folder.advice_on(spec) == []
-    [told] = folder.advice_on(replace(spec, mix="d:1,open:1"))
-    assert told.startswith("open: the tokenizer puts </s>")
 
 
 def test_pairs_of_text_and_chats_are_refused(folder: Folder) -> None:
