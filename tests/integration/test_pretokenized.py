@@ -101,7 +101,7 @@ SPECS: list[Spec] = [
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", ["labelled", "padded"])
-def test_every_id_has_the_label_that_its_row_gives_it(server: Server, name: str, spec: Spec) -> None:
+def test_every_id_has_the_label_of_its_row(server: Server, name: str, spec: Spec) -> None:
     found = epoch_of(server, name, **spec)
     for token, label, begins in found:
         row, place = divmod(token, 100)
@@ -113,7 +113,7 @@ def test_every_id_has_the_label_that_its_row_gives_it(server: Server, name: str,
         assert seen.keys() == every
 
 
-def test_labels_that_are_none_are_refused_with_a_way_out(server: Server) -> None:
+def test_wrong_labels_are_refused_with_a_remedy(server: Server) -> None:
     with pytest.raises(
         DataError, match=r"labels has \d+ at id \d+; .* labels = false does without, before a run begins"
     ) as told:
@@ -124,12 +124,12 @@ def test_labels_that_are_none_are_refused_with_a_way_out(server: Server) -> None
         next(iter(dataset(server, "unnamed")))
 
 
-def test_a_mask_that_is_not_used_is_told_to_who_trains(server: Server) -> None:
+def test_unused_mask_is_warned_of(server: Server) -> None:
     with pytest.warns(UserWarning, match="floats: the recipe does not use loss_mask"):
         dataset(server, "floats")
 
 
-def test_ids_beyond_32_bits_are_bad_also_where_the_footers_tell_of_them(server: Server) -> None:
+def test_ids_beyond_32_bits_are_bad(server: Server) -> None:
     firsts = [batch["input_ids"][0].tolist() for batch in dataset(server, "beyond")]
     assert firsts == [[5, row + (row % 20 == 4)] for row in range(NUM_ROWS)]
     assert server.json("/v1/datasets/beyond/quarantine")["rows"][0]["reason"].endswith(
@@ -138,17 +138,17 @@ def test_ids_beyond_32_bits_are_bad_also_where_the_footers_tell_of_them(server: 
 
 
 @pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])
-def test_padding_without_a_mask_is_told_of(server: Server, packing: str) -> None:
+def test_padding_without_a_mask_is_warned_of(server: Server, packing: str) -> None:
     with pytest.warns(UserWarning, match=r"repeat one token, such as 0\. If the rows were padded"):
         for _ in dataset(server, "unmasked", packing=packing, pad="seq_len", batch_size=8):
             pass
 
 
-def test_with_loss_all_every_id_is_in_loss(server: Server) -> None:
+def test_loss_on_all_gives_every_id_loss(server: Server) -> None:
     assert all(label == token for token, label, _ in epoch_of(server, "labelled", loss_on="all", seq_len=50))
 
 
-def test_in_a_mixture_each_dataset_keeps_its_masks(server: Server) -> None:
+def test_mixture_keeps_the_masks_of_each_dataset(server: Server) -> None:
     found = epoch_of(server, "labelled", mix={"labelled": 0.5, "plain": 0.5}, packing="rows", seq_len=50, batch_size=4)
     labels = Counter((token, label) for token, label, _ in found)
     for row in range(NUM_ROWS):
@@ -158,7 +158,7 @@ def test_in_a_mixture_each_dataset_keeps_its_masks(server: Server) -> None:
             assert label == token or labels[token, -100] >= 1
 
 
-def test_people_are_shown_the_labels(server: Server) -> None:
+def test_json_batch_shows_the_labels(server: Server) -> None:
     path = "/v1/datasets/labelled/epochs/0/ranks/0/batches/0?format=json&shuffle=none&batch_size=5&seq_len=50"
     samples = server.json(path)["samples"]
     assert [sample["labels"] for sample in samples] == [labels_of(row) for row in range(5)]
@@ -173,20 +173,20 @@ def dataset(server: Server, name: str, **spec: Any) -> RemoteDataset:
     return RemoteDataset(server.url, name, rank=0, world_size=1, **settings)
 
 
-def test_ids_of_an_encoder_and_a_decoder_stay_apart(server: Server) -> None:
+def test_seq2seq_keeps_prompt_and_response_ids_apart(server: Server) -> None:
     for row, batch in enumerate(dataset(server, "answered", task="seq2seq")):
         assert batch["input_ids"].tolist() == [[100 * row + place for place in range(length(row))]]
         assert batch["labels"].tolist() == [[7, row, 9, 9999]]
 
 
-def test_of_prompt_and_response_the_response_is_in_loss(server: Server) -> None:
+def test_response_ids_have_loss(server: Server) -> None:
     for row, batch in enumerate(dataset(server, "answered")):
         prompt = [100 * row + place for place in range(length(row))]
         assert batch["input_ids"].tolist() == [[*prompt, 7, row, 9, 9999]]
         assert batch["labels"].tolist() == [[*[-100] * len(prompt), 7, row, 9, 9999]]
 
 
-def test_pairs_of_ids_are_pairs(server: Server) -> None:
+def test_preference_pairs_may_be_ids(server: Server) -> None:
     for row, batch in enumerate(dataset(server, "pairs", seq_len=120)):
         prompt = [100 * row + place for place in range(length(row))]
         for side, answer in (("chosen", [7, row, 9]), ("rejected", prompt)):

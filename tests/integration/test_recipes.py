@@ -122,7 +122,7 @@ def rows_of(data: RemoteDataset) -> list[dict[str, Any]]:
     return rows[: data._client.resolve(data.spec).num_samples]
 
 
-def test_a_template_a_filter_and_columns_that_travel(server: Server, tokenizer: Tokenizer) -> None:
+def test_template_filter_and_passthrough_columns_reach_the_loop(server: Server, tokenizer: Tokenizer) -> None:
     rows = rows_of(dataset(server, "pages"))
     texts = [f"dog {n}: the fox {n} jumps" for n in kept()]
     assert [row["input_ids"] for row in rows] == [[5, *tokenizer.encode(text).ids, 0] for text in texts]
@@ -134,7 +134,7 @@ def test_a_template_a_filter_and_columns_that_travel(server: Server, tokenizer: 
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_a_filter_holds_for_every_packing(server: Server, packing: str) -> None:
+def test_filter_applies_to_every_packing(server: Server, packing: str) -> None:
     plain = Counter(token for row in rows_of(dataset(server, "pages")) for token in row["input_ids"])
     packed = dataset(server, "pages", packing=packing, seq_len=64, batch_size=1)
     found = Counter(token for batch in packed for token in batch["input_ids"][batch["attention_mask"].bool()].tolist())
@@ -142,7 +142,7 @@ def test_a_filter_holds_for_every_packing(server: Server, packing: str) -> None:
     assert sum((plain - found).values()) < (64 if packing == "concat" else 1)
 
 
-def test_rows_of_one_value_are_of_one_split(server: Server) -> None:
+def test_split_by_keeps_rows_of_one_value_together(server: Server) -> None:
     splits = {
         split: {row["meta.stars"] for row in rows_of(dataset(server, "pages", split=split))}
         for split in ("train", "validation")
@@ -152,7 +152,7 @@ def test_rows_of_one_value_are_of_one_split(server: Server) -> None:
     assert splits["validation"]
 
 
-def test_a_row_that_the_filter_leaves_out_says_so_and_is_shown_nowhere(server: Server) -> None:
+def test_filtered_row_is_reported_and_never_scheduled(server: Server) -> None:
     assert "meta.lang = 'en'" in server.json("/v1/datasets/pages/rows/3")["filtered_by"]
     spec: dict[str, Any] = {"batch_size": 1, "drop_last": False}
     assert server.json("/v1/datasets/pages/rows/3/schedule", **spec) == {"occurrences": []}
@@ -162,7 +162,7 @@ def test_a_row_that_the_filter_leaves_out_says_so_and_is_shown_nowhere(server: S
     assert page["samples"][0]["source"] == "part-0.parquet, row group 0, row 4"
 
 
-def test_a_filter_needs_no_look_at_the_tokens(server: Server) -> None:
+def test_filtered_rows_are_counted_without_tokens(server: Server) -> None:
     answer = server.json_when_ready("/v1/datasets/pages/spec", batch_size=1)
     assert answer["num_samples"] == len(kept())
     assert server.json("/v1/datasets/pages")["rows_served"] == len(kept())
@@ -172,20 +172,8 @@ def test_a_filter_needs_no_look_at_the_tokens(server: Server) -> None:
     assert sum(with_split) == len(kept())
 
 
-def test_how_many_rows_a_filter_keeps_is_told_at_the_start_once_it_is_known(
-    serve: Callable[..., Server], data_dir: Path, tmp_path: Path
-) -> None:
-    flags = ("--tokenizer", str(data_dir / "tokenizer.json"))
-    first = serve(data_dir, *flags, cache_dir=tmp_path)
-    assert f"  pages: {NUM_ROWS:,} rows before its filter in 1 shard" in first.greeting
-    assert first.json("/v1/datasets/pages")["rows_served"] is None
-    first.json_when_ready("/v1/datasets/pages/spec", batch_size=1)
-    first.stop()
-    assert f"  pages: {len(kept()):,} of {NUM_ROWS:,} rows in 1 shard" in serve(data_dir, *flags, cache_dir=tmp_path).greeting
-
-
 @pytest.mark.filterwarnings("ignore:no token has loss in")  # of a chat that is cut before the assistant speaks
-def test_a_chat_is_rendered_as_a_whole_and_the_assistant_is_in_loss(server: Server, tokenizer: Tokenizer) -> None:
+def test_chat_has_loss_on_the_assistant(server: Server, tokenizer: Tokenizer) -> None:
     rows = rows_of(dataset(server, "chats"))
     for number, row in enumerate(rows):
         text = "".join(f"<|{turn['role']}|>{turn['content']}{EOS}" for turn in chat(number))
@@ -200,7 +188,7 @@ def test_a_chat_is_rendered_as_a_whole_and_the_assistant_is_in_loss(server: Serv
     assert sum((found - whole).values()) == 0
 
 
-def test_a_preference_pair_is_two_samples_behind_one_prompt(server: Server, tokenizer: Tokenizer) -> None:
+def test_preference_pair_is_two_samples_after_one_prompt(server: Server, tokenizer: Tokenizer) -> None:
     seen = 0
     for batch in dataset(server, "pairs"):
         for i in range(4):
@@ -215,7 +203,7 @@ def test_a_preference_pair_is_two_samples_behind_one_prompt(server: Server, toke
         assert "preference pairs have two" in server.get("/v1/datasets/pairs/spec", **spec).json()["detail"]
 
 
-def test_what_two_chats_begin_with_is_their_prompt(server: Server, tokenizer: Tokenizer) -> None:
+def test_chat_pair_has_its_common_messages_as_prompt(server: Server, tokenizer: Tokenizer) -> None:
     [batch] = list(dataset(server, "chat-pairs", batch_size=NUM_ROWS))
     for side in ("chosen", "rejected"):
         for number, labels in enumerate(batch[f"{side}_labels"].tolist()):
@@ -223,12 +211,12 @@ def test_what_two_chats_begin_with_is_their_prompt(server: Server, tokenizer: To
             assert in_loss == (f"over {number}" if side == "chosen" else "no") + EOS
 
 
-def test_a_transform_makes_the_columns_that_the_recipe_names(server: Server, tokenizer: Tokenizer) -> None:
+def test_transform_makes_the_columns_of_the_recipe(server: Server, tokenizer: Tokenizer) -> None:
     rows = rows_of(dataset(server, "loud"))
     assert [row["input_ids"] for row in rows] == [[*tokenizer.encode(word).ids, 0] for word in ["FOX", "DOG"] * 30]
 
 
-def test_another_source_of_the_transform_is_another_snapshot_and_one_that_fails_says_how(
+def test_transform_source_changes_the_snapshot_and_its_errors_name_the_line(
     serve: Callable[..., Server], data_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "loud"
@@ -250,7 +238,7 @@ def test_another_source_of_the_transform_is_another_snapshot_and_one_that_fails_
         list(dataset(server, "loud"))
 
 
-def test_bad_rows_are_listed_counted_and_told_in_the_header(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_bad_rows_are_listed_counted_and_in_the_header(serve: Callable[..., Server], tmp_path: Path) -> None:
     texts: list[str | None] = [f"fox {n}" for n in range(200)]
     texts[7], texts[130] = None, ""
     write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
@@ -269,9 +257,7 @@ def test_bad_rows_are_listed_counted_and_told_in_the_header(serve: Callable[...,
         assert server.json("/v1/datasets/holes")["bad_rows"]["known"] == 2
 
 
-def test_nulls_that_refuse_a_dataset_before_it_is_read_are_listed_by_row_group(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_nulls_in_footers_are_listed_by_row_group(serve: Callable[..., Server], tmp_path: Path) -> None:
     texts = [f"fox {n}" if n % 50 else None for n in range(200)]
     write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
     write_tokenizer(tmp_path / "tokenizer.json")
@@ -291,9 +277,7 @@ def test_nulls_that_refuse_a_dataset_before_it_is_read_are_listed_by_row_group(
 
 
 @pytest.mark.parametrize(("num_bad", "limit"), [(1, ""), (3, " and raise max_bad_share, 0.01,")])
-def test_who_meets_a_bad_row_is_told_all_that_helps(
-    serve: Callable[..., Server], tmp_path: Path, num_bad: int, limit: str
-) -> None:
+def test_bad_row_error_names_every_remedy(serve: Callable[..., Server], tmp_path: Path, num_bad: int, limit: str) -> None:
     write(tmp_path / "holes", {"text": [*["fox"] * (200 - num_bad), *[""] * num_bad]}, 'tokenizer = "../tokenizer.json"')
     write_tokenizer(tmp_path / "tokenizer.json")
     with serve(tmp_path) as server, pytest.raises(DataError) as refusal:
@@ -301,16 +285,7 @@ def test_who_meets_a_bad_row_is_told_all_that_helps(
     assert f'or set on_bad_row = "replace"{limit} in {tmp_path}' in str(refusal.value)
 
 
-@pytest.mark.parametrize(("num_null", "limit"), [(1, ""), (3, " and a max_bad_share above 0.01")])
-def test_who_has_nulls_is_told_all_that_helps(serve: Callable[..., Server], tmp_path: Path, num_null: int, limit: str) -> None:
-    write(tmp_path / "holes", {"text": ["fox"] * (200 - num_null) + [None] * num_null}, 'tokenizer = "../tokenizer.json"')
-    write_tokenizer(tmp_path / "tokenizer.json")
-    write(tmp_path / "whole", {"text": ["fox"] * 8}, 'tokenizer = "../tokenizer.json"')
-    with serve(tmp_path) as server:
-        assert f'or on_bad_row = "replace"{limit} to serve a neighbour' in server.get("/v1/datasets/holes").json()["detail"]
-
-
-def test_a_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server], tmp_path: Path) -> None:
     texts = ["fox" if n % 10 else "" for n in range(200)]
     write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.05')
     write_tokenizer(tmp_path / "tokenizer.json")
@@ -327,7 +302,7 @@ def test_a_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server
         assert len(list(dataset(server, "holes", batch_size=10))) == 20
 
 
-def test_bad_rows_that_are_counted_refuse_a_dataset_before_its_first_step(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_counted_bad_rows_refuse_a_dataset_before_its_first_step(serve: Callable[..., Server], tmp_path: Path) -> None:
     """Not in the midst of an epoch, once that many were met; and whichever process answers."""
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
@@ -343,15 +318,7 @@ def test_bad_rows_that_are_counted_refuse_a_dataset_before_its_first_step(serve:
         assert (listed["num_bad_rows"], listed["complete"], len(listed["rows"])) == (20, True, 20)
 
 
-def test_a_dataset_that_will_be_refused_is_told_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
-    texts = ["fox" if n % 10 else None for n in range(200)]
-    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
-    write_tokenizer(tmp_path / "tokenizer.json")
-    with serve(tmp_path) as server:
-        assert "holes: 20 of 200 rows (10.00%) are known to be bad, more than max_bad_share = 0.01 allows" in server.stop()
-
-
-def test_windows_without_room_are_told_of_with_both_numbers_and_what_fits(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_window_beyond_the_cache_budget_is_warned_of(serve: Callable[..., Server], tmp_path: Path) -> None:
     ids = pa.array(np.arange(64 * 40_000).reshape(-1, 64).tolist(), pa.list_(pa.int32()))
     (tmp_path / "big").mkdir()
     pq.write_table(pa.table({"tokens": ids}), tmp_path / "big/part-000.parquet", row_group_size=500)
@@ -367,7 +334,7 @@ def test_windows_without_room_are_told_of_with_both_numbers_and_what_fits(serve:
         RemoteDataset(server.url, "big", seq_len=64, shuffle="none")
 
 
-def test_global_without_room_is_refused_with_both_numbers(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_global_shuffle_beyond_the_cache_budget_is_refused(serve: Callable[..., Server], tmp_path: Path) -> None:
     ids = pa.array(np.arange(64 * 40_000).reshape(-1, 64).tolist(), pa.list_(pa.int32()))
     write(tmp_path / "big", {"tokens": ids}, "")
     with serve(tmp_path, "--cache-bytes", "2MB") as server:
@@ -380,7 +347,7 @@ def test_global_without_room_is_refused_with_both_numbers(serve: Callable[..., S
         assert server.get("/v1/datasets/big/spec", shuffle="global").status_code == 200
 
 
-def test_what_is_wrong_in_a_folder_below_another_is_told_by_the_name_of_the_dataset(tmp_path: Path) -> None:
+def test_error_in_a_nested_folder_names_the_dataset(tmp_path: Path) -> None:
     rows = [[[1], [], [3, 4]]]
     write_shards(tmp_path / "data" / "web" / "news", "tokens", rows, type_=pa.list_(pa.int32()), row_group_size=9)
     with Server(tmp_path / "data", tmp_path / "cache") as server:

@@ -277,7 +277,8 @@ class FirstShard:
         both = pa.schema([*others, *(field for field in schema if field.name in more)])
         for name in sorted(self._used(both) - used):
             role = "tools" if name == "tools" else mask_of(name)
-            without = f"{role} = false" if role else "the columns to use"
+            _, fields = read_fields(self.folder, self.given, self.schema)
+            without = f"{role} = false" if role else " and ".join(f'{role} = "{source.text}"' for role, source in fields)
             raise FieldError(
                 f"column {name!r} is not in the first shard, or cannot be used there, so the rows of this shard would "
                 f"have loss without it. Write it in the first shard, too; or, to do without it, say in {FILE_NAME}: {without}"
