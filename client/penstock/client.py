@@ -135,7 +135,7 @@ class Client:
         def decode(body: memoryview) -> Iterator[list[wire.Frame]]:
             """Yield the requested frames. Raises WireError after the last valid ones."""
             missing = steps
-            for frames in wire.decode_alike(body, steps):
+            for frames in wire.decode_groups(body, steps):
                 if not missing:
                     raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
                 address = frames[0].address

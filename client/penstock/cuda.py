@@ -113,7 +113,7 @@ def pack(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> Ba
 
     Otherwise, for example after a proxy, they are copies, pinned if `pin_memory`.
     """
-    kind = kind_of(frame.alike.names)
+    kind = kind_of(frame.group.names)
     arrays = travelled(frame, kind)
     unneeded = {name for name in kind.columns if name not in tensors}
     texts = {name: texts for name, texts in frame.texts.items() if name in tensors}

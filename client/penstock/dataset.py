@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -365,7 +365,7 @@ class RemoteDataset(IterableDataset[Batch]):
             replay=self._replay,
             tensors=self._tensors,
         )
-        with self._stats.counting(batches), closing(batches):
+        with self._stats.counting(batches):
             yield batches
 
     def __repr__(self) -> str:

@@ -175,10 +175,12 @@ class HttpClient:
 
 
 def _receive(response: HTTPResponse, allocate: Callable[[int], memoryview]) -> memoryview:
-    """Return the body. Raises TransientError: it is incomplete. Raises HTTPException: it is larger than any batch."""
-    if response.length is None:
+    """Return the body. Raises TransientError: it is incomplete. Raises HTTPException: its length is unknown or too large."""
+    if response.chunked:
         return _receive_pieces(response)
     length = response.length
+    if length is None:  # http.client takes a truncated head for a whole one
+        raise HTTPException("the response does not state its length, or is cut short")
     _check_size(length)
     memory = allocate(length)
     num_bytes = 0

@@ -103,7 +103,8 @@ class BatchIterator:
         self._frames = fetch_ahead(client, self._transport, spec, epoch, steps[:replay], prefetch_bytes)
         # Without atexit, an iterator that is still referenced is closed only when the interpreter clears modules. Daemon
         # threads no longer run then: a wait for one never ends.
-        atexit.register(self.close)
+        self.is_left = False
+        atexit.register(self._leave)
 
     def __iter__(self) -> Iterator[Item]:
         items = self._items()
@@ -158,8 +159,12 @@ class BatchIterator:
     def close(self) -> None:
         """Stop fetching and drop the buffer. Idempotent."""
         with closing(self._transport), closing(self._frames):
-            atexit.unregister(self.close)
+            atexit.unregister(self._leave)
         self._client.trim()
+
+    def _leave(self) -> None:
+        self.is_left = True
+        self.close()
 
 
 def _next(items: Iterator[Item]) -> Item:

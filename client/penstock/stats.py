@@ -45,10 +45,16 @@ class Stats:
 
 
 class Counted(Protocol):
-    """An iterator with statistics."""
+    """An iterator with statistics. `is_left`: the interpreter exits, and has closed it."""
+
+    is_left: bool
 
     def stats(self) -> Stats:
         """Return the statistics so far."""
+        ...
+
+    def close(self) -> None:
+        """End the iterator."""
         ...
 
 
@@ -61,15 +67,17 @@ class StatsAggregator:
 
     @contextmanager
     def counting(self, iterator: Counted) -> Iterator[None]:
-        """Count an iterator, which runs until the end of the block."""
+        """Count an iterator, and close it at the end of the block."""
         ended, running = self._counted
         self._counted = ended, (*running, iterator)
         try:
             yield
         finally:
-            last = replace(iterator.stats(), buffered_bytes=0)
-            ended, running = self._counted
-            self._counted = ended + last, tuple(other for other in running if other is not iterator)
+            if not iterator.is_left:  # at an exit the functions called here may be gone
+                iterator.close()
+                last = replace(iterator.stats(), buffered_bytes=0)
+                ended, running = self._counted
+                self._counted = ended + last, tuple(other for other in running if other is not iterator)
 
     def total(self) -> Stats:
         """Return the current statistics of all iterators together."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.batch import IGNORED, SIDES, Parts, count_tokens
+from penstock.batch import IGNORED, SIDES, Parts
 from penstock.errors import SpecError
 from penstock.wire import Frame
 
@@ -33,7 +33,7 @@ class Item(NamedTuple):
     @classmethod
     def of(cls, frame: Frame, batch: Batch) -> Item:
         """Build the item of a frame and the batch made from it."""
-        return cls(batch, frame.step, frame.digest, count_tokens(frame))
+        return cls(batch, frame.step, frame.digest, frame.num_tokens)
 
 
 class _All(Container[str]):
@@ -62,7 +62,7 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
 
     On a GPU, penstock.cuda.unpack builds the same tensors.
     """
-    kind = kind_of(frame.alike.names)
+    kind = kind_of(frame.group.names)
     arrays, made = travelled(frame, kind), Batch()
     for side in kind.sides:
         ids, mask, labels = side.names
@@ -92,7 +92,7 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
     for name in kind.columns:
         if name in tensors:
             made[name] = as_tensor(arrays[name], pin_memory)
-    if frame.alike.texts:
+    if frame.group.texts:
         made |= {name: texts for name, texts in frame.texts.items() if name in tensors}
     return made
 

@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Retry-After", "0")
         if "chunked" in kind:
             self.send_header("Transfer-Encoding", "chunked")
-        else:
+        elif kind != "until-closed":
             self.send_header("Content-Length", str(len(CONTENT)))
         if kind == "closing":
             self.send_header("Connection", "close")
@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"0\r\n\r\n")
         else:
             self.wfile.write(CONTENT[:300_000] if kind == "cut" else CONTENT)
-        self.close_connection = kind in ("cut", "cut-chunked", "forgets", "closing")
+        self.close_connection = kind in ("cut", "cut-chunked", "forgets", "closing", "until-closed")
 
 
 @pytest.fixture
@@ -124,6 +124,11 @@ def test_body_lies_in_the_allocated_memory(server: Listener) -> None:
 
 def test_body_of_unknown_length_arrives_whole(server: Listener, client: HttpClient) -> None:
     assert client.get(server.url, "/chunked") == CONTENT
+
+
+def test_response_without_a_length_is_refused(server: Listener, client: HttpClient) -> None:
+    with pytest.raises(TransientError, match="length"):
+        client.get(server.url, "/until-closed")
 
 
 def test_connection_is_kept_and_replaced_when_the_server_has_closed_it(server: Listener, client: HttpClient) -> None:

@@ -12,6 +12,11 @@ from penstock.stats import Stats, StatsAggregator
 class Counted:
     """An iterator that gave 3 batches."""
 
+    is_left = is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
     def stats(self) -> Stats:
         return Stats(num_batches=3, buffered_bytes=5)
 
@@ -23,11 +28,12 @@ def test_total_counts_an_iterator_once_while_it_runs_and_after_it_ended() -> Non
     assert stats.total() == Stats(num_batches=6)
 
 
-def test_total_counts_an_iterator_that_failed() -> None:
-    stats = StatsAggregator()
-    with pytest.raises(OSError, match="broken"), stats.counting(Counted()):
+def test_failed_iterator_is_counted_and_closed() -> None:
+    stats, iterator = StatsAggregator(), Counted()
+    with pytest.raises(OSError, match="broken"), stats.counting(iterator):
         raise OSError("broken")
     assert stats.total() == Stats(num_batches=3)
+    assert iterator.is_closed
 
 
 def test_copy_has_the_statistics_without_iterators() -> None:

@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from penstock import SpecError, wire
-from penstock.batch import count_tokens
 from penstock.tensors import document_mask, expand, names_of
 
 
@@ -75,7 +74,7 @@ def test_documents_have_separate_positions_and_masks() -> None:
     assert added.dtype == torch.bfloat16
     assert (added == 0).equal(mask)
     assert (added[~mask] == torch.finfo(torch.bfloat16).min).all()
-    assert sorted(names_of(made.alike.names)) == sorted(batch)
+    assert sorted(names_of(made.group.names)) == sorted(batch)
     for name, whole in batch.items():
         alone = expand(made, pin_memory=False, tensors={name})
         assert list(alone) == [name]
@@ -121,9 +120,8 @@ def test_passthrough_columns_keep_names_and_types() -> None:
 
 
 def test_num_tokens_excludes_padding() -> None:
-    assert count_tokens(frame(input_ids=[[5, 6, 0], [7, 0, 0]], lengths=[2, 1])) == 3
-    assert count_tokens(frame(input_ids=[[5, 6, 0]], lengths=[2], labels=[[8, 9, 0, 0]], label_lengths=[3])) == 5
-    assert (
-        count_tokens(frame(chosen_input_ids=[[5, 6]], chosen_lengths=[1], rejected_input_ids=[[5]], rejected_lengths=[1])) == 2
-    )
-    assert count_tokens(frame(input_ids=[[5, 6, 7], [8, 9, 1]])) == 6
+    assert frame(input_ids=[[5, 6, 0], [7, 0, 0]], lengths=[2, 1]).num_tokens == 3
+    assert frame(input_ids=[[5, 6, 0]], lengths=[2], labels=[[8, 9, 0, 0]], label_lengths=[3]).num_tokens == 5
+    pair = frame(chosen_input_ids=[[5, 6]], chosen_lengths=[1], rejected_input_ids=[[5]], rejected_lengths=[1])
+    assert pair.num_tokens == 2
+    assert frame(input_ids=[[5, 6, 7], [8, 9, 1]]).num_tokens == 6

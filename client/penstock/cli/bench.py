@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock.batch import IGNORED, SIDES, count_tokens
+from penstock.batch import IGNORED, SIDES
 from penstock.cli.arguments import ADDRESS, add_spec_options, amount, whole_number
 from penstock.cli.connection import connected, dataset_of, describe_dataset, first_given, parse_address, set_run, spec_query
 from penstock.cli.output import stdout_console
@@ -177,7 +177,7 @@ def _count_tensors(is_seq2seq: bool, batch: Mapping[str, Any]) -> Count:
 def _count_frame(frame: Frame) -> Count:
     names = (*(f"{side}input_ids" for side in SIDES), "labels")
     num_positions = sum(frame.tensors[name].size for name in names if name in frame.tensors)
-    return Count(num_tokens=count_tokens(frame), num_positions=num_positions)
+    return Count(num_tokens=frame.num_tokens, num_positions=num_positions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

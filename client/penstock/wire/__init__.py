@@ -2,31 +2,24 @@
 
     body    = frame frame frame ...
     frame   = header payload                 each frame a multiple of 64 bytes long
-    header  = {v, dataset, snapshot, spec_digest, epoch, rank, step, digest, nbytes, tensors: [[name, dtype, shape, offset],
-            ...],
-               replaced, header_digest, filler}
+    header  = {v, dataset, snapshot, spec_digest, epoch, rank, step, digest, nbytes,
+               tensors: [[name, dtype, shape, offset], ...], replaced, header_digest, filler}
     payload = bin                            starts on a 64-byte boundary of the body, as does each tensor in it
 
 A tensor of dtype utf8 or binary holds texts or bytes, shape [count, nbytes]: count + 1 int64 offsets, then nbytes bytes; text i
-is bytes [offsets[i], offsets[i + 1]). `replaced` samples stand in for rows that cannot be used.
+is bytes [offsets[i], offsets[i + 1]). `replaced` is the number of samples that replace unusable rows.
 
-`spec_digest` is that of the resolved spec, see Spec.digest: of batches of another seed nothing else may differ.
+`spec_digest` is that of the resolved spec, see Spec.digest: batches of another seed may differ in nothing else.
 
 `digest` is the xxh3-64 of the payload, `header_digest` that of the header's fields before it, packed as a map; both as 16
 hex digits. `filler` puts the payload on its boundary. All numbers in tensors are little-endian.
 
-`document_starts` has a bit a token, set where a document or the padding begins: that of token i of a sample is bit i % 8 of
-its byte i // 8, the lowest bit first. A sample's first token begins a document even where its bit is not set.
-
-layout   where the tensors lie in a payload
-head     the header and the payload's length, written or compared
-frame    what a body holds, read and checked
-digests  of payloads, headers and other bodies
+`document_starts` has one bit per token, set where a document or the padding begins: token i of a sample is bit i % 8 of its
+byte i // 8, the lowest bit first. A sample's first token always begins a document.
 """
 
-from penstock.wire.digests import content_digest, digest
-from penstock.wire.frame import Frame, FrameGroup, decode, decode_alike
-from penstock.wire.head import VERSION, Address, Heads
+from penstock.wire.frame import Frame, FrameGroup, decode, decode_groups
+from penstock.wire.header import VERSION, Address, Heads, content_digest, digest
 from penstock.wire.layout import Layout, TensorLayout, pack_texts, strided
 
 MEDIA_TYPE = "application/vnd.msgpack"
@@ -42,7 +35,7 @@ __all__ = [
     "TensorLayout",
     "content_digest",
     "decode",
-    "decode_alike",
+    "decode_groups",
     "digest",
     "pack_texts",
     "strided",

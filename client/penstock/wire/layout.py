@@ -13,13 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import VersionMismatch, WireError
-from penstock.text import cut
 
 ALIGNMENT = 64
 TEXTS = ("utf8", "binary")
 MAX_SAMPLES = 1 << 17  # more than any batch has, and in a header no smaller number takes more bytes
-MISFIT = "the header of a frame does not fit its payload"
-_MAX_DIMENSIONS = 32
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
@@ -87,6 +84,20 @@ def strided(
     return np.ndarray((count, *shape), dtype, body, begin, (stride, *strides[: len(shape)]))
 
 
+@lru_cache(maxsize=256)  # most frames of a run have the same layout
+def layout_of(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], nbytes: int) -> Layout:
+    """Build the layout of a header whose checksum is verified.
+
+    Raises VersionMismatch: a tensor has a dtype unknown to this client.
+    """
+    for name, dtype, _, _ in tensors:
+        if dtype not in DTYPES and dtype not in TEXTS:
+            raise VersionMismatch(
+                f"the server sends what this client does not know ({name} is {dtype}): install the same penstock on both"
+            )
+    return Layout(tuple(TensorLayout(name=n, dtype=d, shape=s, offset=o) for n, d, s, o in tensors), nbytes)
+
+
 def pack_texts(texts: Sequence[bytes], out: npt.NDArray[np.uint8]) -> None:
     """Write texts in the format of a utf8 or binary tensor: int64 offsets, then the bytes."""
     head = 8 * (len(texts) + 1)
@@ -95,51 +106,14 @@ def pack_texts(texts: Sequence[bytes], out: npt.NDArray[np.uint8]) -> None:
 
 
 def unpack_texts(tensor: TensorLayout, content: npt.NDArray[np.uint8]) -> list[str] | list[bytes]:
-    """Read the texts or bytes of a utf8 or binary tensor. Raises WireError: invalid offsets or UTF-8."""
+    """Read the texts or bytes of a utf8 or binary tensor. Raises WireError: invalid UTF-8."""
     head = 8 * (tensor.shape[0] + 1)
-    borders, body = content[:head].view("<i8"), content[head:].tobytes()
-    if borders[0] != 0 or borders[-1] != len(body) or (borders[1:] < borders[:-1]).any():
-        raise WireError(f"the offsets of the texts in {tensor.name} are none")
-    found = [body[start:stop] for start, stop in pairwise(borders.tolist())]
+    offsets, body = content[:head].view("<i8").tolist(), content[head:].tobytes()
+    texts = [body[start:stop] for start, stop in pairwise(offsets)]
     try:
-        return [text.decode() for text in found] if tensor.dtype == "utf8" else found
+        return [text.decode() for text in texts] if tensor.dtype == "utf8" else texts
     except UnicodeDecodeError as error:
         raise WireError(f"{tensor.name} holds bytes that are no UTF-8") from error
-
-
-@lru_cache(maxsize=256)  # most frames of a run have the same layout
-def layout_of(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], nbytes: int) -> Layout:
-    """Build the layout of a header whose checksum is verified.
-
-    Raises:
-        WireError: the layout does not fit the payload.
-        VersionMismatch: a tensor has a dtype unknown to this client.
-        Exception: any error of values that are not such tuples.
-    """
-    for name, dtype, *_ in tensors:
-        if isinstance(dtype, str) and dtype not in {*DTYPES, *TEXTS}:
-            told = cut(f"{name} is {dtype}")
-            raise VersionMismatch(
-                f"the server sends what this client does not know ({told}): install the same penstock on both"
-            )
-    layout = Layout(tuple(TensorLayout(name=n, dtype=d, shape=tuple(s), offset=o) for n, d, s, o in tensors), nbytes)
-    if not all(_fits(tensor, nbytes) for tensor in layout.tensors):
-        raise WireError(MISFIT)
-    if len({tensor.name for tensor in layout.tensors}) < len(layout.tensors):
-        raise WireError(MISFIT)
-    return layout
-
-
-def _fits(tensor: TensorLayout, nbytes: int) -> bool:
-    """Whether a header's tensor fits a payload of `nbytes`. Raises any error of malformed values."""
-    sizes = (tensor.offset, *tensor.shape)
-    if not isinstance(tensor.name, str) or any(type(size) is not int or not 0 <= size < 1 << 32 for size in sizes):
-        return False
-    if tensor.dtype in TEXTS:  # shape is (number of texts, bytes)
-        makes_sense = len(tensor.shape) == 2 and tensor.shape[0] <= MAX_SAMPLES
-    else:  # numpy refuses some shapes even if another size is 0
-        makes_sense = len(sizes) <= _MAX_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 32
-    return makes_sense and tensor.offset + tensor.nbytes <= nbytes
 
 
 def round_up(nbytes: int) -> int:

@@ -16,7 +16,6 @@ import pytest
 import penstock_server.batches.text_view
 from corpora import write_tokenizer
 from penstock import wire
-from penstock.batch import count_tokens
 from penstock.tensors import expand
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.text_view import as_json, provenance, shown_columns
@@ -80,7 +79,7 @@ def test_json_batch_has_the_labels_and_positions_of_a_trainer(
     [page] = map(json.loads, as_json(chunk, blocks))
     [frame] = wire.decode(frames(chunk, blocks))
     batch = expand(frame, pin_memory=False)
-    assert sum(sample["num_tokens"] for sample in page["samples"]) == count_tokens(frame)
+    assert sum(sample["num_tokens"] for sample in page["samples"]) == frame.num_tokens
     names = {name for name in batch if name.endswith(("input_ids", "labels", "position_ids"))}
     for index, sample in enumerate(page["samples"]):
         assert {name for name in sample if name.endswith(("input_ids", "labels", "position_ids"))} == names
