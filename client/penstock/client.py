@@ -12,11 +12,10 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlencode
 
-import httpx
-
 from penstock import wire
-from penstock.errors import SpecError, VersionMismatch, WireError
-from penstock.http import Buffers
+from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
+from penstock.http import Buffers, HttpClient
+from penstock.responses import TransientError
 from penstock.row_lengths import RowLength
 from penstock.spec import Spec
 from penstock.transport import Servers, Transport
@@ -28,7 +27,7 @@ _MAX_QUERY = 60_000  # bytes; a request may have 64 KiB in all
 _ADDRESS = re.compile(
     r"https?://(?:[\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[\da-f:.%]+\])(?::(\d{1,5}))?(?:/[!-~]*)?", re.ASCII | re.IGNORECASE
 )
-_CACHE = "Does a cache on the way to the server leave the query out of what it knows an answer by?"
+_CACHE = "Does a cache between client and server ignore the query?"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,12 +111,13 @@ class Client:
         first = replace(
             spec, batch_size=_SAMPLED_ROWS, world_size=1, drop_last=False, offset=0, skip=None, length_bucket_size=0
         )
-        url = f"{self._servers.current}{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(first.to_query())}"
+        target = f"{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(first.to_query())}"
         try:
-            samples = httpx.get(url, timeout=_LENGTHS_SECONDS).raise_for_status().json()["samples"]
+            with closing(HttpClient(_LENGTHS_SECONDS)) as http:
+                samples = decode_object(http.get(self._servers.current, target))["samples"]
             rows = [row for sample in samples for row in sample["sources"]]
             places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): RowLength.of_source(row) for row in rows}
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+        except (TransientError, PenstockError, ValueError, KeyError, TypeError):
             return []
         return list(places.values())
 
@@ -137,15 +137,15 @@ class Client:
             missing = steps
             for frames in wire.decode_groups(body, steps):
                 if not missing:
-                    raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
+                    raise WireError(f"the response has more than the requested steps {steps[0]} to {steps[-1]}")
                 address = frames[0].address
                 if address != expected._replace(step=missing[0]):
                     why = "" if address.spec_digest == spec.digest else ", of other parameters"
-                    raise WireError(f"the batch of step {missing[0]} was asked for, but another came{why}. {_CACHE}")
+                    raise WireError(f"expected the batch of step {missing[0]}, received another{why}. {_CACHE}")
                 yield frames
                 missing = missing[len(frames) :]
             if missing:
-                raise WireError(f"the batch of step {missing[0]} was asked for, but the answer ends before it")
+                raise WireError(f"expected the batch of step {missing[0]}, but the response ends before it")
 
         return decode
 
@@ -173,9 +173,9 @@ def decode_object(body: memoryview) -> dict[str, Any]:
     try:
         value = json.loads(bytes(body))
     except ValueError as error:
-        raise WireError(f"the answer is not JSON: {error}") from error
+        raise WireError(f"the response is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise WireError(f"the answer is not a JSON object, but a {type(value).__name__}")
+        raise WireError(f"the response is a JSON {type(value).__name__}, not an object")
     return value
 
 
@@ -199,10 +199,10 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise VersionMismatch(
-            f"the answer is not a spec of this version of penstock ({error!r}). Is this a penstock server of the same version?"
+            f"the response is not a spec of this version of penstock ({error!r}). Is this a penstock server of the same version?"
         ) from error
     if others := _unlike(asked, resolved.spec):
-        raise WireError(f"the answer is for other parameters, {', '.join(others)}. {_CACHE}")
+        raise WireError(f"the response is for other parameters, {', '.join(others)}. {_CACHE}")
     return resolved
 
 

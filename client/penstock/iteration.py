@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 NOT_GIVEN = "the batch that was given last did not reach the loop"  # sent to a generator of batches
 _EXECUTING = "generator already executing"  # Python's message if another thread runs the generator
-_OTHER_THREAD = "another thread is taking a batch of this iteration: give each a dataset of its own."
+_OTHER_THREAD = "another thread is taking a batch of this iteration: use one dataset per thread."
 
 
 class Iteration(Iterator[Batch]):

@@ -73,7 +73,7 @@ class Prefetch(Generic[T]):
         if os.getpid() != self._process:
             raise PenstockError(
                 f"this iteration began in process {self._process}, and process {os.getpid()} was forked off it: the thread "
-                f"that fetches and its connections are there. Begin an iteration of its own in each process."
+                f"that fetches and its connections are there. Begin a new iteration in each process."
             )
         while True:
             try:
@@ -121,7 +121,7 @@ class Prefetch(Generic[T]):
                 group = self._ready.get(timeout=_ORPHAN_SECONDS)
                 break
             if current_process().daemon and os.getppid() != self._parent:
-                raise PenstockError("the process whose loader worker this is has ended, and this ends, too.")
+                raise PenstockError("the process of the training loop has ended, so its loader worker ends.")
         if isinstance(group, BaseException):
             self._ready.put(group)  # for the next call
             try:

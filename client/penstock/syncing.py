@@ -1,4 +1,4 @@
-"""Having a disk write what it was given."""
+"""Flushing of folders to the disk."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def sync_folder(folder: Path) -> None:
-    """Has the disk write the names in a folder, where its file system can. Raises OSError: it does not take them."""
+    """Flush the names in a folder to the disk, if its file system can. Raises OSError: the disk cannot be written."""
     if sys.platform == "win32":
         return
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (EBADF, EINVAL, ENOTSUP):  # as some say whose folders cannot be synced
+        if error.errno not in (EBADF, EINVAL, ENOTSUP):  # file systems that cannot sync folders
             raise
     finally:
         os.close(fd)

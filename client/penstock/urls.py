@@ -1,4 +1,4 @@
-"""The paths of a dataset and of its batches, as servers and clients spell them."""
+"""Paths of a dataset and of its batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def dataset_path(dataset: str) -> str:
         return f"{DATASETS}/{quote(dataset, safe='')}"
     except UnicodeEncodeError as error:
         raise SpecError(
-            f"the dataset's name {dataset!r} is no text that UTF-8 can hold: no server has it. If it came from a command line, "
-            f"Python did not read that as UTF-8: set PYTHONUTF8=1, or a locale such as LC_ALL=C.UTF-8",
+            f"UTF-8 cannot encode the name of the dataset {dataset!r}. If it came from a command line, set PYTHONUTF8=1 or a "
+            f"locale such as LC_ALL=C.UTF-8",
             ("dataset",),
         ) from error
 
 
 def batches_path(dataset: str, epoch: int, rank: int) -> str:
-    """The path of a rank's batches of an epoch; after it stands a step, or which steps in the query."""
+    """Return the path of a rank's batches of an epoch; a step or a query follows."""
     return f"{dataset_path(dataset)}/epochs/{epoch}/ranks/{rank}/batches"

@@ -74,7 +74,7 @@ def test_data_checks_retry_a_response_that_is_not_a_json_object(monkeypatch: pyt
     with pages(lambda path: (200, json.dumps(GOOD).encode() if path == "/healthz" else next(answers))) as url:
         assert "data" not in found(url)
     with pages(lambda path: (200, json.dumps(GOOD).encode() if path == "/healthz" else b"[]")) as url:
-        assert "the answer is not a JSON object, but a list" in found(url)["data"].text
+        assert "a JSON list" in found(url)["data"].text
 
 
 def test_data_checks_fail_without_a_dataset_list() -> None:
