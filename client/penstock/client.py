@@ -199,7 +199,7 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise VersionMismatch(
-            f"the response is not a spec of this version of penstock ({error!r}). Is this a penstock server of the same version?"
+            f"the response is not a spec of this version of penstock ({error!r}). Does the server have the same version?"
         ) from error
     if others := _unlike(asked, resolved.spec):
         raise WireError(f"the response is for other parameters, {', '.join(others)}. {_CACHE}")

@@ -138,7 +138,7 @@ ANSWER = {"spec": ASKED, "num_steps": 3, "num_samples": 24, "vocab_size": None, 
 @pytest.mark.parametrize(
     ("answer", "kind", "message"),
     [
-        ("<html>", VersionMismatch, "is not a spec of this version of penstock .* server of the same version"),
+        ("<html>", VersionMismatch, "is not a spec of this version of penstock .* same version"),
         ([], VersionMismatch, "is not a spec of this version"),
         ({**ANSWER, "num_steps": "many"}, VersionMismatch, "is not a spec of this version"),
         ({**ANSWER, "spec": {"colour": "blue"}}, VersionMismatch, "is not a spec of this version .*colour"),
