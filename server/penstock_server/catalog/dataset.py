@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,8 +37,6 @@ from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.schemas import described
 
 log = logging.getLogger("penstock.dataset")
-
-_OTHER_RECIPE = "the recipe, or the server's version, was changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,7 @@ class DatasetState:
     error     why the last attempt to open the folder failed; the other fields are from before that attempt
     contents  of the folder: older snapshots must agree with them
     records   the recorded snapshots, by fingerprint, newest first
-    former    older snapshots as an earlier state opened them
-    older     older snapshots that requests have opened in this state
+    older     the older snapshots that runs have requested
     """
 
     name: str
@@ -89,7 +87,6 @@ class DatasetState:
     error: str | None = None
     contents: FolderContents | None = None
     records: Mapping[str, Record] = field(default_factory=dict)
-    former: Mapping[str, OpenSnapshot] = field(default_factory=dict)
     older: dict[str, OpenSnapshot] = field(default_factory=dict)
     _opening: threading.Lock = field(default_factory=threading.Lock)
 
@@ -119,37 +116,59 @@ class DatasetState:
             return self.latest
         with self._opening:
             if fingerprint not in self.older:
-                self.older[fingerprint] = self._open_older(fingerprint)
+                if fingerprint not in self.records:
+                    raise SnapshotGone(
+                        f"snapshot {fingerprint} of {self.name} is not on this server, which has "
+                        f"{self.latest.snapshot.fingerprint}: the shards, the recipe or the server's version changed since the "
+                        f"run began. Resume on the old ones, or start a new run."
+                    )
+                self.older[fingerprint] = self._open_older(self.records[fingerprint])
             return self.older[fingerprint]
 
-    def _open_older(self, fingerprint: str) -> OpenSnapshot:
-        record, contents, former = self.records.get(fingerprint), self.contents, self.former.get(fingerprint)
-        if record is None:
-            raise SnapshotGone(
-                f"snapshot {fingerprint} of {self.name} is not on this server, which has {self.latest.snapshot.fingerprint}: "
-                f"the shards, the recipe or the server's version changed since this run began. Resume on the old ones, or "
-                f"start a new run."
-            )
-        if contents and any(name in contents.failures for name, _, _ in record.shards):
-            raise DatasetInvalid(f"{self.error}")
-        reason = self._why_gone(record)
+    def followed_by(
+        self, opened: OpenSnapshot | None, contents: FolderContents | None, records: list[Record], error: str | None
+    ) -> DatasetState:
+        """Return the next state. It keeps the open snapshots that are recorded and agree with the contents."""
+        state = DatasetState(
+            name=self.name,
+            store=self.store,
+            opened=opened,
+            error=error,
+            contents=contents,
+            records={record.fingerprint: record for record in records},
+        )
+        with self._opening:
+            before = [*self.older.values(), *([self.opened] if self.opened else [])]
+        for former in before:
+            if record := state.records.get(former.snapshot.fingerprint):
+                with suppress(SnapshotGone):
+                    state.older[record.fingerprint] = state._open_older(record, former)
+        return state
+
+    def _open_older(self, record: Record, former: OpenSnapshot | None = None) -> OpenSnapshot:
+        """Open an older snapshot, with the folder's recipe or that of `former`, the same snapshot in the previous state."""
+        contents = self.contents
+        if contents and any(name in contents.failures for name, _, _ in record.shards):  # whether it agrees is unknown
+            if former is None:
+                raise DatasetInvalid(f"{self.error}")
+            return former
+        reason = self._why_gone(record, has_recipe=former is not None)
         if reason or contents is None:
             raise SnapshotGone(
-                f"snapshot {fingerprint} of {self.name} is gone: {reason} since it was made. Put back what was there, or start "
-                f"a new run."
+                f"snapshot {record.fingerprint} of {self.name} is gone: {reason} since it was made. Put back what was there, "
+                f"or start a new run."
             )
         shards = [contents.shards[name] for name, _, _ in record.shards]
         snapshot = Snapshot(contents.folder, shards, contents.recipe, name=self.name)
-        if snapshot.fingerprint != fingerprint and former:
+        if former and snapshot.fingerprint != record.fingerprint:
             # The facts about its shards follow from its own recipe; only their FileStats may be new.
-            pairs = zip(former.snapshot.shards, snapshot.shards, strict=True)
-            shards = [replace(shard, date=present.date) for shard, present in pairs]
+            shards = [replace(old, date=new.date) for old, new in zip(former.snapshot.shards, shards, strict=True)]
             snapshot = Snapshot(contents.folder, shards, former.snapshot.recipe, name=self.name)
         if former and former.snapshot.recipe is snapshot.recipe and former.snapshot.shards == snapshot.shards:
             return former
         return OpenSnapshot.open(snapshot, self.store)
 
-    def _why_gone(self, record: Record) -> str | None:
+    def _why_gone(self, record: Record, *, has_recipe: bool = False) -> str | None:
         """Return why a snapshot can no longer be served: its first changed shard, otherwise the recipe; None if it can."""
         shards = self.contents.shards if self.contents else {}
         for name, size_bytes, digest in record.shards:
@@ -158,30 +177,10 @@ class DatasetState:
                 return f"{name} was removed"
             if (shard.date.size_bytes, shard.digest) != (size_bytes, digest):
                 return f"{name} was rewritten"
-        if record.fingerprint in self.former or record.fingerprint in self.older:
+        if has_recipe or record.fingerprint in self.older:
             return None
-        names = [name for name, _, _ in record.shards]
-        is_same = self.contents and recipe_key(self.contents.recipe, names) == record.recipe
-        return None if is_same else _OTHER_RECIPE
-
-    def followed_by(
-        self, opened: OpenSnapshot | None, contents: FolderContents | None, records: list[Record], error: str | None
-    ) -> DatasetState:
-        """Return the next state, which keeps the recorded snapshots that were opened in this one."""
-        with self._opening:
-            former = {**self.former, **self.older}
-        if self.opened:
-            former[self.opened.snapshot.fingerprint] = self.opened
-        by_fingerprint = {record.fingerprint: record for record in records}
-        return DatasetState(
-            name=self.name,
-            store=self.store,
-            opened=opened,
-            error=error,
-            contents=contents,
-            records=by_fingerprint,
-            former={fingerprint: snapshot for fingerprint, snapshot in former.items() if fingerprint in by_fingerprint},
-        )
+        is_same = self.contents and record.recipe == recipe_key(self.contents.recipe, [name for name, _, _ in record.shards])
+        return None if is_same else "the recipe, or the server's version, was changed"
 
 
 @described

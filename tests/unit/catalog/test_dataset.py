@@ -167,7 +167,7 @@ def test_opened_snapshots_without_a_record_are_dropped(folder: Path, open_all: O
         catalog.refresh("d")
     held = catalog["d"]
     assert len(held.records) == 3
-    assert held.former.keys() <= held.records.keys()
+    assert held.older.keys() <= held.records.keys()
 
 
 def test_removed_shard_is_named_after_restart(folder: Path, open_all: Opener) -> None:

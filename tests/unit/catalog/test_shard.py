@@ -1,9 +1,7 @@
-"""Opening shards: which files are taken, and that none that is damaged is a crash."""
+"""Shards: which files are valid. A damaged one is an error, never a crash."""
 
 import contextlib
-import errno
 import os
-import re
 import shutil
 import socket
 from base64 import b64decode, b64encode
@@ -18,12 +16,11 @@ from pyarrow.parquet import encryption
 
 from corpora import REAL_DATA, needs_real_data, write_numbered, write_shards, write_text
 from opened import Opener
-from penstock_server.catalog import shard as shard_module
 from penstock_server.problems import DatasetInvalid
 from planned import open_snapshot
 
 
-def test_shards_whose_schemas_differ_are_refused_with_file_and_column(data: Path, tokenizer: Path) -> None:
+def test_shards_of_other_columns_are_refused(data: Path, tokenizer: Path) -> None:
     write_text(data, ["one"])
     pq.write_table(pa.table({"text": [1, 2]}), data / "part-1.parquet")
     pq.write_table(pa.table({"body": ["one"]}), data / "part-2.parquet")
@@ -33,12 +30,10 @@ def test_shards_whose_schemas_differ_are_refused_with_file_and_column(data: Path
     assert "part-2.parquet: there is no column 'text'" in str(caught.value)
 
 
-@pytest.mark.parametrize("broken_first", [True, False])
-def test_truncated_and_foreign_files_are_named_one_by_one(data: Path, broken_first: bool) -> None:
+def test_truncated_and_foreign_files_are_named(data: Path) -> None:
     write_numbered(data, 100)
     whole = (data / "part-000.parquet").read_bytes()
     footer = int.from_bytes(whole[-8:-4], "little")
-    prefix = "a" if broken_first else "z"
     for name, content in {
         "cut": whole[: len(whole) // 2],
         "empty": b"",
@@ -46,7 +41,7 @@ def test_truncated_and_foreign_files_are_named_one_by_one(data: Path, broken_fir
         "garbled": whole[: -8 - footer] + b"\xff" * footer + whole[-8:],
         "overlong": whole[:-8] + b"\xff\xff\xff\x7f" + b"PAR1",
     }.items():
-        (data / f"{prefix}-{name}.parquet").write_bytes(content)
+        (data / f"a-{name}.parquet").write_bytes(content)
     with pytest.raises(DatasetInvalid) as caught:
         open_snapshot(data)
     lines = sorted(str(caught.value).splitlines())
@@ -89,9 +84,7 @@ def with_no_text_for_a_name(footer: bytes) -> bytes:
         (with_no_text_for_a_name, "'utf-8' codec can't decode byte 0xff in position 3: invalid start byte"),
     ],
 )
-def test_a_footer_in_which_a_bit_flipped_is_refused_and_never_a_crash(
-    data: Path, edit: Callable[[bytes], bytes], reason: str
-) -> None:
+def test_damaged_footer_is_refused(data: Path, edit: Callable[[bytes], bytes], reason: str) -> None:
     write_shards(data, "tokens", [[[1, 2, 3], [4], [5]]], type_=pa.list_(pa.int32()), row_group_size=3)
     path = data / "part-000.parquet"
     path.write_bytes(with_footer(path.read_bytes(), edit))
@@ -105,7 +98,7 @@ class Keys(encryption.KmsClient):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("of_footer", [True, False])
-def test_an_encrypted_shard_is_refused(data: Path, of_footer: bool) -> None:
+def test_encrypted_shard_is_refused(data: Path, of_footer: bool) -> None:
     table = pa.table({"text": ["a", "b"], "other": [1, 2]})
     config = encryption.EncryptionConfiguration("footer", column_keys={"key": ["other"]}, plaintext_footer=not of_footer)
     made = encryption.CryptoFactory(lambda _: Keys()).file_encryption_properties(encryption.KmsConnectionConfig(), config)
@@ -116,7 +109,7 @@ def test_an_encrypted_shard_is_refused(data: Path, of_footer: bool) -> None:
         open_snapshot(data)
 
 
-def test_a_type_that_is_not_supported_is_no_damage(data: Path) -> None:
+def test_unsupported_type_is_refused(data: Path) -> None:
     """Numbers of 128 bits, as Polars writes them."""
     data.mkdir()
     path = data / "a.parquet"
@@ -128,17 +121,7 @@ def test_a_type_that_is_not_supported_is_no_damage(data: Path) -> None:
         open_snapshot(data)
 
 
-def test_a_file_that_may_not_be_read_need_not_be_written_again(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    write_numbered(data, 9, num_shards=1)
-    monkeypatch.setattr(shard_module, "open_file", refuse)
-    with pytest.raises(DatasetInvalid, match=r"part-000.parquet cannot be read: Permission denied. Fix its permissions"):
-        open_snapshot(data)
-
-
-def test_a_file_cut_at_any_byte_is_refused_and_never_a_crash(data: Path, tmp_path: Path) -> None:
+def test_file_cut_at_any_byte_is_refused(data: Path, tmp_path: Path) -> None:
     write_numbered(tmp_path / "whole", 40, num_shards=1)
     whole = (tmp_path / "whole" / "part-000.parquet").read_bytes()
     data.mkdir()
@@ -148,7 +131,7 @@ def test_a_file_cut_at_any_byte_is_refused_and_never_a_crash(data: Path, tmp_pat
             open_snapshot(data)
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(data: Path, open_all: Opener) -> None:
+def test_pipes_and_devices_are_refused(data: Path, open_all: Opener) -> None:
     write_numbered(data / "good", 3)
     write_numbered(data / "pipe", 3)
     os.mkfifo(data / "pipe" / "x.parquet")
@@ -163,7 +146,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(data: Path, open_all: Ope
         assert f"{name}/x.parquet cannot be read: it is neither a file nor a link to one." in catalog.refused[name]
 
 
-def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) -> None:
+def test_duplicate_column_is_refused(data: Path, tokenizer: Path) -> None:
     data.mkdir()
     pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), data / "a.parquet")
     with pytest.raises(DatasetInvalid, match=r"2 columns are called 'text'"):
@@ -175,7 +158,7 @@ def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) ->
         open_snapshot(data)
 
 
-def test_columns_with_a_dot_in_their_name_are_no_part_of_others(data: Path, tokenizer: Path) -> None:
+def test_dot_in_a_column_name_is_not_a_path(data: Path, tokenizer: Path) -> None:
     data.mkdir()
     tokens = pa.array([[1, 3]], pa.list_(pa.int32()))
     pq.write_table(pa.table({"tokens.n": [-1], "tokens": tokens}), data / "a.parquet")
@@ -187,30 +170,13 @@ def test_columns_with_a_dot_in_their_name_are_no_part_of_others(data: Path, toke
     assert open_snapshot(data, tokenizer).num_rows == 1
 
 
-def test_text_that_another_writer_has_marked_as_json_is_text(data: Path, tokenizer: Path) -> None:
-    data.mkdir()
-    pq.write_table(pa.table({"text": pa.array(['{"a": 1}'], pa.json_())}), data / "a.parquet", store_schema=False)
-    snapshot = open_snapshot(data, tokenizer)
-    assert (snapshot.recipe.kind, snapshot.num_rows) == ("text", 1)
-
-
-def test_other_columns_may_be_of_any_type_and_bear_one_name(data: Path) -> None:
-    data.mkdir()
-    tokens = pa.array([[1, 3]], pa.list_(pa.int32()))
-    opaque = pa.opaque(pa.struct({"a": pa.int32(), "b": pa.int32()}), "pair", "somebody")
-    pair = pa.ExtensionArray.from_storage(opaque, pa.array([{"a": 900, "b": 901}], opaque.storage_type))
-    table = pa.table([pair, pair, tokens], names=["tokens.x", "tokens.x", "tokens"])
-    pq.write_table(table, data / "a.parquet")
-    assert open_snapshot(data).vocab_size == 4
-
-
-def test_a_dataset_without_a_row_is_refused(data: Path) -> None:
+def test_dataset_without_rows_is_refused(data: Path) -> None:
     write_shards(data, "tokens", [[]], type_=pa.list_(pa.int64()), row_group_size=1)
     with pytest.raises(DatasetInvalid, match="without rows"):
         open_snapshot(data)
 
 
-def test_the_fingerprint_is_of_shards_and_recipe_and_nothing_else(data: Path, tmp_path: Path) -> None:
+def test_fingerprint_covers_shards_and_recipe(data: Path, tmp_path: Path) -> None:
     write_numbered(data, 50)
     first = open_snapshot(data).fingerprint
     shutil.copytree(data, tmp_path / "copy")  # elsewhere and with other dates
@@ -230,7 +196,7 @@ def test_the_fingerprint_is_of_shards_and_recipe_and_nothing_else(data: Path, tm
     assert open_snapshot(data).fingerprint != first
 
 
-def test_blocks_are_row_groups_in_the_order_of_shards(data: Path) -> None:
+def test_blocks_are_row_groups_in_order(data: Path) -> None:
     write_numbered(data, 100, num_shards=2, row_group_size=20)
     snapshot = open_snapshot(data)
     assert snapshot.rows_per_block.tolist() == [20, 20, 10, 20, 20, 10]
@@ -241,7 +207,7 @@ def test_blocks_are_row_groups_in_the_order_of_shards(data: Path) -> None:
 
 
 @needs_real_data
-def test_files_that_crash_parquet_readers_are_refused_one_by_one(data: Path, tokenizer: Path) -> None:
+def test_files_that_crash_parquet_readers_are_refused(data: Path, tokenizer: Path) -> None:
     for path in sorted((REAL_DATA / "bad_parquet").glob("*.parquet")):
         shutil.rmtree(data, ignore_errors=True)
         data.mkdir()
@@ -256,51 +222,28 @@ IDS = [[1, 2, 3]]
 
 
 @pytest.mark.parametrize(
-    ("first", "later", "column", "remedy"),
+    ("first", "later", "column"),
     [
-        (PAIR, {"prompt": ["the"]}, "prompt", 'chosen = "chosen" and rejected = "rejected"'),
-        (PAIR | {"prompt": [None]}, {"prompt": ["the"]}, "prompt", 'chosen = "chosen" and rejected = "rejected"'),
-        (PAIR, {"text": ["fox"]}, "text", 'chosen = "chosen" and rejected = "rejected"'),
-        ({"chosen": IDS, "rejected": IDS}, {"prompt": IDS}, "prompt", 'chosen = "chosen" and rejected = "rejected"'),
-        ({"prompt": ["the"], "completion": ["fox"]}, {"messages": [CHAT]}, "messages", 'prompt = "prompt" and response = "c'),
-        ({"prompt": ["the"], "completion": ["fox"]}, {"response": ["dog"]}, "response", 'prompt = "prompt" and response = "c'),
-        ({"text": ["fox"]}, {"input_ids": IDS}, "input_ids", 'text = "text"'),
-        ({"tokens": IDS}, {"input_ids": IDS}, "input_ids", 'tokens = "tokens"'),
-        ({"input_ids": IDS}, {"attention_mask": [[1, 1, 0]]}, "attention_mask", "attention_mask = false"),
-        ({"input_ids": IDS}, {"completion_mask": [[0, 1, 1]]}, "completion_mask", "loss_mask = false"),
-        ({"input_ids": IDS}, {"labels": [[-100, 2, 3]]}, "labels", "labels = false"),
-        ({"input_ids": IDS, "loss_mask": [[0, 1, 1]]}, {"labels": [[-100, -100, 3]]}, "labels", "labels = false"),
-        ({"input_ids": IDS}, {"seq_lengths": [[1, 2]]}, "seq_lengths", "seq_lengths = false"),
-        ({"input_ids": IDS}, {"position_ids": [[0, 0, 1]]}, "position_ids", "position_ids = false"),
+        (PAIR | {"prompt": [None]}, {"prompt": ["the"]}, "prompt"),
+        ({"prompt": ["the"], "completion": ["fox"]}, {"messages": [CHAT]}, "messages"),
+        ({"text": ["fox"]}, {"input_ids": IDS}, "input_ids"),
+        ({"input_ids": IDS}, {"completion_mask": [[0, 1, 1]]}, "completion_mask"),
+        ({"input_ids": IDS, "loss_mask": [[0, 1, 1]]}, {"labels": [[-100, -100, 3]]}, "labels"),
+        ({"input_ids": IDS}, {"position_ids": [[0, 0, 1]]}, "position_ids"),
     ],
 )
-def test_a_column_that_only_a_later_shard_has_is_not_passed_over(
-    data: Path, tokenizer: Path, first: dict[str, Any], later: dict[str, Any], column: str, remedy: str
+def test_column_only_in_a_later_shard_is_refused(
+    data: Path, tokenizer: Path, first: dict[str, Any], later: dict[str, Any], column: str
 ) -> None:
     data.mkdir()
     pq.write_table(pa.table(first), data / "part-0.parquet")
     pq.write_table(pa.table(first | later), data / "part-1.parquet")
-    with pytest.raises(DatasetInvalid, match=rf"part-1.parquet: column '{column}' is not in the first shard") as refused:
+    with pytest.raises(DatasetInvalid, match=rf"part-1.parquet: column '{column}' is not in the first shard"):
         open_snapshot(data, tokenizer)
-    assert f"say in penstock.toml: {remedy}" in str(refused.value)
-    [declared] = re.findall(r"penstock.toml: (.*?)\. Give all", str(refused.value))
-    (data / "penstock.toml").write_text(declared.replace(" and ", "\n"))
-    assert open_snapshot(data, tokenizer).num_rows == 2
 
 
-@pytest.mark.parametrize(
-    ("first", "later"),
-    [
-        ({"text": ["fox"]}, {"prompt": ["the"], "label": [True], "labels": [[1]]}),
-        (PAIR, {"prompt": [None], "score": [1.0]}),
-        ({"input_ids": IDS}, {"prompt": ["the"], "attention_mask": [1], "labels": pa.array([[]], pa.list_(pa.null()))}),
-        ({"prompt": ["the"], "response": ["fox"]}, {"completion": ["dog"], "tools": ["[]"]}),
-    ],
-)
-def test_a_later_shard_may_have_more_columns_that_no_row_is_made_of(
-    data: Path, tokenizer: Path, first: dict[str, Any], later: dict[str, Any]
-) -> None:
+def test_later_shard_may_have_more_columns(data: Path, tokenizer: Path) -> None:
     data.mkdir()
-    pq.write_table(pa.table(first), data / "part-0.parquet")
-    pq.write_table(pa.table(first | later), data / "part-1.parquet")
+    pq.write_table(pa.table({"text": ["fox"]}), data / "part-0.parquet")
+    pq.write_table(pa.table({"text": ["fox"], "prompt": ["the"], "label": [True], "labels": [[1]]}), data / "part-1.parquet")
     assert open_snapshot(data, tokenizer).num_rows == 2
