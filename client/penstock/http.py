@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable
@@ -224,35 +223,41 @@ def _shut_down(opened: socket.socket) -> None:
 
 
 class Buffers:
-    """Reused memory for bodies: fresh pages cost as much as a copy."""
+    """Reused memory for bodies: fresh pages cost as much as a copy. Any thread may use it: it has no lock."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._buffers: list[bytearray] = []
 
     def allocate(self, nbytes: int) -> memoryview:
         """Return `nbytes` of memory that no other view uses. Buffers above MAX_BUFFER are not kept."""
         if not nbytes or nbytes > MAX_BUFFER:
             return memoryview(bytearray(nbytes))
-        with self._lock:
-            for buffer in self._buffers:
-                if nbytes <= len(buffer) and _is_free(buffer):
-                    return memoryview(buffer)[:nbytes]
-            made = bytearray(nbytes)
-            self._buffers = [buffer for buffer in self._buffers if nbytes <= len(buffer) or not _is_free(buffer)]
-            if len(self._buffers) < _KEPT_BUFFERS:
-                self._buffers.append(made)
-            return memoryview(made)
+        kept = self._take()
+        buffer = next((buffer for buffer in kept if nbytes <= len(buffer) and _is_free(buffer)), None)
+        if buffer is None:
+            buffer = bytearray(nbytes)
+            kept = [*(other for other in kept if nbytes <= len(other) or not _is_free(other)), buffer][-_KEPT_BUFFERS:]
+        view = memoryview(buffer)[:nbytes]
+        self._buffers += kept
+        return view
+
+    def trim(self) -> None:
+        """Drop the buffers that the start of the next epoch would rarely need."""
+        buffers = self._take()
+        totals = accumulate(map(len, buffers))
+        self._buffers += [buffer for buffer, total in zip(buffers, totals, strict=True) if total <= _SPARE_BYTES]
+
+    def _take(self) -> list[bytearray]:
+        """Take all buffers. No other thread gets the same one."""
+        taken = list[bytearray]()
+        with suppress(IndexError):
+            while True:
+                taken.insert(0, self._buffers.pop())
+        return taken
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         """A pickled or copied object has no memory yet."""
         return Buffers, ()
-
-    def trim(self) -> None:
-        """Drop the buffers that the start of the next epoch would rarely need."""
-        with self._lock:
-            totals = accumulate(map(len, self._buffers))
-            self._buffers = [buffer for buffer, total in zip(self._buffers, totals, strict=True) if total <= _SPARE_BYTES]
 
 
 def _is_free(buffer: bytearray) -> bool:
