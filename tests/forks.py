@@ -32,7 +32,7 @@ _CONTEXT.set_forkserver_preload(
         "penstock_server.importing.run",
         "penstock_server.opening",
         "penstock_server.sample",
-        "penstock_server.serving.serve",
+        "penstock_server.serving.server",
         "pydantic.dataclasses",
         "pydantic.v1",  # FastAPI imports it for its first route
         "uvicorn.lifespan.off",

@@ -196,16 +196,16 @@ def _chosen(catalog: Catalog, names: list[str] | None) -> tuple[list[OpenSnapsho
 
 def _serve(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
-    from penstock_server.serving.listening import bind
+    from penstock_server.serving.listener import bind
 
     try:
         settings = Settings.read(vars(arguments), os.environ)
         with bind(settings) as listener:
             if settings.processes > 1:
-                from penstock_server.serving.processes import serve_with_several
+                from penstock_server.serving.workers import serve_with_workers
 
-                return serve_with_several(settings, listener)
-            from penstock_server.serving.serve import run
+                return serve_with_workers(settings, listener)
+            from penstock_server.serving.server import run
 
             run(settings, listener)
     except (SettingsError, DatasetInvalid) as error:

@@ -11,12 +11,12 @@ from penstock.text import printable_lines
 _SELDOM_SECONDS = 60.0
 
 
-def begin_log(*, tells_news: bool) -> None:
-    """Starts the log. Only one process, with `tells_news`, logs changes of datasets, since all of them see these."""
+def begin_log(*, logs_changes: bool) -> None:
+    """Starts the log. Only one process, with `logs_changes`, logs changes of datasets, since all of them see these."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(handlers=[handler])
-    logging.getLogger("penstock.dataset").setLevel(logging.INFO if tells_news else logging.ERROR)
+    logging.getLogger("penstock.dataset").setLevel(logging.INFO if logs_changes else logging.ERROR)
     logging.getLogger("uvicorn.error").addFilter(_FewWarnings())
 
 

@@ -563,9 +563,7 @@ def test_names_are_read_as_utf8_and_told_as_terminals_may_have_them(tmp_path: Pa
 
 
 def test_one_message_begins_one_line_of_the_log() -> None:
-    code = (
-        "import logging; from penstock_server.logs import begin_log; begin_log(tells_news=True); logging.warning('a\\nb\\x1b')"
-    )
+    code = "import logging, penstock_server.logs as logs; logs.begin_log(logs_changes=True); logging.warning('a\\nb\\x1b')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, second = done.stderr.splitlines()
     assert (first[-9:], second) == ("WARNING a", "    b␛")

@@ -13,7 +13,7 @@ from opened import Opener
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
-from penstock_server.serving.serve import _greeting
+from penstock_server.serving.server import greeting
 from penstock_server.settings import Settings
 
 
@@ -34,8 +34,8 @@ def open_all(tmp_path: Path, data: Path) -> Opener:
 def test_greeting_names_an_address_that_leads_to_the_server(data: Path, open_all: Opener, host: str, told: str) -> None:
     write_numbered(data / "numbers", 3)
     settings = Settings.read({"data_dir": str(data)}, {})
-    greeting = _greeting(open_all(), settings, Mock(**{"getsockname.return_value": (host, 8000)}))
-    assert set(re.findall(r"http://[^/\s]+", greeting)) == {f"http://{told}:8000"}
+    text = greeting(open_all(), settings, Mock(**{"getsockname.return_value": (host, 8000)}))
+    assert set(re.findall(r"http://[^/\s]+", text)) == {f"http://{told}:8000"}
 
 
 @pytest.mark.parametrize(
@@ -45,5 +45,5 @@ def test_greeting_names_an_address_that_leads_to_the_server(data: Path, open_all
 def test_greeting_names_the_published_address(data: Path, open_all: Opener, published: str, told: str) -> None:
     write_numbered(data / "numbers", 3)
     settings = Settings.read({"data_dir": str(data)}, {"PENSTOCK_PUBLISHED": published})
-    greeting = _greeting(open_all(), settings, Mock(**{"getsockname.return_value": ("0.0.0.0", 8000)}))
-    assert set(re.findall(r"http://[^/\s]+", greeting)) == {f"http://{told}"}
+    text = greeting(open_all(), settings, Mock(**{"getsockname.return_value": ("0.0.0.0", 8000)}))
+    assert set(re.findall(r"http://[^/\s]+", text)) == {f"http://{told}"}

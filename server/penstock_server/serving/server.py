@@ -1,0 +1,139 @@
+"""One server process with its catalog, on a listening socket, until a stop signal."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+
+import uvicorn
+from fastapi import FastAPI
+
+from penstock import __version__
+from penstock.cli.output import report
+from penstock.ending import ends_at
+from penstock.text import counted, printable
+from penstock.urls import DATASETS, batches_path
+from penstock_server.api.admission import InFlight
+from penstock_server.app import create_app
+from penstock_server.catalog.catalog import Catalog
+from penstock_server.catalog.describe import summary
+from penstock_server.logs import begin_log
+from penstock_server.opening import open_data, warn
+from penstock_server.serving.listener import listen
+from penstock_server.settings import Settings
+
+_STOP_SECONDS = 3.0  # for responses in progress after a stop signal
+_ABORT_SECONDS = 2.0  # for aborted responses to end; after that they are abandoned
+_GREETED = 20  # datasets listed at start
+_HERE = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "::1"}  # localhost may be 127.0.0.1 alone
+
+
+def run(
+    settings: Settings,
+    listener: socket.socket,
+    *,
+    greet: bool = True,
+    ready: Callable[[int], None] | None = None,
+) -> None:
+    """Serve until a stop signal, as one of `settings.processes` processes.
+
+    The one with `greet` prints the greeting and logs changes of datasets. It calls `ready` with the
+    cache budget when it can serve.
+    Raises SettingsError, DatasetInvalid: it cannot serve.
+    """
+    # Modules live as long as the server. Unfrozen, each garbage collection would scan them for tens of milliseconds, a fifth
+    # of the time of serving. Later objects are not frozen, since snapshots are replaced.
+    gc.collect()
+    gc.freeze()
+    _raise_file_limit()
+    catalog = open_data(settings)
+    listen(listener, settings)
+    if greet:
+        warn("serve", settings, catalog.datasets.values())
+        # In a thread: a full stdout pipe without a reader must not block serving.
+        threading.Thread(
+            target=report, args=(greeting(catalog, settings, listener),), name="penstock-greeting", daemon=True
+        ).start()
+    begin_log(logs_changes=greet)
+    if ready:
+        ready(catalog.store.cache.configured_bytes)
+    else:
+        # After shutdown, uvicorn raises the stop signal again, and this process ends. A KeyboardInterrupt would first wait for
+        # threads, and one may decode for minutes, or hang forever on a failed disk.
+        ends_at(signal.SIGINT)
+    with catalog.polling(settings.poll_seconds):
+        Server(create_app(catalog, InFlight(settings.most_inflight_bytes))).run(sockets=[listener])
+    catalog.store.close()
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server. On stop, responses in progress have `stop_seconds`; then their connections are aborted."""
+
+    def __init__(self, app: FastAPI, *, stop_seconds: float = _STOP_SECONDS) -> None:
+        self._stop_seconds = stop_seconds
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                log_config=None,  # keep the logging set up by begin_log
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=math.ceil(stop_seconds + _ABORT_SECONDS),
+                lifespan="off",
+                ws="none",
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting and close the open connections."""
+        # Responses that uvicorn cancels would each be a 500 with a traceback in the log.
+        aborting = asyncio.get_running_loop().call_later(self._stop_seconds, self._abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            aborting.cancel()
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard limit: each connection is one, and the default is often 1,024."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # macOS allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:
+    """Return the text that lists the datasets, each with a command that shows a batch."""
+    host, port = listener.getsockname()[:2]
+    if settings.published:
+        host, _, port = settings.published.rpartition(":")
+        host = host.strip("[]")
+    host = _HERE.get(host, host)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
+    for name, dataset in islice(catalog.datasets.items(), _GREETED):
+        headline, recipe = summary(dataset)
+        small = _small(dataset.snapshot.num_rows)
+        lines += [f"  {headline}", f"    {recipe}", f"    curl '{url}{batches_path(name, 0, 0)}/0?format=json{small}'"]
+    if (more := len(catalog.datasets) - _GREETED) > 0:
+        lines.append(f"  and {counted(more, 'more dataset')}, listed at {url}{DATASETS}")
+    lines += [f"  {name}: a mixture, {mixture.mix}" for name, mixture in catalog.mixtures.items()]
+    for name, reason in catalog.refused.items():
+        lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]
+    return "\n".join(map(printable, [*lines, "", f"every URL is listed at {url}/docs; Ctrl-C stops"]))
+
+
+def _small(num_rows: int) -> str:
+    # The printed command must also work on a dataset of three rows.
+    return "" if num_rows >= 8 else f"&batch_size={num_rows}"

@@ -1,0 +1,184 @@
+"""Several server processes on one port: a supervisor opens the socket and replaces workers that die.
+
+All workers accept from one listening socket, so the others accept the connections that wait when one dies. Each has its own
+catalog. The supervisor imports no large module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from penstock.cli.output import complain, prepare_streams
+from penstock_server.logs import begin_log
+from penstock_server.problems import DatasetInvalid
+from penstock_server.settings import Settings, SettingsError
+
+log = logging.getLogger("penstock.workers")
+
+_STOP_SECONDS = 6.0  # for responses in progress; a worker itself stops after three
+_STEADY_SECONDS = 5.0  # a worker that lived longer is replaced immediately
+_MIN_DELAY_SECONDS, _MAX_DELAY_SECONDS = 0.5, 16.0
+_PR_SET_PDEATHSIG = 1
+
+# A fork would copy locks of pyarrow and tokenizers, possibly held by threads that the child does not have.
+_context = multiprocessing.get_context("spawn")
+
+
+def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
+    """Serve until a stop signal. Return the exit status, nonzero if no worker can serve."""
+    begin_log(logs_changes=False)
+    with _stop_signals() as stop:
+        # The first worker starts alone: footers are read once, and errors printed once.
+        ready, send_ready = _context.Pipe(duplex=False)
+        workers = [Worker(settings, listener, send_ready)]
+        send_ready.close()
+        try:
+            if stop in wait([ready, stop]):
+                return 0
+            try:
+                settings = replace(settings, cache_bytes=ready.recv())
+            except EOFError:
+                return workers[0].report_failed_start()
+            workers[0].settings = settings
+            workers += [Worker(settings, listener) for _ in range(1, settings.processes)]
+            while stop not in wait(
+                [stop, *(worker.process.sentinel for worker in workers if not worker.due_at)], _wait(workers)
+            ):
+                for worker in workers:
+                    worker.check()
+            return 0
+        finally:
+            _stop(workers)
+
+
+class Worker:
+    """One server process. If it dies, another takes its place: immediately, or after a delay if it died young.
+
+    `due_at` is the start time of the replacement, by the monotonic clock, and 0.0 while the process is alive.
+    """
+
+    def __init__(self, settings: Settings, listener: socket.socket, ready: Connection | None = None) -> None:
+        self.settings, self.due_at = settings, 0.0
+        self._listener, self._delay_seconds = listener, _MIN_DELAY_SECONDS
+        self._start(ready)
+
+    def _start(self, ready: Connection | None = None) -> None:
+        self.process: SpawnProcess = _context.Process(
+            target=_serve, args=(self.settings, self._listener, ready), name="penstock-serve", daemon=True
+        )
+        self.process.start()
+        self._started_at = time.monotonic()
+
+    def check(self) -> None:
+        """Notice that the process has died, and start its replacement when that is due."""
+        now = time.monotonic()
+        if not self.due_at and not self.process.is_alive():
+            died_young = now - self._started_at < _STEADY_SECONDS
+            delay = self._delay_seconds if died_young else 0.0
+            self._delay_seconds = min(2 * self._delay_seconds, _MAX_DELAY_SECONDS) if died_young else _MIN_DELAY_SECONDS
+            self.due_at = now + delay
+            log.warning(
+                "server process %d %s; another starts in %g seconds",
+                self.process.pid,
+                ending(self.process.exitcode or 0),
+                delay,
+            )
+        if self.due_at and self.due_at <= now:
+            try:
+                self._start()
+                self.due_at = 0.0
+            except OSError as error:  # the other workers go on
+                log.warning("no process can be started: %s", error.strerror)
+                self.due_at = now + self._delay_seconds
+
+    def report_failed_start(self) -> int:
+        """Return the exit status of a first worker that could not serve. It has printed why, unless a signal ended it."""
+        self.process.join()
+        status = self.process.exitcode or 1
+        if status < 0:
+            complain("serve", f"the first process {ending(status)} before it could serve.")
+        return max(status, 1)
+
+
+def ending(exit_code: int) -> str:
+    """Describe how a process ended; a negative exit code is the signal that ended it."""
+    if exit_code >= 0:
+        return f"ended with status {exit_code}"
+    name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+    return f"was ended by {name}{' (the kernel sends it when memory runs out)' if name == 'SIGKILL' else ''}"
+
+
+def _wait(workers: list[Worker]) -> float | None:
+    """Return the seconds until the next replacement is due; None if all workers are alive."""
+    due = [worker.due_at for worker in workers if worker.due_at]
+    return max(0.0, min(due) - time.monotonic()) if due else None
+
+
+def _stop(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.process.terminate()
+    deadline = time.monotonic() + _STOP_SECONDS
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        worker.process.kill()
+        worker.process.join()
+
+
+@contextmanager
+def _stop_signals() -> Iterator[socket.socket]:
+    """Yield a socket that becomes readable on SIGINT or SIGTERM."""
+    stop, sender = socket.socketpair()
+    with stop, sender:
+        sender.setblocking(False)
+
+        def send(*_: object) -> None:
+            with suppress(BlockingIOError):
+                sender.send(b"!")
+
+        before = {number: signal.signal(number, send) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield stop
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _serve(settings: Settings, listener: socket.socket, ready: Connection | None) -> None:
+    """Run a worker until a stop signal or the end of its parent. The first one, with `ready`, prints the greeting."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the supervisor sends SIGTERM
+    with suppress(AttributeError, OSError):  # Linux kills this process with its parent, even while it is stopped
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
+    prepare_streams()
+    from penstock_server.serving.server import run
+
+    def send_ready(cache_bytes: int) -> None:
+        if ready:
+            ready.send(cache_bytes)
+            ready.close()
+
+    try:
+        run(settings, listener, greet=ready is not None, ready=send_ready)
+    except (SettingsError, DatasetInvalid) as error:
+        complain("serve", error)
+        sys.exit(2)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent
+    wait([parent.sentinel])
+    os._exit(1)  # immediately: the parent's successor needs the port
