@@ -167,15 +167,6 @@ class RowGroupReader:
             rows_of = f"{address.shard.path}, row group {address.row_group}"
             log.warning("%s: %s cannot be used (%s); %s", rows_of, counted(len(reasons), "row"), first, then)
 
-    def first_rows(self, num_rows: int) -> pa.RecordBatch:
-        """Returns the first `num_rows` rows of the first row group, after the filter."""
-        recipe, address = self.snapshot.recipe, self.snapshot.block(0)
-        with self._reading(address), self._opened(address.shard) as (_, _, file):
-            batches = file.iter_batches(num_rows, [address.row_group], recipe.read_columns, use_threads=False)
-            rows = next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
-            rows.validate()
-            return select(rows, recipe, address.place)[0]
-
     def split_hashes(self, shard: int) -> Iterator[tuple[BlockAddress, npt.NDArray[np.uint32]]]:
         """Yields the split hashes of the rows that the recipe keeps, for each block of a shard.
 

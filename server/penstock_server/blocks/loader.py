@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from functools import cached_property, partial
 from itertools import islice
 from typing import TypeVar
@@ -155,7 +156,9 @@ class Blocks:
         recipe = self._snapshot.recipe
         if recipe.kind != "prompt_response" or recipe.transform:
             return False
-        return have_bare_borders(Rows(self._reader.first_rows(_FIRST_ROWS), recipe))
+        with closing(self._reader.blocks(self._snapshot.block(0))) as blocks:
+            _, parts = next(blocks)
+            return have_bare_borders(Rows(next(parts).rows.slice(0, _FIRST_ROWS), recipe))
 
     @property
     def cache(self) -> CacheFolder:

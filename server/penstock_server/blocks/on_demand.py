@@ -108,7 +108,7 @@ class Decoded:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Requested rows of one block. Once they are decoded, they are rows `indices` of `decoded`."""
+    """Requested rows of one block; after decoding, these are rows `indices` of `decoded`."""
 
     at: BlockAddress
     rows: IntArray
@@ -231,7 +231,7 @@ class RowsOnDemand:
                 yield from (request for request in of_group if request.decoded)
 
     def _has_decoded(self, reader: RowGroupReader, request: _Request, split: str) -> bool:
-        """Finds the rows in a block that is decoded already. Returns False if there is none."""
+        """Finds the rows in a decoded block. Returns False if the block is not decoded."""
         decoded = self._find(reader.names.of(request.at.index))
         if decoded:
             _point_to(request, decoded, _rows_of_split(decoded, split, reader)[request.rows])

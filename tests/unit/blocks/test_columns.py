@@ -20,7 +20,7 @@ def column_of(content: Lists) -> ListColumn:
 
 
 @given(st.lists(st.tuples(lists, st.booleans()), min_size=1, max_size=4), st.data())
-def test_lists_of_several_blocks_are_where_they_are_in_each(of_blocks: list[tuple[Lists, bool]], data: st.DataObject) -> None:
+def test_list_columns_find_the_lists_of_each_block(of_blocks: list[tuple[Lists, bool]], data: st.DataObject) -> None:
     columns, contents = [], []
     for content, is_taken in of_blocks:
         column = column_of(content)
@@ -48,7 +48,7 @@ def test_lists_of_several_blocks_are_where_they_are_in_each(of_blocks: list[tupl
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("row", [-1, 2, 1 << 40])
 @pytest.mark.parametrize("many", [1, 500])
-def test_a_row_that_a_block_does_not_have_is_an_error(row: int, is_taken: bool, many: int) -> None:
+def test_list_columns_refuse_a_row_that_does_not_exist(row: int, is_taken: bool, many: int) -> None:
     column = column_of([[1], [2, 3]])
     columns = ListColumns([column.take(np.arange(2)) if is_taken else column])
 

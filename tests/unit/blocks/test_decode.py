@@ -13,16 +13,19 @@ import pytest
 
 from blocks_of import rows_of
 from corpora import write_shards
+from penstock_server.blocks import decode as decode_module
 from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.decode import ParsedFooters
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog import snapshot as snapshot_module
+from penstock_server.catalog.shard import open_shard, stat_of
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from planned import open_snapshot
 
 
-def test_a_folder_that_leads_elsewhere_while_a_shard_is_opened_lends_it_no_row(
+def test_shard_behind_a_moved_symlink_is_read_from_the_opened_file(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, score in (("old", 1), ("new", 0)):
@@ -53,7 +56,7 @@ def test_a_folder_that_leads_elsewhere_while_a_shard_is_opened_lends_it_no_row(
     assert rows_of(blocks.get([0])[0]) == [[1]] * 9
 
 
-def test_a_shard_that_is_rewritten_while_it_is_read_leaves_nothing_of_the_new_one(
+def test_shard_rewritten_during_reading_stores_no_new_row(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 5_000)
@@ -73,9 +76,7 @@ def test_a_shard_that_is_rewritten_while_it_is_read_leaves_nothing_of_the_new_on
     assert len(list(cache_dir.glob("*.block"))) <= 1  # the first one, read before
 
 
-def test_a_shard_that_changed_is_noticed_and_one_that_was_only_touched_is_not(
-    open_blocks: Callable[[], Blocks], data: Path
-) -> None:
+def test_changed_shard_is_gone_and_a_touched_one_is_not(open_blocks: Callable[[], Blocks], data: Path) -> None:
     blocks = open_blocks()
     (data / "part-000.parquet").touch()
     blocks.get([0])
@@ -84,7 +85,7 @@ def test_a_shard_that_changed_is_noticed_and_one_that_was_only_touched_is_not(
         blocks.get([1])
 
 
-def test_a_shard_that_was_written_to_and_given_its_old_date_is_noticed(open_blocks: Callable[[], Blocks], data: Path) -> None:
+def test_changed_shard_with_its_old_mtime_is_gone(open_blocks: Callable[[], Blocks], data: Path) -> None:
     path, blocks = data / "part-000.parquet", open_blocks()
     before = path.stat()
     with path.open("r+b") as file:
@@ -95,7 +96,7 @@ def test_a_shard_that_was_written_to_and_given_its_old_date_is_noticed(open_bloc
         blocks.get([0])
 
 
-def test_a_shard_that_was_removed_is_gone_unless_all_are(open_blocks: Callable[[], Blocks], data: Path) -> None:
+def test_removed_shard_is_gone_unless_all_are(open_blocks: Callable[[], Blocks], data: Path) -> None:
     write_shards(data, "input_ids", [[[9, 9, 9]], [[8, 8]]], type_=pa.list_(pa.int32()), row_group_size=9)
     blocks = open_blocks()
     shards = sorted(data.glob("*.parquet"))
@@ -108,7 +109,7 @@ def test_a_shard_that_was_removed_is_gone_unless_all_are(open_blocks: Callable[[
         blocks.get([0])
 
 
-def test_a_rewritten_shard_with_the_same_footer_is_noticed_and_is_another_snapshot(data: Path, cache_dir: Path) -> None:
+def test_changed_shard_with_the_same_footer_is_another_snapshot(data: Path, cache_dir: Path) -> None:
     """Two shards of equal layout and equal statistics can have one footer, byte for byte, and yet other tokens."""
 
     def write(tokens: list[int]) -> bytes:
@@ -129,7 +130,7 @@ def test_a_rewritten_shard_with_the_same_footer_is_noticed_and_is_another_snapsh
 
 
 @pytest.mark.parametrize("call", ["stat", "open"])
-def test_storage_that_fails_is_no_change_of_the_data(
+def test_failing_storage_is_no_change_of_the_data(
     open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -153,3 +154,38 @@ def test_out_of_memory_is_no_fault_of_the_shard(
         with pytest.raises(OutOfMemory, match=r"for row group 0 of part-000.parquet of \w+: malloc of size 1 failed\. "):
             blocks.get([0])
     assert blocks.get([0])[0].num_rows == 32
+
+
+def test_footer_is_parsed_once_per_file(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, read = [], pq.read_metadata
+
+    def counted(file: pa.OSFile) -> pq.FileMetaData:
+        parsed.append(str(Path(f"/proc/self/fd/{file.fileno()}").readlink()))
+        return read(file)
+
+    monkeypatch.setattr(pq, "read_metadata", counted)
+    path = tmp_path / "one" / "part-000.parquet"
+    for day in range(2):
+        tokens = [[500 * day + n] for n in range(60)]
+        write_shards(path.parent, "tokens", [tokens], type_=pa.list_(pa.int32()), row_group_size=10)
+        os.utime(path, (day, day))
+        blocks = Blocks(open_snapshot(path.parent), BlockStore(CacheFolder(cache_dir)))
+        assert [row for index in range(6) for row in rows_of(blocks.get([index])[0])] == tokens
+    assert parsed == [str(path)] * 2
+
+
+def test_footers_are_remembered_within_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Mock(side_effect=pq.read_metadata)
+    monkeypatch.setattr(pq, "read_metadata", read)
+    folder = write_shards(tmp_path / "d", "tokens", [[[1]]] * 4, type_=pa.list_(pa.int32()), row_group_size=1)
+    shards = open_snapshot(folder).shards
+    # The shards whose footers are parsed, by the number of footers that the budget has room for.
+    for room, parsed in ((4, [0, 1, 2, 3]), (3, [0, 1, 2, 3, 1, 0]), (0, [0, 1, 0, 2, 3, 1, 0, 1])):
+        monkeypatch.setattr(decode_module, "_FOOTER_BYTES", room * pq.read_metadata(shards[0].path).serialized_size)
+        footers, numbers = ParsedFooters(), list[int]()
+        for number in (0, 1, 0, 0, 2, 3, 1, 0, 0, 1):
+            read.reset_mock()
+            with open_shard(shards[number]) as file:
+                assert footers.of(shards[number].path, file, stat_of(file)).num_rows == 1
+            numbers += [number] * read.call_count
+        assert numbers == parsed

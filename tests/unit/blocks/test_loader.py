@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from blocks_of import loading, rows_of
+from blocks_of import rows_of
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server.blocks import decode as decode_module
 from penstock_server.blocks import loader as blocks_module
 from penstock_server.blocks import quarantine as quarantine_module
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.decode import BlockNames, RowGroupReader
+from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog import snapshot as snapshot_module
@@ -28,7 +28,7 @@ from penstock_server.catalog.shard import numbers
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
 from penstock_server.index.index import Index
 from penstock_server.index.row_lengths import count_lengths
-from penstock_server.lookup import show_quarantine, show_row
+from penstock_server.lookup import show_quarantine
 from penstock_server.problems import ShardUnreadable
 from penstock_server.recipes import encode
 from penstock_server.recipes.split import split_hashes
@@ -41,9 +41,7 @@ def test_blocks_hold_the_rows_of_their_row_group(open_blocks: Callable[[], Block
     assert [row[0] for row in rows_of(last)] == list(range(68, 100))
 
 
-def test_a_shard_that_comes_has_only_its_own_blocks_made_also_if_it_has_the_largest_id(
-    open_blocks: Callable[[], Blocks], data: Path, count_reads: list[str]
-) -> None:
+def test_new_shard_makes_only_its_own_blocks(open_blocks: Callable[[], Blocks], data: Path, count_reads: list[str]) -> None:
     before = open_blocks()
     before.get(list(range(5)))
     reads = len(count_reads)
@@ -55,7 +53,7 @@ def test_a_shard_that_comes_has_only_its_own_blocks_made_also_if_it_has_the_larg
     assert after.names.of_shard(0) == before.names.of_shard(0)  # of which what is counted has its name
 
 
-def test_ids_beyond_what_a_shards_own_footer_tells_make_bad_rows(data: Path, cache_dir: Path) -> None:
+def test_ids_outside_the_range_of_the_footer_make_bad_rows(data: Path, cache_dir: Path) -> None:
     snapshot = open_snapshot(data)
     shards = [replace(shard, token_range=(0, 5)) for shard in snapshot.shards]
     blocks = Blocks(Snapshot(data, shards, snapshot.recipe, name=data.name), BlockStore(CacheFolder(cache_dir)))
@@ -63,7 +61,7 @@ def test_ids_beyond_what_a_shards_own_footer_tells_make_bad_rows(data: Path, cac
 
 
 @pytest.mark.parametrize("column", ["tokens", "text"])
-def test_a_very_large_row_group_is_several_blocks_decoded_in_one_go(
+def test_large_row_group_is_several_blocks_decoded_together(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str], column: str
 ) -> None:
     monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 1500)
@@ -105,9 +103,7 @@ def open_large_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
     return shards, snapshot
 
 
-def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_but_one(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_row_groups_are_decoded_in_parallel(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards, snapshot = open_large_groups(tmp_path, monkeypatch)
     assert min(snapshot.blocks_per_group) > 8
     both, begun, encode_rows = threading.Barrier(2), set[int](), encode.encode
@@ -125,7 +121,7 @@ def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_b
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
 
 
-def test_large_row_groups_that_the_cache_cannot_keep_are_gone_through_one_after_the_other(
+def test_large_row_groups_are_decoded_in_turn_when_the_cache_is_small(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards, snapshot = open_large_groups(tmp_path, monkeypatch)
@@ -143,9 +139,7 @@ def test_large_row_groups_that_the_cache_cannot_keep_are_gone_through_one_after_
     assert num_before >= snapshot.blocks_per_group[0] - blocks_module._LOADED_TOGETHER
 
 
-def test_a_row_group_that_the_cache_cannot_keep_is_decoded_once_though_its_blocks_are_asked_for_a_few_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pass_over_blocks_decodes_a_row_group_once_without_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards, snapshot = open_large_groups(tmp_path, monkeypatch)
     begun, blocks_of = list[str](), RowGroupReader.blocks
 
@@ -162,10 +156,8 @@ def test_a_row_group_that_the_cache_cannot_keep_is_decoded_once_though_its_block
 
 
 @pytest.mark.parametrize("recipe", ["", 'filter = "n % 3 > 0"\nvalidation = 0.5', 'transform = "own:same"'])
-@pytest.mark.parametrize("values", [1, 7, 64, 100, 1 << 23])
-def test_rows_of_very_many_values_are_encoded_in_portions_and_blocks_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, values: int
-) -> None:
+@pytest.mark.parametrize("values", [1, 64])
+def test_portions_do_not_change_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, values: int) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     padded = [[n, 1, 1] + [0] * (n % 11) + ([-1] if n % 10 == 9 else [0]) for n in range(60)]
@@ -197,7 +189,7 @@ def test_rows_of_very_many_values_are_encoded_in_portions_and_blocks_are_the_sam
     assert sum(len(bad) for (_, bad, *_), _ in found[0]) == (5 if "filter" in recipe else 7)
 
 
-def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
+def test_rows_are_counted_in_several_shards_in_parallel(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_numbered(tmp_path / "data", 9, num_shards=3)
@@ -215,7 +207,7 @@ def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
     assert [rows.sum() for rows in blocks.rows_of_shards()] == [3, 3, 3]
 
 
-def test_a_neighbour_that_cannot_be_read_fails_only_who_asks_for_it(
+def test_unreadable_neighbour_fails_only_its_own_requests(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 100)
@@ -237,26 +229,7 @@ def test_a_neighbour_that_cannot_be_read_fails_only_who_asks_for_it(
     assert rows_of(blocks.get([6])[0])[0] == [600]
 
 
-def test_what_is_cached_waits_for_nothing_that_is_not(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_numbered(tmp_path / "data", 400, num_shards=1, row_group_size=20)
-    snapshot = open_snapshot(tmp_path / "data")
-    Blocks(snapshot, BlockStore(CacheFolder(cache_dir))).get([0])
-    gate, encode_rows = threading.Event(), encode.encode
-
-    def slow(*args: Any) -> pa.RecordBatch:
-        assert gate.wait(30)
-        return encode_rows(*args)
-
-    monkeypatch.setattr(encode, "encode", slow)
-    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir)))
-    cold = loading(blocks, range(1, 20))
-    assert rows_of(blocks.get([0])[0])[0] == [0]
-    assert not any(future.done() for future in cold)
-    gate.set()
-    assert [rows_of(future.result(30))[0][0] for future in cold] == list(range(20, 400, 20))
-
-
-def test_a_damaged_row_group_is_named_once_in_the_log_too_and_the_others_are_served(
+def test_damaged_row_group_is_logged_once_and_others_are_served(
     open_blocks: Callable[[], Blocks], data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = data / "part-000.parquet"
@@ -272,7 +245,7 @@ def test_a_damaged_row_group_is_named_once_in_the_log_too_and_the_others_are_ser
     assert caplog.text.count("row group 0 of part-000.parquet cannot be read") == 1
 
 
-def test_a_row_group_that_could_be_read_later_is_no_longer_told_of(
+def test_quarantine_forgets_a_row_group_that_can_be_read_again(
     open_blocks: Callable[[], Blocks], caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks, failed, read = open_blocks(), Future[Block](), Future[Block]()
@@ -287,7 +260,7 @@ def test_a_row_group_that_could_be_read_later_is_no_longer_told_of(
 
 
 @pytest.mark.parametrize(("most", "listed_rows", "num_reads"), [(100_000, [1, 2], 2), (1, [1], 1)])
-def test_a_list_of_bad_rows_reads_each_block_once_and_none_once_it_is_full(
+def test_quarantine_reads_each_block_once_until_its_list_is_full(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str],
     most: int, listed_rows: list[int], num_reads: int,
 ) -> None:  # fmt: skip
@@ -308,22 +281,7 @@ def test_a_list_of_bad_rows_reads_each_block_once_and_none_once_it_is_full(
     assert (listed[0]["num_bad_rows"], len(count_reads)) == (2, num_reads)
 
 
-def test_a_row_of_a_row_group_of_several_blocks_is_shown_at_its_place_in_that(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 2)
-    ids = [[n] for n in range(10)]
-    folder = write_shards(tmp_path / "ids", "tokens", [ids], type_=pa.list_(pa.int32()), row_group_size=5)
-    snapshot = open_snapshot(folder)
-    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
-    served = OpenSnapshot(snapshot, blocks, Index("ids", snapshot, blocks))
-    assert snapshot.num_blocks > 2
-    shown = [show_row(served, row) for row in range(10)]
-    places = [(row["row_group"], row["row_in_group"], row["tokens"]) for row in shown]
-    assert places == [(n // 5, n % 5, [n]) for n in range(10)]
-
-
-def test_what_a_dataset_takes_in_the_cache_is_guessed_from_all_over_it(tmp_path: Path) -> None:
+def test_expected_bytes_are_sampled_all_over_the_dataset(tmp_path: Path) -> None:
     rows = [[7] * 500 for _ in range(200)]  # which Parquet writes as one number
     varied = [[(n * k) % 50_000 for k in range(500)] for n in range(200)]
     folder = write_shards(tmp_path / "mixed", "tokens", [rows, varied, varied], type_=pa.list_(pa.int32()), row_group_size=100)
@@ -333,7 +291,7 @@ def test_what_a_dataset_takes_in_the_cache_is_guessed_from_all_over_it(tmp_path:
     assert blocks.cache.used_bytes / 2 < blocks.expected_bytes.sum() < 2 * blocks.cache.used_bytes
 
 
-def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> None:
+def test_bytes_of_a_row_group_are_spread_over_its_blocks(tmp_path: Path) -> None:
     rows = [[n] for n in range(100)]
     folder = write_shards(tmp_path / "parts", "tokens", [rows, rows[:7]], type_=pa.list_(pa.int32()), row_group_size=50)
     found = open_snapshot(folder)
@@ -341,10 +299,3 @@ def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> Non
     snapshot = snapshot_module.Snapshot(found.folder, [large, found.shards[1]], found.recipe, name=found.name)
     assert snapshot.rows_per_block.tolist() == [40_000] * 5 + [0, 7]
     assert snapshot.bytes_per_block.tolist() == [8 << 20] * 5 + [0, found.shards[1].bytes_per_group[0]]
-
-
-def test_the_name_of_all_tokens_is_made_once(open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks, again = open_blocks(), open_blocks()
-    assert blocks.names.of_all == again.names.of_all
-    monkeypatch.delattr(BlockNames, "of_shard")  # of each of ten thousand shards, whenever datasets are listed
-    assert blocks.names.of_all == again.names.of_all

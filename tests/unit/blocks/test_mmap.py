@@ -1,33 +1,37 @@
 """Blocks in the cache: damaged, evicted, let go, and mapped again."""
 
+import ctypes
+import mmap
 import os
 import shutil
 import sys
-import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
-from blocks_of import loading, rows_of
+from blocks_of import rows_of
+from corpora import write_numbered
+from penstock import wire
+from penstock.spec import Packing, Spec
 from penstock_server import checksummed as sealed
+from penstock_server.batches import writer as batch
+from penstock_server.batches.assemble import chunks, load
 from penstock_server.blocks import mmap as maps_module
-from penstock_server.blocks.block import Block
+from penstock_server.blocks import mmap as pages
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
-from penstock_server.blocks.store import BlockStore, Splits
+from penstock_server.blocks.mmap import Waits
+from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
-from penstock_server.recipes.encode import REASON, SPLIT, TURNS
 from planned import open_snapshot
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "foreign"])
-def test_a_damaged_cache_file_is_dropped_and_made_again(
+def test_damaged_block_is_made_again(
     open_blocks: Callable[[], Blocks], cache_dir: Path, count_reads: list[str], damage: str
 ) -> None:
     expected = rows_of(open_blocks().get([0])[0])
@@ -46,18 +50,7 @@ def test_a_damaged_cache_file_is_dropped_and_made_again(
     assert path.read_bytes() == content
 
 
-def test_a_damaged_cache_file_that_cannot_be_removed_is_in_nobodys_way(
-    open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = rows_of(open_blocks().get([0])[0])
-    [path] = cache_dir.glob("*.block")
-    path.write_bytes(b"not a block")
-    monkeypatch.setattr(CacheFolder, "drop", lambda *_: None)
-    [future] = loading(open_blocks(), [0])
-    assert rows_of(future.result(30)) == expected
-
-
-def test_no_flipped_byte_in_a_cache_file_reaches_a_batch(open_blocks: Callable[[], Blocks], cache_dir: Path) -> None:
+def test_no_flipped_byte_reaches_a_batch(open_blocks: Callable[[], Blocks], cache_dir: Path) -> None:
     expected = rows_of(open_blocks().get([0])[0])
     [path] = cache_dir.glob("*.block")
     content = path.read_bytes()
@@ -66,7 +59,7 @@ def test_no_flipped_byte_in_a_cache_file_reaches_a_batch(open_blocks: Callable[[
         assert rows_of(open_blocks().get([0])[0]) == expected
 
 
-def test_a_cache_without_room_and_one_that_cannot_be_written_stop_nothing(
+def test_blocks_are_served_when_the_cache_has_no_room_or_cannot_be_written(
     open_blocks: Callable[[], Blocks], data: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = rows_of(open_blocks().get([0])[0])
@@ -84,7 +77,7 @@ def test_a_cache_without_room_and_one_that_cannot_be_written_stop_nothing(
     assert caplog.text.count("the block cache cannot be written to") == 1
 
 
-def test_an_evicted_block_is_let_go_and_one_in_use_is_kept(
+def test_evicted_block_is_unmapped_and_one_in_use_is_kept(
     data: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str]
 ) -> None:
     monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
@@ -103,7 +96,7 @@ def test_an_evicted_block_is_let_go_and_one_in_use_is_kept(
     assert len(count_reads) == before  # used all the time, so never the one used longest ago
 
 
-def test_a_mapped_block_is_marked_as_used_and_let_go_once_another_process_has_removed_it(
+def test_mapped_block_is_touched_and_unmapped_when_its_file_is_gone(
     open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = open_blocks()
@@ -119,23 +112,7 @@ def test_a_mapped_block_is_marked_as_used_and_let_go_once_another_process_has_re
     assert blocks.mapped([0]) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_block_that_another_process_has_removed_takes_no_disk_space_once_another_is_stored(
-    open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
-    blocks = open_blocks()
-    blocks.get([0])
-    [path] = cache_dir.glob("*.block")
-    assert str(path) in Path("/proc/self/maps").read_text()
-    path.unlink()
-    blocks.get([4])
-    assert str(path) not in Path("/proc/self/maps").read_text()
-
-
-def test_a_server_that_serves_nothing_lets_go_of_blocks_that_another_has_removed(
-    data: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_poll_unmaps_blocks_whose_file_is_gone(data: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
     store = BlockStore(CacheFolder(cache_dir))
     catalog = open_catalog(data.parent, None, store)
@@ -147,7 +124,7 @@ def test_a_server_that_serves_nothing_lets_go_of_blocks_that_another_has_removed
     assert len(store.maps) == 0
 
 
-def test_a_block_that_was_let_go_for_others_is_mapped_again_without_being_read(
+def test_block_is_mapped_again_without_reading_its_file(
     open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(maps_module, "_OPEN_BLOCKS", 2)
@@ -166,7 +143,7 @@ def test_a_block_that_was_let_go_for_others_is_mapped_again_without_being_read(
 
 
 @pytest.mark.parametrize("again", [Blocks.get, Blocks.mapped])
-def test_a_block_that_is_damaged_after_it_was_let_go_is_made_again(
+def test_block_damaged_while_unmapped_is_made_again(
     open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch, again: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(maps_module, "_OPEN_BLOCKS", 1)
@@ -179,34 +156,74 @@ def test_a_block_that_is_damaged_after_it_was_let_go_is_made_again(
     assert [rows_of(block) for block in blocks.get([0, 1])] == expected
 
 
-def test_a_split_of_a_block_is_that_of_its_share_and_splits_are_held_within_a_budget(
-    open_blocks: Callable[[], Blocks],
-) -> None:
-    blocks = [replace(block) for block in open_blocks().get(range(4))]  # that nobody else has
-    splits = Splits(budget_bytes=3 * 8_000)
-    for share in (0.1, 0.5, 0.1, 0.9):
-        for block in blocks:
-            assert rows_of(splits.of(block, "train", share)) == rows_of(block.selected("train", share))
-            assert rows_of(splits.of(block, "validation", share)) == rows_of(block.selected("validation", share))
-        assert splits.of(block, "validation", share) is splits.of(block, "validation", share)
-        assert splits.of(block, "all", share) is block
-        assert 0 < splits.held_bytes <= 3 * 8_000
-    del block
-    blocks.clear()
-    assert splits.held_bytes == 0  # or what was evicted would stay mapped, and what no cache keeps in memory
+PAGE = mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("features", [["tokens"], ["chosen", "rejected"]])
-@pytest.mark.parametrize("has_turns", [False, True])
-def test_a_split_takes_about_the_memory_that_it_is_told_to(features: list[str], *, has_turns: bool) -> None:
-    num_rows = 20_000
-    ones = pa.LargeListArray.from_arrays(pa.array(np.arange(num_rows + 1)), pa.array(np.ones(num_rows, np.int32)))
-    lists = {name + suffix: ones for name in features for suffix in ["", *([TURNS] if has_turns else [])]}
-    others = {REASON: pa.nulls(num_rows, pa.string()), SPLIT: pa.array(np.arange(num_rows, dtype=np.uint32))}
-    block, splits = Block.of(pa.record_batch(lists | others)), Splits()
-    tracemalloc.start()
-    split = splits.of(block, "validation", 1.0)
-    assert len(split.stream) + len(split.replacements) == 2 * num_rows + 1  # which are kept with it
-    taken, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert taken <= splits.held_bytes <= 1.25 * taken
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux shows what it was told of a map")
+def test_mapped_block_reads_no_more_pages_than_needed(tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 200)
+    store = BlockStore(CacheFolder(tmp_path / "cache"))
+    open_catalog(tmp_path / "data", None, store)["numbers"].latest.blocks.get([0])
+    [path] = store.cache.folder.glob("*.block")
+    told = Path("/proc/self/smaps").read_text().split(str(path), 1)[1]
+    [flags] = [line for line in told.splitlines() if line.startswith("VmFlags:")][:1]
+    assert "rr" in flags.split()
+    store.close()
+
+
+class Told:
+    """A kernel that notes what it is told, and has copies wait as often as it is asked to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_waits = 0
+        self.spans: list[tuple[int, int]] = []
+        monkeypatch.setattr(pages, "_num_waits", lambda: self.num_waits)
+        monkeypatch.setattr(pages, "_advise", self._advise)
+
+    def _advise(self, address: int, nbytes: int, advice: int) -> None:
+        assert advice == mmap.MADV_WILLNEED
+        assert address % pages.PAGE_BYTES == 0
+        self.spans.append((address, nbytes))
+
+    def copy(
+        self, waits: Waits, num_waits: int = 0, spans: tuple[tuple[int, int], ...] = ((PAGE + 5, 9), (4 * PAGE, PAGE))
+    ) -> bool:
+        """Whether the kernel was told of a copy."""
+        self.spans.clear()
+        with waits.copying(spans):
+            self.num_waits += num_waits
+        return bool(self.spans)
+
+
+def test_copies_are_announced_after_one_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, waits = Told(monkeypatch), Waits()
+    assert not any(told.copy(waits, num_waits) for num_waits in (0, 1, 15, 0))
+    assert not told.copy(waits, num_waits=16)
+    assert told.copy(waits)
+    assert told.spans == [(PAGE, 14), (4 * PAGE, PAGE)]
+    assert told.copy(waits, num_waits=99)  # again, and for as long as before
+    assert sum(told.copy(waits) for _ in range(500)) == 64
+    assert not told.copy(waits, num_waits=16)
+    assert told.copy(waits)
+
+
+@pytest.mark.parametrize("packing", ["rows", "concat"])
+def test_announced_spans_are_the_copied_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: Packing) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 200)
+    store = BlockStore(CacheFolder(tmp_path / "cache"))
+    catalog = open_catalog(tmp_path / "data", None, store)
+    catalog["numbers"].latest.index.lengths.make(lambda _: None)
+    plan = catalog.plan("numbers", Spec(batch_size=16, seq_len=3, packing=packing, pad="longest", shuffle="global"))
+    [chunk] = chunks(plan, 0, 0, range(2))
+    blocks = load(chunk)
+    told, waits = Told(monkeypatch), Waits()
+    told.copy(waits, num_waits=16)
+    told.spans.clear()
+    monkeypatch.setattr(batch, "_waits", waits)
+    monkeypatch.setattr(pages, "PAGE_BYTES", 1)  # so that addresses are told as they are
+    body = batch.frames(chunk, blocks)
+    copied = b"".join(ctypes.string_at(address, nbytes) for address, nbytes in told.spans)
+    [first, second] = wire.decode(body)
+    sent = np.concatenate([first.tensors["input_ids"].reshape(-1), second.tensors["input_ids"].reshape(-1)])
+    assert copied == sent[sent != plan.pad_id].tobytes() if packing == "rows" else sent.tobytes()
+    store.close()

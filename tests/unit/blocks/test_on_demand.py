@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -93,7 +92,7 @@ def bytes_of(plan: Plan, steps: range) -> list[bytes]:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize("decoded_bytes", [3000, 1 << 30])
-def test_a_cold_batch_has_the_bytes_of_finished_blocks(
+def test_cold_batch_has_the_bytes_of_finished_blocks(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kind: str, recipe: str, decoded_bytes: int
 ) -> None:
     if decoded_bytes != 1 << 30:
@@ -113,7 +112,7 @@ def test_a_cold_batch_has_the_bytes_of_finished_blocks(
     assert cold_rows.held_bytes == sum(decoded.nbytes for decoded in cold_rows._decoded.values())
 
 
-def test_a_cold_batch_tokenizes_its_own_rows_alone_and_no_row_is_tokenized_twice(
+def test_cold_batch_tokenizes_only_its_own_rows_and_none_twice(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(COLUMNS["text"])
@@ -137,7 +136,7 @@ def test_a_cold_batch_tokenizes_its_own_rows_alone_and_no_row_is_tokenized_twice
     assert blocks._store.rows.held_bytes == 0
 
 
-def test_finished_blocks_are_the_same_whichever_rows_were_asked_for_before(write: Callable[..., Path]) -> None:
+def test_finished_blocks_do_not_depend_on_earlier_requests(write: Callable[..., Path]) -> None:
     folder = write(COLUMNS["bad rows"], RECIPES["all"])
     whole, mixed = opened(folder, "whole")["d"].latest, opened(folder, "mixed")
     bytes_of(plan_of(mixed, "d", batch_size=8, seq_len=16, shuffle="global"), range(3))
@@ -154,7 +153,7 @@ def test_finished_blocks_are_the_same_whichever_rows_were_asked_for_before(write
         )
 
 
-def test_a_bad_row_fails_a_cold_batch_with_the_words_that_a_finished_block_has(write: Callable[..., Path]) -> None:
+def test_bad_row_has_the_same_error_in_cold_and_finished_blocks(write: Callable[..., Path]) -> None:
     folder = write({"text": ["" if n % 17 == 3 else text(n) for n in range(ROWS)], "n": [0] * ROWS, "word": ["w"] * ROWS})
     recipe = folder / "data" / "d" / "penstock.toml"
     recipe.write_text(recipe.read_text().replace("replace", "fail"))
@@ -170,9 +169,7 @@ def test_a_bad_row_fails_a_cold_batch_with_the_words_that_a_finished_block_has(w
     assert told[0] == told[1]
 
 
-def test_a_row_group_that_cannot_be_read_fails_the_batches_that_need_it(
-    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_row_group_fails_only_its_batches(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(COLUMNS["text"])
     blocks_of = RowGroupReader.blocks
 
@@ -189,9 +186,7 @@ def test_a_row_group_that_cannot_be_read_fails_the_batches_that_need_it(
     bytes_of(plan, range(2, 3))
 
 
-def test_blocks_that_nobody_waits_for_are_finished_between_requests(
-    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_finished_between_requests(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(COLUMNS["text"])
     catalog = opened(folder, "cache")
     served = catalog["d"].latest
@@ -221,9 +216,7 @@ def test_blocks_that_nobody_waits_for_are_finished_between_requests(
     assert served.blocks.is_stored(5)
 
 
-def test_decoded_rows_stay_within_their_budget_and_make_room_once_unused(
-    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoded_rows_stay_within_their_budget(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(COLUMNS["text"])
     catalog = opened(folder, "cache", 4000)
     rows: RowsOnDemand = catalog["d"].latest.blocks._store.rows
@@ -237,7 +230,7 @@ def test_decoded_rows_stay_within_their_budget_and_make_room_once_unused(
     assert 0 < rows.held_bytes < 2 * 4000
 
 
-def test_rows_that_a_client_gave_up_are_not_tokenized(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_rows_are_not_tokenized(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(COLUMNS["text"])
     catalog = opened(folder, "cache")
     plan = plan_of(catalog, "d", batch_size=8, seq_len=16, shuffle="global")
@@ -261,10 +254,3 @@ def test_rows_that_a_client_gave_up_are_not_tokenized(write: Callable[..., Path]
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert (encoded, [future.cancelled() for future in futures]) == ([], [True] * len(futures))
-
-
-def test_joined_rows_follow_one_another() -> None:
-    parts = [encode.Selected(pa.record_batch({"a": [n, n + 1]}), np.arange(2), np.zeros(2, np.uint32)) for n in (0, 5)]
-    joined = encode.Selected.joined(parts)
-    assert joined.rows.column(0).to_pylist() == [0, 1, 5, 6]
-    assert joined.take(np.array([1, 2])).numbers.tolist() == [1, 0]

@@ -1,26 +1,29 @@
 """Callers share the loads of blocks, and wait for no others."""
 
 import threading
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from blocks_of import encoding_waits, loading, rows_of
 from corpora import write_shards
+from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
-from penstock_server.blocks.store import BlockStore
+from penstock_server.blocks.store import BlockStore, Splits
 from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.problems import OutOfMemory
+from penstock_server.recipes.encode import REASON, SPLIT, TURNS
 from planned import open_snapshot
 
 
-def test_many_callers_after_a_restart_have_each_stored_block_read_once(
-    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_block_is_read_once_for_many_callers(open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
     open_blocks().get(range(5))
     names, go_on = list[str](), threading.Event()
     read = CacheFolder.read
@@ -39,7 +42,7 @@ def test_many_callers_after_a_restart_have_each_stored_block_read_once(
     assert len(names) == len(set(names)) == 5
 
 
-def test_a_block_is_decoded_once_for_all_threads_and_servers(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
+def test_block_is_decoded_once_for_all_threads_and_servers(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
     blocks, gate = open_blocks(), threading.Barrier(8)
 
     def get() -> None:
@@ -55,7 +58,7 @@ def test_a_block_is_decoded_once_for_all_threads_and_servers(open_blocks: Callab
     assert len(count_reads) == 3
 
 
-def test_a_block_can_be_requested_again_after_no_thread_could_be_started(
+def test_block_can_be_requested_again_when_no_thread_could_be_started(
     open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = open_blocks()
@@ -67,7 +70,7 @@ def test_a_block_can_be_requested_again_after_no_thread_could_be_started(
 
 
 @pytest.mark.parametrize(("error", "raised"), [(ZeroDivisionError, ZeroDivisionError), (MemoryError, OutOfMemory)])
-def test_an_error_after_a_block_is_made_reaches_its_waiters(
+def test_error_after_a_block_is_made_reaches_its_waiters(
     open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, error: type[Exception], raised: type[Exception]
 ) -> None:
     blocks = open_blocks()
@@ -77,9 +80,7 @@ def test_an_error_after_a_block_is_made_reaches_its_waiters(
         future.result(timeout=20)
 
 
-def test_a_stored_block_does_not_wait_for_others_of_its_row_group(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_block_does_not_wait_for_its_row_group(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 1500)
     folder = write_shards(
         tmp_path / "big", "tokens", [[[n] * 9 for n in range(1000)]], type_=pa.list_(pa.int32()), row_group_size=1000
@@ -96,3 +97,36 @@ def test_a_stored_block_does_not_wait_for_others_of_its_row_group(
     assert not first.done()
     go_on.set()
     assert rows_of(first.result(30))[0][0] == 0
+
+
+def test_splits_are_held_within_a_budget(
+    open_blocks: Callable[[], Blocks],
+) -> None:
+    blocks = [replace(block) for block in open_blocks().get(range(4))]  # that nobody else has
+    splits = Splits(budget_bytes=3 * 8_000)
+    for share in (0.1, 0.5, 0.1, 0.9):
+        for block in blocks:
+            assert rows_of(splits.of(block, "train", share)) == rows_of(block.selected("train", share))
+            assert rows_of(splits.of(block, "validation", share)) == rows_of(block.selected("validation", share))
+        assert splits.of(block, "validation", share) is splits.of(block, "validation", share)
+        assert splits.of(block, "all", share) is block
+        assert 0 < splits.held_bytes <= 3 * 8_000
+    del block
+    blocks.clear()
+    assert splits.held_bytes == 0  # or what was evicted would stay mapped, and what no cache keeps in memory
+
+
+@pytest.mark.parametrize("features", [["tokens"], ["chosen", "rejected"]])
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_split_memory_estimate_is_close(features: list[str], *, has_turns: bool) -> None:
+    num_rows = 20_000
+    ones = pa.LargeListArray.from_arrays(pa.array(np.arange(num_rows + 1)), pa.array(np.ones(num_rows, np.int32)))
+    lists = {name + suffix: ones for name in features for suffix in ["", *([TURNS] if has_turns else [])]}
+    others = {REASON: pa.nulls(num_rows, pa.string()), SPLIT: pa.array(np.arange(num_rows, dtype=np.uint32))}
+    block, splits = Block.of(pa.record_batch(lists | others)), Splits()
+    tracemalloc.start()
+    split = splits.of(block, "validation", 1.0)
+    assert len(split.stream) + len(split.replacements) == 2 * num_rows + 1  # which are kept with it
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken <= splits.held_bytes <= 1.25 * taken

@@ -1,19 +1,22 @@
 """A background thread counts once; callers get the progress, the result, or the failure."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from unittest.mock import Mock
 
 import pytest
 
 from penstock_server.index import counting as counting_module
-from penstock_server.index.counting import Counting
+from penstock_server.index.counting import Counting, build_lock
 from penstock_server.problems import BadRow, IndexFailed, IndexNotReady, OutOfMemory
 
 
-def test_an_error_while_reading_counts_is_raised_by_get_alone(tmp_path: Path) -> None:
+def test_counting_error_while_reading_is_raised_by_get_alone(tmp_path: Path) -> None:
     counting = Counting("the rows", 1, Mock(side_effect=BadRow("no")), lambda: [tmp_path])
     counting.read()
     assert not counting.is_ready
@@ -96,7 +99,7 @@ def test_index_not_ready_tells_the_time_left_at_the_rate_so_far(
     assert caught.value.seconds_left == seconds_left
 
 
-def test_all_callers_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_callers_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, go_on, waits = Mock(), threading.Event(), list[float]()
     monkeypatch.setattr(counting_module, "time", clock)
     counting = Counting("the rows", 40, lambda _: go_on.wait(30), list)
@@ -108,3 +111,62 @@ def test_all_callers_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None
                 counting.get()
     go_on.set()
     assert waits == [1.0, 0.75, 0.0, 0.0]
+
+
+_OTHER = """
+import sys
+from pathlib import Path
+from penstock_server.index.counting import build_lock
+print("waits", flush=True)
+with build_lock(*map(Path, sys.argv[1:])):
+    print("builds", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def other(*paths: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", _OTHER, *map(str, paths)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert process.stdout
+    assert process.stdout.readline() == b"waits\n"
+    return process
+
+
+def is_waiting(process: subprocess.Popen[bytes]) -> bool:
+    assert process.stdout
+    with DefaultSelector() as selector:
+        selector.register(process.stdout, EVENT_READ)
+        return not selector.select(0.5)
+
+
+def end(process: subprocess.Popen[bytes]) -> str:
+    output, _ = process.communicate(b"\n", timeout=30)
+    return output.decode()
+
+
+def test_build_lock_waits_for_the_files_that_another_process_makes(tmp_path: Path) -> None:
+    with build_lock(tmp_path / "a"):
+        waits, goes_on = other(tmp_path / "a"), other(tmp_path / "b")
+        assert end(goes_on) == "builds\n"
+        assert is_waiting(waits)
+    assert end(waits) == "builds\n"
+
+
+def test_build_lock_ends_with_its_process_and_with_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such shard"), build_lock(tmp_path / "a"):
+        raise ValueError("no such shard")
+    killed = other(tmp_path / "a")
+    assert killed.stdout
+    assert killed.stdout.readline() == b"builds\n"
+    waits = other(tmp_path / "a")
+    assert is_waiting(waits)
+    killed.kill()
+    killed.communicate()
+    assert end(waits) == "builds\n"
+
+
+def test_build_lock_does_not_wait_for_an_existing_file_or_without_locks(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    for path in (tmp_path / "a", tmp_path / "missing" / "b"):
+        with build_lock(path):
+            assert end(other(path)) == "builds\n"

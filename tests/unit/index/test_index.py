@@ -70,9 +70,7 @@ def age(folder: Path, seconds_since_epoch: float) -> None:
         os.utime(folder / name, (seconds_since_epoch,) * 2)
 
 
-def test_counts_that_nobody_has_used_for_a_month_are_dropped_and_whoever_holds_them_goes_on(
-    open_all: Callable[[], Catalog], tmp_path: Path
-) -> None:
+def test_counts_unused_for_a_month_are_dropped(open_all: Callable[[], Catalog], tmp_path: Path) -> None:
     cache, running = tmp_path / "cache", open_all()
     before = [served(running, way) for way in WAYS]
     assert sorted(Path(name).suffix for name in counts(cache)) == [".index", ".lengths", ".lengths", ".lengths"]
@@ -87,7 +85,7 @@ def test_counts_that_nobody_has_used_for_a_month_are_dropped_and_whoever_holds_t
     assert len(counts(cache)) == 4
 
 
-def test_counts_that_are_used_stay_however_long_ago_they_were_made(open_all: Callable[[], Catalog], tmp_path: Path) -> None:
+def test_used_counts_stay(open_all: Callable[[], Catalog], tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     for way in WAYS[::-1]:  # the rows of a split are counted by themselves as long as the tokens are not
         served(open_all(), way)
@@ -101,7 +99,7 @@ def test_counts_that_are_used_stay_however_long_ago_they_were_made(open_all: Cal
     assert counts(cache) == made
 
 
-def test_where_the_disk_of_the_cache_fails_all_is_served_on_and_told_as_before(
+def test_batches_are_served_when_the_disk_of_the_cache_fails(
     open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, ways = tmp_path / "cache", [{"packing": "rows"}, *WAYS]
@@ -130,7 +128,7 @@ def test_where_the_disk_of_the_cache_fails_all_is_served_on_and_told_as_before(
     assert caplog.text.count("the block cache cannot be written to") == 1
 
 
-def test_counts_of_a_server_that_runs_for_months_stay(
+def test_counts_stay_while_a_server_runs_for_months(
     open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "_MARK_SECONDS", 0)
@@ -165,7 +163,7 @@ def test_snapshots_share_the_counts_of_their_shards_and_small_files_are_not_mapp
         pq.write_table(table.slice(0, rows), tmp_path / "data" / "d" / f"part-{number:03}.parquet")
 
 
-def test_the_rows_that_a_filter_keeps_are_known_once_rows_or_tokens_are_counted(tmp_path: Path) -> None:
+def test_rows_after_the_filter_are_known_when_rows_or_tokens_are_counted(tmp_path: Path) -> None:
     folder = write_text(tmp_path / "data" / "d", ["fox", "dog", "fox"], row_group_size=1)
     (folder / "penstock.toml").write_text("filter = \"text = 'fox'\"")
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
@@ -186,7 +184,7 @@ def test_the_rows_that_a_filter_keeps_are_known_once_rows_or_tokens_are_counted(
 
 @pytest.mark.parametrize("way", [*WAYS, {"packing": "best_fit"}], ids=str)
 @pytest.mark.parametrize("filter_", ["", "input_ids is not null"], ids=["unfiltered", "filtered"])
-def test_a_row_group_is_tokenized_once_for_counts_and_batches_where_the_cache_has_room(
+def test_row_group_is_tokenized_once_for_counts_and_batches(
     open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, str], filter_: str
 ) -> None:
     if filter_:
@@ -203,14 +201,6 @@ def test_a_row_group_is_tokenized_once_for_counts_and_batches_where_the_cache_ha
         for chunk in chunks(plan, epoch, 0, range(plan.schedule.num_steps)):
             frames(chunk, load(chunk))
     assert len(tokenized) == 15  # row groups
-
-
-def test_counts_that_another_server_drops_meanwhile_are_in_nobodys_way(tmp_path: Path) -> None:
-    (tmp_path / "gone.lengths").symlink_to("nowhere")  # as one that is listed, and gone before it is looked at
-    (tmp_path / "old.index").touch()
-    os.utime(tmp_path / "old.index", (MONTH_AGO,) * 2)
-    drop_old_counts(tmp_path, time.time())
-    assert not (tmp_path / "old.index").exists()
 
 
 def test_counts_that_cannot_be_stored_are_held_in_memory(
@@ -240,7 +230,7 @@ def whole(expected: list[bytes], tmp_path: Path) -> dict[str, bytes]:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example begins with whole files
 @given(st.data())
-def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same(
+def test_damaged_counts_are_made_again_and_batches_are_the_same(
     open_all: Callable[[], Catalog], tmp_path: Path, expected: list[bytes], whole: dict[str, bytes], data: st.DataObject
 ) -> None:
     cache, ways = tmp_path / "cache", WAYS[::-1]
@@ -266,7 +256,7 @@ LENGTHS = st.integers(0, 5) | st.integers(0, (1 << 31) - 1)
 ROWS = st.lists(LENGTHS.flatmap(lambda row: st.tuples(st.just(row), st.integers(0, row))), max_size=40)
 
 
-def test_what_is_summed_of_each_block_is_the_same_in_whatever_portions() -> None:
+def test_sums_per_block_do_not_depend_on_portions() -> None:
     lengths = np.arange(100, dtype=np.uint32) % 7
     words = lengths | np.where(np.arange(100) % 3, 0, 1 << 31).astype(np.uint32)
     starts = np.array([0, 0, 1, 4, 50, 50, 50, 99, 100, 100])
@@ -283,9 +273,7 @@ def test_what_is_summed_of_each_block_is_the_same_in_whatever_portions() -> None
 
 
 @given(st.lists(ROWS, min_size=1, max_size=3), st.integers(1, 9), st.booleans())
-def test_quantiles_are_those_of_the_rows_that_can_be_used(
-    shards: list[list[tuple[int, int]]], short: int, has_prompts: bool
-) -> None:
+def test_quantiles_are_those_of_the_usable_rows(shards: list[list[tuple[int, int]]], short: int, has_prompts: bool) -> None:
     made = []
     for shard in shards:
         words = np.array([row | (at % 2 << 31) for at, (row, _) in enumerate(shard)], np.uint32)
