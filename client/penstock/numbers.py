@@ -1,4 +1,4 @@
-"""Numbers as callers give them: numpy's and torch's, and members of enums, are as good as Python's, and are kept as those."""
+"""Checks of numbers from callers; those of numpy, torch and enums are converted to Python's."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def plain(value: Any) -> Any:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether this is a whole number, which True and False are not."""
+    """Whether a value is an int; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_whole(name: str, value: object, low: int, high: int | None = None) -> int:
-    """The value of a parameter as Python's own number. Raises SpecError: it is no whole number within these bounds."""
-    found = plain(value)
-    if not is_whole(found) or found < low or (high is not None and found > high):
+    """Return the value of a parameter as an int. Raises SpecError: it is not an integer within these bounds."""
+    number = plain(value)
+    if not is_whole(number) or number < low or (high is not None and number > high):
         bounds = f"from {low:,}" if high is None else f"from {low:,} to {high:,}"
         raise SpecError(f"{name} must be a whole number {bounds}, not {value!r}", (name,))
-    return found
+    return number
 
 
 def check_amount(name: str, value: object) -> float:
-    """The value of a parameter as Python's own number. Raises SpecError: it is no number from 0."""
-    found = plain(value)
-    is_number = isinstance(found, Real) and not isinstance(found, bool)
-    if not is_number or not found >= 0:
-        raise SpecError(f"{name} must be a number from 0, not {value!r}", (name,))
+    """Return the value of a parameter as a float. Raises SpecError: it is not a number >= 0."""
+    number = plain(value)
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number or not number >= 0:
+        raise SpecError(f"{name} must be >= 0, not {value!r}", (name,))
     try:
-        return float(found)
+        return float(number)
     except OverflowError:
         return inf

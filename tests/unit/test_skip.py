@@ -33,7 +33,7 @@ schedules = st.builds(
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=5), st.integers(1, 3))
-def test_ranges_hold_what_their_text_names_and_are_as_few_as_can_be(pairs: list[tuple[int, int]], per_step: int) -> None:
+def test_parse_skip_merges_ranges(pairs: list[tuple[int, int]], per_step: int) -> None:
     skipped = parse_skip(",".join(f"{first}-{first + more}" for first, more in pairs), per_step)
     steps = {step for first, more in pairs for step in range(first, first + more + 1)}
     assert [p for start, stop in skipped for p in range(start, stop)] == [p for p in range(200) if p // per_step in steps]
@@ -41,13 +41,13 @@ def test_ranges_hold_what_their_text_names_and_are_as_few_as_can_be(pairs: list[
 
 
 @given(ranges, ranges)
-def test_the_first_new_one_is_the_least_of_those_that_were_not_known(some: Ranges, known: Ranges) -> None:
+def test_first_new_is_the_least_unknown_position(some: Ranges, known: Ranges) -> None:
     positions, others = ({at for start, stop in each for at in range(start, stop)} for each in (some, known))
     assert first_new(some, known) == min(positions - others, default=None)
 
 
 @given(schedules)
-def test_a_run_is_the_epoch_less_what_is_skipped(schedule: Schedule) -> None:
+def test_schedule_is_the_epoch_without_skipped_samples(schedule: Schedule) -> None:
     skipped = {position for start, stop in schedule.skipped for position in range(start, stop)}
     kept = [position for position in range(schedule.num_positions) if position not in skipped]
     left = [position for position in kept if position >= schedule.offset]
@@ -72,22 +72,22 @@ def test_a_run_is_the_epoch_less_what_is_skipped(schedule: Schedule) -> None:
 
 
 @given(ranges, st.integers(0, 100), st.integers(0, 100))
-def test_behind_counts_the_samples_that_are_not_skipped(skipped: tuple[tuple[int, int], ...], offset: int, number: int) -> None:
+def test_position_after_counts_kept_samples(skipped: tuple[tuple[int, int], ...], offset: int, number: int) -> None:
     position = position_after(skipped, offset, number)
     inside = [p for p in range(offset, position) if not any(start <= p < stop for start, stop in skipped)]
     assert len(inside) == number
-    assert position == (inside[-1] + 1 if inside else offset)  # what is skipped next is of whoever goes on
+    assert position == (inside[-1] + 1 if inside else offset)
 
 
 @given(ranges, st.integers(0, 150))
-def test_what_is_kept_are_the_runs_between_what_is_skipped(skipped: tuple[tuple[int, int], ...], number: int) -> None:
+def test_kept_runs_lie_between_skipped_ranges(skipped: tuple[tuple[int, int], ...], number: int) -> None:
     runs = kept_runs(skipped, number)
     inside = [p for p in range(number) if not any(start <= p < stop for start, stop in skipped)]
     assert [p for start, stop in runs for p in range(start, stop)] == inside
     assert all(start < stop for start, stop in runs)
 
 
-def test_steps_are_samples_of_the_global_batch() -> None:
+def test_parse_skip_multiplies_steps_by_the_global_batch() -> None:
     assert parse_skip("3-4,10-10", 8) == ((24, 40), (80, 88))
     assert parse_skip("5-9,0-4", 2) == ((0, 20),)
     assert parse_skip("0,20-29,22-23", 1) == ((0, 1), (20, 30))  # one of them in another
@@ -97,7 +97,7 @@ def test_steps_are_samples_of_the_global_batch() -> None:
     assert spell_skip(()) is None
 
 
-def test_a_range_may_end_anywhere_behind_the_epoch_and_is_spelled_so_that_it_can_be_read() -> None:
+def test_ranges_past_the_epoch_are_spelled_readably() -> None:
     whole = parse_skip("7-999999999999999,1-2", 65_536)
     assert whole == ((65_536, 196_608), (458_752, 2**53))
     assert parse_skip(str(spell_skip(whole)), 1) == whole
@@ -105,6 +105,6 @@ def test_a_range_may_end_anywhere_behind_the_epoch_and_is_spelled_so_that_it_can
 
 
 @pytest.mark.parametrize("text", ["", "9-3", "a-b", "1-2,", "-1-2", "samples:"])
-def test_what_spells_no_range_is_refused(text: str) -> None:
+def test_parse_skip_refuses_invalid_text(text: str) -> None:
     with pytest.raises(SpecError, match="is not a range FIRST-LAST"):
         parse_skip(text, 1)
