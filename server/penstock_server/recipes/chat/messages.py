@@ -1,4 +1,4 @@
-"""Messages of a chat: their checks, what the assistant says in them, and the form in which a template takes them."""
+"""Messages of a chat: their checks, what the assistant says in them, and the form that a template takes."""
 
 from __future__ import annotations
 
