@@ -16,7 +16,7 @@ from penstock.errors import PenstockError, SpecError
 from penstock.http import MAX_BUFFER
 from penstock.numbers import plain
 from penstock.prefetch import Prefetch
-from penstock.tensors import ALL, CPU, Batch, Item, Lines, as_tensor, kind_of, travelled
+from penstock.tensors import ALL, CPU, Batch, Item, Side, as_tensor, kind_of, received_arrays
 from penstock.text import counted
 from penstock.wire import Frame
 
@@ -39,20 +39,20 @@ def check_device(device: str | int | torch.device | None) -> torch.device | None
     number = plain(device)
     name = f"cuda:{number}" if isinstance(number, int) else device
     try:
-        found = torch.device(name)
+        chosen = torch.device(name)
     except (RuntimeError, TypeError):
-        found = None
-    if found is None or found.type not in ("cpu", "cuda"):
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
         raise SpecError(f"device must be 'cpu', or a GPU such as 'cuda' or 'cuda:1', not {device!r}", ("device",))
     # torch truncates large device numbers to others: compare the names, too.
-    is_there = (found.index or 0) < torch.cuda.device_count() and str(found) == str(name)
-    if found.type == "cuda" and not is_there:
+    is_there = (chosen.index or 0) < torch.cuda.device_count() and str(chosen) == str(name)
+    if chosen.type == "cuda" and not is_there:
         raise SpecError(
             f"device={device!r}, but torch sees {counted(torch.cuda.device_count(), 'GPU')} here. Install a torch with CUDA, "
             f"check CUDA_VISIBLE_DEVICES, or leave device out: batches then lie in host memory.",
             ("device",),
         )
-    return found
+    return chosen
 
 
 def find_destination(device: torch.device | None, worker: Worker | None) -> Destination:
@@ -114,7 +114,7 @@ def pack(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> Ba
     Otherwise, for example after a proxy, they are copies, pinned if `pin_memory`.
     """
     kind = kind_of(frame.group.names)
-    arrays = travelled(frame, kind)
+    arrays = received_arrays(frame, kind)
     unneeded = {name for name in kind.columns if name not in tensors}
     texts = {name: texts for name, texts in frame.texts.items() if name in tensors}
     return {name: _on_host(array, pin_memory) for name, array in arrays.items() if name not in unneeded} | texts
@@ -129,19 +129,19 @@ def unpack(packed: Batch, tensors: Container[str] = ALL) -> Batch:
     """Expand packed tensors on their device, as penstock.tensors.expand does. It never synchronizes with a GPU."""
     kind, made = kind_of(tuple(packed)), Batch()
     for side in kind.sides:
-        lines = Lines(side, packed, lambda ids: torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device))
-        ids, labels = (tensor.to(torch.int64, copy=True) for tensor in (lines.ids, lines.targets))
-        mask = torch.ones_like(ids) if lines.attended is None else lines.attended.to(torch.int64)
-        if lines.in_loss is not None:
-            labels.masked_fill_(~lines.in_loss, IGNORED)
+        parts = Side(side, packed, lambda ids: torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device))
+        ids, labels = (tensor.to(torch.int64, copy=True) for tensor in (parts.ids, parts.targets))
+        mask = torch.ones_like(ids) if parts.attended is None else parts.attended.to(torch.int64)
+        if parts.in_loss is not None:
+            labels.masked_fill_(~parts.in_loss, IGNORED)
         made.update(zip(side.names, (ids, mask, labels), strict=True))
     if "cu_seqlens" in packed:
-        borders, ids = packed["cu_seqlens"], made["input_ids"]
+        offsets, ids = packed["cu_seqlens"], made["input_ids"]
         # Without output_size torch would synchronize with the GPU to learn it.
-        begins = torch.repeat_interleave(borders[:-1], borders.diff(), output_size=ids.numel())
+        begins = torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=ids.numel())
         positions = (torch.arange(ids.numel(), device=ids.device) - begins).view(ids.shape)
         made["labels"].masked_fill_(positions == 0, IGNORED)
-        made |= {"position_ids": positions, "cu_seqlens": borders}
+        made |= {"position_ids": positions, "cu_seqlens": offsets}
     made |= {name: packed[name] for name in kind.columns}
     return {name: value for name, value in made.items() if name in tensors}
 

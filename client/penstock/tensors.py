@@ -23,7 +23,7 @@ _WIDENED = {"uint16": np.int32, "uint32": np.int64}
 
 
 class Item(NamedTuple):
-    """A batch, the step and digest of its frame, and its tokens without the padding. It does not hold the frame's memory."""
+    """A batch with the step, checksum and number of tokens of its frame. It does not keep the frame's memory."""
 
     batch: Batch
     step: int
@@ -51,7 +51,7 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
     attention_mask  [batch_size, width], 1 on tokens and 0 on padding
     labels          [batch_size, width], the ids of the tokens that have loss and -100 elsewhere; not shifted, as Hugging
                     Face's models expect. In seq2seq batches they are the response's, [batch_size, target width]
-    position_ids    [batch_size, width], from 0 in each document and in the padding, where boundaries travel (best_fit)
+    position_ids    [batch_size, width], from 0 in each document and in the padding, if documents are marked (best_fit)
     cu_seqlens      int32 [documents and paddings + 1]: where each begins in the flattened batch, then the size of that
 
     dataset_index   [batch_size], with dataset_index=1: index of each sample's dataset in RemoteDataset.datasets
@@ -63,32 +63,32 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
     On a GPU, penstock.cuda.unpack builds the same tensors.
     """
     kind = kind_of(frame.group.names)
-    arrays, made = travelled(frame, kind), Batch()
+    arrays, made = received_arrays(frame, kind), Batch()
     for side in kind.sides:
         ids, mask, labels = side.names
         if ids in tensors:
             made[ids] = _copied(arrays[side.parts.input_ids], np.int64, pin_memory)
         if mask not in tensors and labels not in tensors:
             continue
-        lines = Lines(side, arrays, _numbers_of)
+        parts = Side(side, arrays, _numbers_of)
         if mask in tensors:
-            made[mask], ones = _new(lines.ids.shape, np.int64, pin_memory)
-            ones[...] = 1 if lines.attended is None else lines.attended
+            made[mask], ones = _empty(parts.ids.shape, np.int64, pin_memory)
+            ones[...] = 1 if parts.attended is None else parts.attended
         if labels in tensors:
-            made[labels], targets = _new(lines.targets.shape, np.int64, pin_memory)
-            targets[...] = lines.targets
-            if lines.in_loss is not None:
-                np.copyto(targets, IGNORED, where=~lines.in_loss)
+            made[labels], targets = _empty(parts.targets.shape, np.int64, pin_memory)
+            targets[...] = parts.targets
+            if parts.in_loss is not None:
+                np.copyto(targets, IGNORED, where=~parts.in_loss)
     if "cu_seqlens" in arrays:
-        borders = arrays["cu_seqlens"]
+        offsets = arrays["cu_seqlens"]
         if "cu_seqlens" in tensors:
-            made["cu_seqlens"] = as_tensor(borders, pin_memory)
+            made["cu_seqlens"] = as_tensor(offsets, pin_memory)
         if "position_ids" in tensors:
-            made["position_ids"], positions = _new(arrays["input_ids"].shape, np.int64, pin_memory)
-            begins = np.repeat(borders[:-1], np.diff(borders))
+            made["position_ids"], positions = _empty(arrays["input_ids"].shape, np.int64, pin_memory)
+            begins = np.repeat(offsets[:-1], np.diff(offsets))
             np.subtract(_numbers(len(begins)), begins, out=positions.reshape(-1))
         if "labels" in tensors:  # the previous document does not predict a document's first token
-            made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
+            made["labels"].numpy().reshape(-1)[offsets[:-1]] = IGNORED
     for name in kind.columns:
         if name in tensors:
             made[name] = as_tensor(arrays[name], pin_memory)
@@ -97,29 +97,29 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
     return made
 
 
-def names_of(travelling: Collection[str]) -> list[str]:
+def names_of(names: Collection[str]) -> list[str]:
     """Return the names of the tensors that `expand` builds from a frame with these tensors."""
-    kind = kind_of(tuple(travelling))
+    kind = kind_of(tuple(names))
     made = [name for side in kind.sides for name in side.names]
-    if "document_starts" in travelling:
+    if "document_starts" in names:
         made += ["cu_seqlens", "position_ids"]
     return [*made, *kind.columns]
 
 
-class _Side(NamedTuple):
-    """One side of the samples: the names of its ids, mask and labels, and of the parts they are built from."""
+class SideNames(NamedTuple):
+    """Names of one side: its ids, mask and labels, and the received parts they are built from."""
 
     names: tuple[str, str, str]
     parts: Parts
 
 
-class Lines(Generic[Array]):
+class Side(Generic[Array]):
     """Samples of one side, as numpy arrays or torch tensors. `numbers_of(ids)` returns the column numbers, [width].
 
     ids, targets  [batch_size, width], as received; the targets are mostly the ids
     """
 
-    def __init__(self, side: _Side, arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> None:
+    def __init__(self, side: SideNames, arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> None:
         self._parts = side.parts
         self._arrays: Mapping[str, Array] = arrays
         self._numbers_of: Callable[[Array], Array] = numbers_of
@@ -139,9 +139,9 @@ class Lines(Generic[Array]):
     @cached_property
     def in_loss(self) -> Array | None:
         """Mask of the targets that have a label, bool; None for all of them."""
-        parts, travelled = self._parts, self._arrays.get
-        targets, target_lengths = travelled(parts.labels), travelled(parts.label_lengths)
-        loss_mask, prompt_lengths = travelled(parts.loss_mask), travelled(parts.prompt_lengths)
+        parts, get = self._parts, self._arrays.get
+        targets, target_lengths = get(parts.labels), get(parts.label_lengths)
+        loss_mask, prompt_lengths = get(parts.loss_mask), get(parts.prompt_lengths)
         if targets is not None and target_lengths is not None:
             return self._numbers_of(targets) < target_lengths[:, None]
         if loss_mask is not None:
@@ -156,26 +156,26 @@ class Lines(Generic[Array]):
 class Kind(NamedTuple):
     """Kind of a batch: the sides of its samples, and its passthrough columns."""
 
-    sides: tuple[_Side, ...]
+    sides: tuple[SideNames, ...]
     columns: tuple[str, ...]
 
 
 @lru_cache
-def kind_of(travelling: tuple[str, ...]) -> Kind:
+def kind_of(names: tuple[str, ...]) -> Kind:
     """Return the kind of a batch whose frame has tensors of these names."""
     sides = tuple(
-        _Side(
+        SideNames(
             (f"{side}input_ids", f"{side}attention_mask", f"{side}labels"),
-            Parts(*(side + name if side + name in travelling else "" for name in Parts._fields)),
+            Parts(*(side + name if side + name in names else "" for name in Parts._fields)),
         )
         for side in SIDES
-        if f"{side}input_ids" in travelling
+        if f"{side}input_ids" in names
     )
     parts = {part for side in sides for part in side.parts} | {"cu_seqlens", "document_starts"}
-    return Kind(sides, tuple(name for name in travelling if name not in parts))
+    return Kind(sides, tuple(name for name in names if name not in parts))
 
 
-def travelled(frame: Frame, kind: Kind) -> dict[str, npt.NDArray[Any]]:
+def received_arrays(frame: Frame, kind: Kind) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays that `expand` needs: parts of samples, cu_seqlens, and columns in types that torch has.
 
     Counts documents and detects padding here, on the CPU: on a GPU this would synchronize.
@@ -188,8 +188,8 @@ def travelled(frame: Frame, kind: Kind) -> dict[str, npt.NDArray[Any]]:
     if "document_starts" in arrays:
         starts = _unpacked(arrays.pop("document_starts"), arrays["input_ids"].shape[1])
         begins = np.flatnonzero(starts)
-        arrays["cu_seqlens"] = borders = np.empty(len(begins) + 1, np.int32)
-        borders[:-1], borders[-1] = begins, starts.size
+        arrays["cu_seqlens"] = offsets = np.empty(len(begins) + 1, np.int32)
+        offsets[:-1], offsets[-1] = begins, starts.size
     for name in kind.columns:
         if arrays[name].dtype.name in _WIDENED:
             arrays[name] = arrays[name].astype(_WIDENED[arrays[name].dtype.name])
@@ -203,17 +203,17 @@ def as_tensor(array: npt.NDArray[Any], pin_memory: bool) -> torch.Tensor:
 
 def _copied(array: npt.NDArray[Any], dtype: npt.DTypeLike, pin_memory: bool) -> torch.Tensor:
     """Copy an array to a tensor of another type, in one pass."""
-    tensor, out = _new(array.shape, dtype, pin_memory)
+    tensor, out = _empty(array.shape, dtype, pin_memory)
     out[...] = array
     return tensor
 
 
-def _new(shape: tuple[int, ...], dtype: npt.DTypeLike, pin_memory: bool) -> tuple[torch.Tensor, npt.NDArray[Any]]:
+def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike, pin_memory: bool) -> tuple[torch.Tensor, npt.NDArray[Any]]:
     """Allocate a tensor of a numpy type; return it, and an array over the same memory to write through."""
     if pin_memory:
-        of_torch = torch.from_numpy(np.empty(0, dtype)).dtype
+        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         # Name the device: the trainer may have changed torch's default.
-        tensor = torch.empty(shape, dtype=of_torch, device=CPU, pin_memory=True)
+        tensor = torch.empty(shape, dtype=torch_dtype, device=CPU, pin_memory=True)
         return tensor, tensor.numpy()
     array = np.empty(shape, dtype)  # twice as fast as torch.empty
     return torch.from_numpy(array), array
@@ -240,7 +240,7 @@ def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor
     Raises SpecError: the batch has no position_ids.
     """
     if "position_ids" not in batch:
-        raise SpecError("this batch does not tell where documents begin: use packing='best_fit' or mark_documents=True")
+        raise SpecError("this batch does not mark where documents begin: use packing='best_fit' or mark_documents=True")
     document = (batch["position_ids"] == 0).cumsum(dim=1)
     same = document[:, :, None] == document[:, None, :]
     mask = torch.tril(same)[:, None]

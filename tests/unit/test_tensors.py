@@ -82,7 +82,7 @@ def test_documents_have_separate_positions_and_masks() -> None:
 
 
 def test_document_mask_needs_marked_documents() -> None:
-    with pytest.raises(SpecError, match="does not tell where documents begin"):
+    with pytest.raises(SpecError, match="where documents begin"):
         document_mask(expand(frame(input_ids=[[5, 6]], lengths=[2]), pin_memory=False))
 
 
