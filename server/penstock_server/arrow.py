@@ -17,12 +17,12 @@ _INT96_UNIT = "us"  # for Spark's INT96 times; pyarrow's default, ns, overflows 
 
 
 def open_parquet(source: Any, **options: Any) -> pq.ParquetFile:
-    """Opens a Parquet file with these options of pyarrow; a column has the same type wherever it is read."""
+    """Open a Parquet file with these options of pyarrow; a column has the same type wherever it is read."""
     return pq.ParquetFile(source, coerce_int96_timestamp_unit=_INT96_UNIT, **options)
 
 
 def take_rows(rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> pa.RecordBatch:
-    """Returns the rows with these ascending numbers."""
+    """Return the rows with these ascending numbers."""
     try:
         return rows.take(pa.array(numbers))
     except pa.ArrowNotImplementedError:  # pyarrow can only slice and join views; Polars writes all text as views
@@ -31,13 +31,13 @@ def take_rows(rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> pa.Record
 
 
 def list_lengths(array: pa.Array) -> IntArray:
-    """Returns the length of each list, 0 for null."""
+    """Return the length of each list, 0 for null."""
     lengths: IntArray = pc.fill_null(pc.cast(pc.list_value_length(array), pa.int64()), 0).to_numpy(zero_copy_only=False)
     return lengths
 
 
 def raw_texts(array: pa.Array) -> pa.Array:
-    """Converts a column of text, JSON or bytes to large_binary: not every text is UTF-8.
+    """Convert a column of text, JSON or bytes to large_binary: not every text is UTF-8.
 
     A JSON string becomes its characters, JSON null becomes null, other JSON values stay JSON text. Invalid JSON is text.
     """
@@ -56,7 +56,7 @@ def _raw_text(raw: bytes | None) -> bytes | None:
 
 
 def parsed_json(text: str) -> Any:
-    """Parses a JSON text; returns the text itself if it is invalid JSON."""
+    """Parse a JSON text; returns the text itself if it is invalid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -64,7 +64,7 @@ def parsed_json(text: str) -> Any:
 
 
 def without_json_type(array: pa.Array) -> pa.Array:
-    """Converts JSON in an array to plain text as `raw_texts` does, also in the fields of structs."""
+    """Convert JSON in an array to plain text as `raw_texts` does, also in the fields of structs."""
     if isinstance(array.type, pa.JsonType):
         return pc.cast(raw_texts(array), pa.large_string(), safe=False)
     if not (pa.types.is_struct(array.type) and holds_json(array.type)):
@@ -74,7 +74,7 @@ def without_json_type(array: pa.Array) -> pa.Array:
 
 
 def holds_json(type_: pa.DataType) -> bool:
-    """Returns whether a type is Parquet's JSON type, or contains it."""
+    """Return whether a type is Parquet's JSON type, or contains it."""
     if isinstance(type_, pa.BaseExtensionType) or not pa.types.is_nested(type_):
         return isinstance(type_, pa.JsonType)
     return any(holds_json(type_.field(number).type) for number in range(type_.num_fields))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the server's commands to `penstock`."""
+    """Add the server's commands to `penstock`."""
     serve = commands.add_parser(
         "serve",
         help="serve the Parquet shards in a folder",
@@ -111,14 +111,12 @@ def _add_dataset(command: argparse.ArgumentParser) -> None:
 
 
 def _set_libraries_up() -> None:
-    """Tells libraries by the environment, before they are imported, what they can be told in no other way."""
-    # Every block is decoded into some megabytes that are freed soon, and so are bodies. Jemalloc hands them out again, and
-    # gives back to the system what lies idle for a second; mimalloc gives all back at once, and a quarter of the time goes
-    # into fresh pages. Somebody may have chosen another allocator.
-    if sys.platform == "linux":  # elsewhere not every build has it
+    """Configure libraries by environment variables, which they read when they are imported."""
+    # Blocks and response bodies take some megabytes for a moment. jemalloc reuses them, and returns idle pages after a second.
+    # mimalloc returns them immediately, and fresh pages then take a quarter of the time.
+    if sys.platform == "linux":  # elsewhere not every build has jemalloc
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "jemalloc")
-    # Our threads tokenize side by side. In threads of the library's own one allocates what another frees, while a third waits
-    # for the same lock of malloc: that takes a fifth longer.
+    # The server tokenizes in its threads. The threads of the library wait for one lock of malloc, which takes a fifth longer.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -182,7 +180,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(catalog: Catalog, names: list[str] | None) -> tuple[list[OpenSnapshot], list[str]]:
-    """The datasets of these names, or all, and what is said of those that are refused. Raises UnknownDataset: there is none."""
+    """Return the datasets of these names, or all, and the errors of those that cannot be served. Raises UnknownDataset."""
     served, refused = [], dict[str, object]()
     if not names:
         refused.update(catalog.refused)

@@ -13,7 +13,7 @@ _MAX_BYTES = 1 << 30  # limit for tokenizers, templates and recipes; the largest
 
 
 def read_file(path: Path) -> bytes:
-    """Reads a whole file. Raises OSError: it is unreadable, or a pipe, which may block, or a device without an end."""
+    """Read a whole file. Raises OSError: it is unreadable, or a pipe, which may block, or a device without an end."""
     with open(path, "rb", opener=_without_waiting) as file:
         stat = os.fstat(file.fileno())
         check_is_file(stat, path)
@@ -23,12 +23,12 @@ def read_file(path: Path) -> bytes:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Reads a text file with universal newlines. Raises what `read_file` raises, and ValueError: it is not text."""
+    """Read a text file with universal newlines. Raises what `read_file` raises, and ValueError: it is not text."""
     return io.TextIOWrapper(io.BytesIO(read_file(path)), encoding).read()
 
 
 def may_be_there(path: Path) -> bool:
-    """Returns whether the path exists; True if that is unknown, so that reading it raises the reason."""
+    """Return whether the path exists; True if that is unknown, so that reading it raises the reason."""
     # os.path.lexists, and Path.exists from Python 3.14 on, return False for a mount that does not respond: a dataset would
     # count as removed, and its rows be served without their recipe.
     try:
@@ -41,7 +41,7 @@ def may_be_there(path: Path) -> bool:
 
 
 def check_is_here(path: Path) -> None:
-    """Raises ValueError: the path is a URL, or a name that is not UTF-8, and cannot be an output folder."""
+    """Check an output folder. Raises ValueError: its path is a URL, or is not UTF-8."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # Path keeps only one of the two slashes
         raise ValueError(f"{path} is a URL: name a folder of this machine, and copy it from there.")
     if spelled(str(path)) != str(path):
@@ -49,7 +49,7 @@ def check_is_here(path: Path) -> None:
 
 
 def check_is_file(stat: os.stat_result, path: Path) -> None:
-    """Raises OSError: the path is a folder, a device, or a pipe, whose reader waits for a writer."""
+    """Check for a regular file. Raises OSError: it is a folder, a device, or a pipe, whose reader waits for a writer."""
     if not S_ISREG(stat.st_mode):
         raise OSError(EINVAL, "it is neither a file nor a link to one", str(path))
 
@@ -59,5 +59,5 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def spelled(name: str) -> str:
-    """Returns the name of a file or folder as text, with backslash escapes for bytes that are not UTF-8."""
+    """Return the name of a file or folder as text, with backslash escapes for bytes that are not UTF-8."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -19,7 +19,7 @@ class LibraryError(Exception):
 
 @contextmanager
 def library_errors() -> Iterator[None]:
-    """Converts exceptions, panics and exits inside to LibraryError, but not MemoryError or Ctrl-C."""
+    """Convert exceptions, panics and exits inside to LibraryError, but not MemoryError or Ctrl-C."""
     try:
         yield
     except MemoryError:

@@ -12,7 +12,7 @@ _SELDOM_SECONDS = 60.0
 
 
 def begin_log(*, logs_changes: bool) -> None:
-    """Starts the log. Only one process, with `logs_changes`, logs changes of datasets, since all of them see these."""
+    """Start the log. Only one process, with `logs_changes`, logs changes of datasets, since all of them see these."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(handlers=[handler])
@@ -27,7 +27,7 @@ class Seldom:
         self._due_at = 0.0
 
     def is_due(self) -> bool:
-        """Returns whether to log now; the minute starts with a True."""
+        """Return whether to log now; the minute starts with a True."""
         now = time.monotonic()
         if now < self._due_at:
             return False
@@ -44,7 +44,7 @@ class _Printable(logging.Formatter):
 
 
 class _FewWarnings(logging.Filter):
-    """Passes each of uvicorn's warnings once a minute: every request that is not HTTP causes one."""
+    """Pass each of uvicorn's warnings once a minute: every request that is not HTTP causes one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Returns the memory of the machine, or the lowest limit of this process's control groups if that is less."""
+    """Return the memory of the machine, or the lowest limit of this process's control groups if that is less."""
     limits = [
         text
         for version, group in _groups("memory", root)
@@ -20,7 +20,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Returns the cores of this process by affinity, or by the CPU quota of its control groups if less; at least 1."""
+    """Return the cores of this process by affinity, or by the CPU quota of its control groups if less; at least 1."""
     limits = [_machine_cores()]
     for version, group in _groups("cpu", root):
         if version == 2:
@@ -43,7 +43,7 @@ def _machine_cores() -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the process's control groups and their parents, each with its cgroup version."""
+    """Yield the process's control groups and their parents, each with its cgroup version."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if not controllers or controller in controllers.split(","):

@@ -13,7 +13,7 @@ _Made = TypeVar("_Made")
 
 
 def map_ordered(threads: Executor, num_threads: int, make: Callable[[_Item], _Made], items: Iterable[_Item]) -> Iterator[_Made]:
-    """Yields `make(item)` in order; `num_threads` calls run at a time, and one more waits. Raises what `make` raises.
+    """Yield `make(item)` in order; `num_threads` calls run at a time, and one more waits. Raises what `make` raises.
 
     It takes items only shortly before their turn, so `items` may be endless.
     """

@@ -16,7 +16,7 @@ from penstock_server.settings import Settings, SettingsError
 
 
 def open_data(settings: Settings) -> Catalog:
-    """Opens the catalog of the settings.
+    """Open the catalog of the settings.
 
     Raises SettingsError: the cache folder cannot be used. Raises DatasetInvalid: see open_catalog.
     """
@@ -33,6 +33,6 @@ def open_data(settings: Settings) -> Catalog:
 
 
 def warn(command: str, settings: Settings, datasets: Iterable[OpenSnapshot]) -> None:
-    """Prints warnings about the data folder and these datasets, before they are read."""
+    """Print warnings about the data folder and these datasets, before they are read."""
     for sentence in (*advice_on_folder(settings.data_dir), *advice_on_data(datasets)):
         complain(command, sentence)

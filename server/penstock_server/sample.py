@@ -31,7 +31,7 @@ _GOODS = ["apples", "nails", "candles", "eggs", "bricks", "stamps", "buttons", "
 
 
 def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
-    """Writes the corpus, and yields a line for each output. Equal arguments write equal rows.
+    """Write the corpus, and yields a line for each output. Equal arguments write equal rows.
 
     out_dir/tokenizer.json, out_dir/stories and out_dir/questions, each of `rows` rows in several shards.
 

@@ -25,12 +25,12 @@ class SettingsError(Exception):
 
 
 def default_cache_dir() -> Path:
-    """Returns the user's cache folder by the XDG base directory specification; ~ is expanded later."""
+    """Return the user's cache folder by the XDG base directory specification; ~ is expanded later."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "penstock"
 
 
 def _said(name: str, environment: Mapping[str, str]) -> str | None:
-    """Reads a variable; skips the address that Kubernetes puts into PENSTOCK_PORT for a service named penstock."""
+    """Read a variable; skips the address that Kubernetes puts into PENSTOCK_PORT for a service named penstock."""
     value = environment.get(f"PENSTOCK_{name.upper()}")
     return None if value and value.startswith("tcp://") else value
 
@@ -61,7 +61,7 @@ class Settings:
 
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:
-        """Reads settings from flags, else from PENSTOCK_* variables, else the defaults. Raises SettingsError."""
+        """Read settings from flags, else from PENSTOCK_* variables, else the defaults. Raises SettingsError."""
         names = [f.name for f in fields(cls)]
         given = {name: value for name in names if (value := flags.get(name) or _said(name, environment))}
         values: dict[str, Any] = {"cache_dir": default_cache_dir(), **given}
@@ -109,7 +109,7 @@ _UNITS = {"": 1} | {f"{letter}{b}": 1000**power for power, letter in enumerate("
 
 
 def byte_count(text: str) -> int | None:
-    """Parses a number of bytes such as 500000000 or 200GB; None if the text is invalid."""
+    """Parse a number of bytes such as 500000000 or 200GB; None if the text is invalid."""
     return _number(text, _UNITS)
 
 

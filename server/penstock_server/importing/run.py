@@ -162,7 +162,7 @@ def _format(path: Path) -> str:
         )
     if format_ is None:
         raise ImportRefused(
-            f"{path}: its ending is none of {', '.join(_TEXT_ENDINGS)} (also with {' or '.join(_COMPRESSED)}), "
+            f"{path}: its ending is not {', '.join(_TEXT_ENDINGS)} (also with {' or '.join(_COMPRESSED)}), "
             f"{', '.join(ending for ending in _ENDINGS if ending not in _TEXT_ENDINGS)}. Write plain text as JSON lines, a "
             f'document a line: {{"text": "..."}}.'
         )

@@ -368,7 +368,7 @@ class ParquetReader:
                     num_rows += batch.num_rows
             if num_rows < file.metadata.num_rows:
                 raise ValueError(
-                    f"it is damaged: its footer has {file.metadata.num_rows:,} rows, of which {num_rows:,} can be read"
+                    f"it is damaged: its footer has {file.metadata.num_rows:,} rows, but only {num_rows:,} can be read"
                 )
 
 

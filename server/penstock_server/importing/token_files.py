@@ -225,7 +225,7 @@ def _open_datatrove(path: Path, index: Path) -> _Tokens:
     size, count = path.stat().st_size, int(ends[-1]) if len(ends) else 0
     types = [type_ for type_ in ("<u2", "<u4") if np.dtype(type_).itemsize * count == size]
     if not types:
-        raise ValueError(f"{index.name} states {count:,} ids, but {size:,} bytes are not so many ids of two or four bytes")
+        raise ValueError(f"{index.name} states {count:,} ids, but the {size:,} bytes are not ids of two or four bytes each")
     loss, in_loss = path.with_name(f"{path.name}.loss"), None
     if os.path.lexists(loss):
         with _naming(loss):

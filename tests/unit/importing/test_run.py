@@ -92,12 +92,12 @@ def test_a_dataset_is_written_again_in_its_place(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("none.csv", "does not exist"),
-        ("x.txt", "its ending is none of .csv, .*JSON lines, a document a line"),
-        ("x.parquet.gz", "its ending is none of"),
+        ("x.txt", "its ending is not .csv, .*JSON lines, a document a line"),
+        ("x.parquet.gz", "its ending is not"),
         ("folder.csv/", "is a folder. Name its files"),
         ("shard.00000.mds", "another loader.*docs/guides/import.md"),
         ("x.TFRecord-00000-of-00002", "another loader"),
-        ("x.target", "its ending is none of"),
+        ("x.target", "its ending is not"),
         ("/dev/null", "not a regular file"),
     ],
 )
