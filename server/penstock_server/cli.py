@@ -54,14 +54,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     inspect = commands.add_parser(
         "inspect",
-        help="show what a folder's datasets are, and what their rows become",
-        description="Shows every dataset below DATA_DIR as serve would serve it, with its first rows: their text, and between "
-        "⟦ and ⟧, or dimmed, what no loss is taken of. The exit status is 1 if a dataset cannot be served.",
+        help="show the datasets of a folder, and the tokens of their rows",
+        description="Shows every dataset below DATA_DIR as serve would serve it, with the text of its first rows. Text without "
+        "loss is dimmed, or between ⟦ and ⟧. The exit status is 1 if a dataset cannot be served.",
     )
     _add_folders(inspect)
     _add_dataset(inspect)
-    inspect.add_argument("--row", type=whole_number, metavar="N", default=0, help="the first row to show, from 0 (default: 0)")
-    inspect.add_argument("--rows", type=whole_number, metavar="N", default=2, help="how many rows (default: 2)")
+    inspect.add_argument("--row", type=whole_number, metavar="N", default=0, help="first row to show, from 0 (default: 0)")
+    inspect.add_argument("--rows", type=whole_number, metavar="N", default=2, help="number of rows (default: 2)")
     inspect.add_argument(
         "--lines", type=whole_number, metavar="N", default=4, help="lines of text of each, 0 for all (default: 4)"
     )
