@@ -35,7 +35,7 @@ NUM_ROWS, BATCH_SIZE = 120, 4
 def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
     data_dir = tmp_path_factory.mktemp("data")
     write_numbered(data_dir / "numbers", NUM_ROWS)
-    write_pairs(data_dir / "pairs", [("the quick brown fox jumps over", "the lazy dog")] * NUM_ROWS)
+    write_pairs(data_dir / "pairs", [("the quick brown fox jumps over", " the lazy dog")] * NUM_ROWS)
     return serve(data_dir, "--tokenizer", str(write_tokenizer(data_dir / "tokenizer.json")))
 
 
@@ -224,7 +224,7 @@ def test_who_forgets_set_epoch_is_told(server: Server) -> None:
             warnings.simplefilter("always")
             list(itertools.islice(data, num_batches))
         assert all(Path(warning.filename).name == "test_loop.py" for warning in told)
-        return any("call set_epoch(n) before the loop of each epoch n" in str(warning.message) for warning in told)
+        return any("set_epoch(n) before the loop" in str(warning.message) for warning in told)
 
     data = dataset(server)
     assert [is_told(data), is_told(data)] == [False, True]
@@ -259,7 +259,7 @@ def test_loop_that_takes_the_first_batch_in_each_step_is_warned_at_the_third(ser
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 next(iter(batches))
-            found.append(any("next(iter(...)) in each step gives the same batch" in str(one.message) for one in caught))
+            found.append(any("next(iter(...)) in each step" in str(one.message) for one in caught))
         return found
 
     data = dataset(server)

@@ -33,7 +33,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     data_dir = tmp_path_factory.mktemp("data")
     write_numbered(data_dir / "many", 2000)
     write_numbered(data_dir / "numbers", 480)
-    write_pairs(data_dir / "pairs", [("the quick brown fox jumps over", "the lazy dog")] * 480)
+    write_pairs(data_dir / "pairs", [("the quick brown fox jumps over", " the lazy dog")] * 480)
     return serve(data_dir, "--tokenizer", str(write_tokenizer(data_dir / "tokenizer.json")))
 
 
