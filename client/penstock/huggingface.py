@@ -34,7 +34,7 @@ from penstock.tensors import Batch
 
 _KEY = "penstock"  # key of the data's state in trainer_state.json
 _SHARED_DATASET = (
-    "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': evaluating on train_dataset would "
+    "eval_dataset must be another RemoteDataset, such as one of split='validation': evaluating on train_dataset would "
     "move its position, and no checkpoint could resume"
 )
 _MISCOUNTED = (

@@ -121,7 +121,7 @@ class Advice:
             _warn(
                 f"more than {share:.0%} of the tokens with loss repeat one token, such as {int(in_runs.mode().values)}. If the "
                 f"rows were padded before they were stored, store them without padding, or with an attention_mask that is 0 "
-                f"where they are padded."
+                f"on padding."
             )
 
 

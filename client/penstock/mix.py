@@ -28,7 +28,7 @@ _START = re.compile(r"[0-9]{1,15}")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """From sample `start` on, of every sum(shares) samples shares[i] are of dataset i of the mix; in lowest terms."""
+    """From sample `start` on, shares[i] of every sum(shares) samples are of dataset i; in lowest terms."""
 
     start: int
     shares: tuple[int, ...]
@@ -36,7 +36,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The datasets by their names, in alphabetical order, and the phases of their weights. Its text is its one spelling."""
+    """Dataset names in alphabetical order, and the phases of their weights. str() gives the canonical text."""
 
     datasets: tuple[str, ...]
     phases: tuple[Phase, ...]
@@ -51,7 +51,7 @@ class Mix:
 
 @lru_cache(maxsize=64)
 def parse_mix(text: str) -> Mix:
-    """The mix that a text spells. Raises SpecError: it spells none; the message says what is wrong."""
+    """Parse a mix. Raises SpecError: the text is invalid."""
     weights: list[tuple[int, dict[str, Fraction]]] = []
     for number, part in enumerate(text.split(";")):
         body, at, start = part.rpartition("@")
@@ -72,9 +72,9 @@ def parse_mix(text: str) -> Mix:
 
 
 def spell_mix(weights: Mapping[str, float]) -> str:
-    """The text of a mix of one phase. A weight of 1/3 is meant as such, whatever digits the number has.
+    """Spell a mix of one phase. A float close to a simple fraction, such as 1/3, is read as that fraction.
 
-    Raises SpecError: a weight is no number from 0.
+    Raises SpecError: a weight is not a number >= 0.
     """
     if apart := next((name for name in weights if re.search("[,;]", str(name))), None):
         raise SpecError(f"mix: {apart!r} cannot be mixed, since its name has a comma or semicolon in it: rename it", ("mix",))
@@ -84,13 +84,13 @@ def spell_mix(weights: Mapping[str, float]) -> str:
 
 
 def first_other(one: Mix, other: Mix) -> float:
-    """The first sample, counted over all epochs, that two mixes may choose differently; infinity if they never do."""
+    """Return the first sample, counted over all epochs, that two mixes may choose differently; infinity without one."""
     pairs = zip_longest(_chosen(one), _chosen(other))
     return min((phase[0] for pair in pairs if pair[0] != pair[1] for phase in pair if phase), default=inf)
 
 
 def _chosen(mix: Mix) -> list[tuple[int, dict[str, int]]]:
-    """Where each phase begins, and the shares of the datasets that it chooses from."""
+    """Return each phase's start and the shares of its datasets."""
     return [
         (phase.start, {name: share for name, share in zip(mix.datasets, phase.shares, strict=True) if share})
         for phase in mix.phases
@@ -103,7 +103,7 @@ def _exact(name: str, weight: float) -> Fraction:
     except (TypeError, ValueError, OverflowError):
         number = nan
     if isinstance(weight, str) or not 0 <= number < inf:
-        raise SpecError(f"mix: the weight of {name} must be a number from 0, not {weight!r}", ("mix",))
+        raise SpecError(f"mix: the weight of {name} must be >= 0, not {weight!r}", ("mix",))
     simple = Fraction(number).limit_denominator(10_000)
     if isclose(simple, number, rel_tol=1e-12):
         return simple

@@ -20,7 +20,7 @@ _LAST = 2**53  # as far as samples are counted: a range may end anywhere past an
 
 @lru_cache(maxsize=64)
 def parse_skip(text: str, samples_per_step: int) -> Ranges:
-    """The ranges of samples, half-open, sorted and disjoint, that a text spells. Raises SpecError: it spells none."""
+    """Parse ranges of samples, half-open, sorted and disjoint. Raises SpecError: the text is invalid."""
     unit = 1 if text.startswith(_SAMPLES) else samples_per_step
     ranges = []
     for part in text.removeprefix(_SAMPLES).split(","):
@@ -41,12 +41,12 @@ def parse_skip(text: str, samples_per_step: int) -> Ranges:
 
 
 def spell_skip(ranges: Ranges) -> str | None:
-    """The text of ranges of samples; None for none."""
+    """Spell ranges of samples; None without any."""
     return _SAMPLES + ",".join(f"{start}-{stop - 1}" for start, stop in ranges) if ranges else None
 
 
 def num_kept_before(ranges: Ranges, position: int) -> int:
-    """How many positions below this one are not skipped."""
+    """Return the number of kept positions below this one."""
     return position - sum(min(stop, position) - start for start, stop in ranges if start < position)
 
 
@@ -63,7 +63,7 @@ def first_new(ranges: Ranges, known: Ranges) -> int | None:
 
 
 def kept_runs(ranges: Ranges, num_positions: int) -> list[tuple[int, int]]:
-    """The runs of the first `num_positions` positions between what is skipped, half-open, none of them empty."""
+    """Return the half-open runs of kept positions among the first `num_positions`, without empty ones."""
     inside = [(start, stop) for start, stop in ranges if start < num_positions]
     starts = [0, *(stop for _, stop in inside)]
     stops = [*(start for start, _ in inside), num_positions]
@@ -71,7 +71,7 @@ def kept_runs(ranges: Ranges, num_positions: int) -> list[tuple[int, int]]:
 
 
 def position_after(ranges: Ranges, offset: int, num_samples: int) -> int:
-    """The position after the last of `num_samples` samples that are not skipped, counted from position `offset` on."""
+    """Return the position after `num_samples` kept samples, counted from position `offset` on."""
     position, left = offset, num_samples
     for start, stop in ranges:
         room = max(0, start - position)

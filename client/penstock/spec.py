@@ -126,7 +126,7 @@ class Spec:
             raise SpecError("; ".join(text for _, text in problems), tuple(name for name, _ in problems))
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
-        """Parameters that are sound one by one, but not together."""
+        """Yield parameters that contradict each other."""
         if self.target_seq_len is not None and self.task != "seq2seq":
             yield "target_seq_len", f"target_seq_len={self.target_seq_len} needs task=seq2seq"
         if self.packing != "rows":
@@ -160,27 +160,27 @@ class Spec:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether rows are truncated: each is one sample, and its tokens past seq_len are in none."""
+        """Whether rows are truncated at seq_len."""
         return (self.packing, self.overflow) == ("rows", "truncate")
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of one step, over all ranks."""
+        """Number of samples of one step, over all ranks."""
         return self.batch_size * self.world_size
 
     def skipped(self) -> Ranges:
-        """The ranges of an epoch's samples that are skipped, half-open, sorted and disjoint."""
+        """Return the skipped ranges of an epoch's samples, half-open, sorted and disjoint."""
         return parse_skip(self.skip, self.samples_per_step) if self.skip else ()
 
     def mixed(self) -> Mix | None:
-        """The mix of a mixture; None of a plain dataset."""
+        """Return the mix of a mixture; None for a plain dataset."""
         return parse_mix(self.mix) if self.mix else None
 
     @classmethod
     def from_query(cls, pairs: Iterable[tuple[str, str]], others: Iterable[str] = ()) -> Spec:
-        """The spec that a URL's query spells out; parameters that it leaves out have their defaults.
+        """Parse a URL's query; parameters that it leaves out have their defaults.
 
-        `others` are parameters that the URL takes besides, and that are not among these: one may be meant by a wrong name.
+        `others` are further parameters of the URL, to suggest for an unknown name.
 
         Raises SpecError: a parameter is unknown, given twice, or has a wrong value.
         """
@@ -191,26 +191,26 @@ class Spec:
                 raise SpecError(_unknown(name, [*known, *others]), (name,))
             if name in values:
                 raise SpecError(f"{name} is given twice; give it once", (name,))
-            # A mixture's snapshot is several, joined by "+", which in a query stands for a blank if it is written as it is.
+            # A mixture's snapshots are joined by "+", which stands for a space in a query.
             values[name] = text.replace(" ", "+") if name == "snapshot" else _parse(known[name], text)
         return cls(**values)  # type: ignore[arg-type]
 
     @property
     def digest(self) -> str:
-        """Hash of all parameters that frames carry to identify the spec: 16 hex digits."""
+        """Hash of all parameters, which frames carry to identify the spec: 16 hex digits."""
         return _digest_of(self)
 
     def to_query(self) -> dict[str, str]:
-        """Every parameter that is set, as a URL's query spells it."""
+        """Return every parameter that is set, as a URL's query spells it."""
         return {name: as_text(value) for name, value in self.to_dict().items() if value is not None}
 
     def to_dict(self) -> dict[str, int | str | None]:
-        """Every parameter by its name."""
+        """Return every parameter by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 def as_text(value: object) -> str:
-    """A parameter's value as URLs and options spell it."""
+    """Spell a parameter's value for URLs and options."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -227,7 +227,7 @@ def _digest_of(spec: Spec) -> str:
 
 
 def describe() -> list[Mapping[str, Any]]:
-    """Each parameter's name, kind, default, bounds or options, and description: for help texts and documentation."""
+    """Return each parameter's name, kind, default, bounds or options, and description, for help and documentation."""
     kinds = dict.fromkeys(_TEXTS, "string") | dict.fromkeys(_COUNTS, "integer") | dict.fromkeys(_FLAGS, "boolean")
     return [{"name": f.name, "kind": kinds[f.name], "default": f.default, **f.metadata} for f in fields(Spec)]
 

@@ -100,7 +100,7 @@ def test_evaluation_and_prediction_use_a_dataset_of_their_own(url: str, tmp_path
     prediction = one.predict(held_out)
     assert prediction.predictions.shape == (320, SPEC["seq_len"], 320)
     assert prediction.metrics["test_loss"] == figures[0]["eval_loss"]
-    with pytest.raises(SpecError, match="eval_dataset must be a RemoteDataset of its own"):
+    with pytest.raises(SpecError, match="eval_dataset must be another RemoteDataset"):
         one.predict(one.train_dataset)
 
 
@@ -175,7 +175,7 @@ def test_arguments_that_contradict_the_data_are_refused(url: str, tmp_path: Path
         with pytest.raises(SpecError, match=f"leave {next(iter(options))} out"):
             trainer(url, tmp_path, **options)
     data = RemoteDataset(url, "numbers", **SPEC)
-    with pytest.raises(SpecError, match="eval_dataset must be a RemoteDataset of its own"):
+    with pytest.raises(SpecError, match="eval_dataset must be another RemoteDataset"):
         trainer(url, tmp_path, data=data, held_out={"same": data})
     half = RemoteDataset(url, "numbers", **SPEC, rank=0, world_size=2)
     with pytest.raises(SpecError, match=r"gives each of 2 rank\(s\) 16 samples a step"):

@@ -109,7 +109,7 @@ def test_rows_that_the_server_no_longer_tells_leave_the_verdict_as_it_is(serve: 
     new = serve(tmp_path / "data")
     status, said = audited(ledger, "--server", new.url, "--rows", "--spot-check", "1")
     assert (status, said.startswith("NOT PROVEN: 4 samples not trained on")) == (1, True)
-    assert "epoch 0, step 4 of start 1, rank 0 is not told by the server: snapshot" in said
+    assert "epoch 0, step 4 of start 1, rank 0: the server does not name its rows: snapshot" in said
 
 
 def test_the_ledger_holds_each_batch_that_was_handed_over_and_no_other(server: Server, ledger: Path) -> None:
@@ -332,9 +332,9 @@ def test_a_flipped_bit_is_no_proof(server: Server, ledger: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{ledger}"], "there is no ledger of this name, nor of other ranks beside it"),
+        (["{ledger}"], "does not exist"),
         ([__file__], "test_ledger.py is no ledger: none of its first"),
-        (["."], ". is no file: name a ledger"),
+        (["."], ". is not a file"),
         (["{ledger}", "--spot-check", "5"], "--spot-check and --rows ask a server: name it with --server URL"),
         (
             ["{ledger}", "--server", "http://localhost:1", "--spot-check", "few"],

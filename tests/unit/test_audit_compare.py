@@ -146,7 +146,7 @@ def test_how_many_batches_are_missing_is_told_though_not_the_rows_of_each(
     num_missing = sum(len(gap.ranks) * len(range(*gap.steps)) for e in report_on(ledger).orders[0].epochs for gap in e.gaps)
     assert num_missing > 3
     assert command.run(asked(ledger, server=["http://localhost:1"], rows=True)) == 1
-    assert capsys.readouterr().out.endswith(f"\n{num_missing - 2} more batches are missing, of which no rows were asked for\n")
+    assert capsys.readouterr().out.endswith(f"\n{num_missing - 2} more batches are missing; their rows were not requested\n")
     assert command.run(asked(ledger, server=["http://localhost:1"], rows=True, json=True)) == 1
     assert json.loads(capsys.readouterr().out)["missing_batches_without_rows"] == num_missing - 2
 

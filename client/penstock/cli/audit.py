@@ -109,8 +109,8 @@ def _paths(names: Sequence[str]) -> list[Path]:
         paths = find_ledgers(name)
         if not paths:
             if Path(name).exists():
-                raise LedgerError(f"{name} is no file: name a ledger")
-            raise LedgerError(f"{name}: there is no ledger of this name, nor of other ranks beside it")
+                raise LedgerError(f"{name} is not a file: name a ledger")
+            raise LedgerError(f"{name} does not exist, nor do ledgers of other ranks beside it")
         for path in paths:
             status = path.stat()
             found.setdefault((status.st_dev, status.st_ino), path)
@@ -136,7 +136,7 @@ def _shown(rows: dict[str, dict[str, Any]], num_left_out: int) -> Iterator[str]:
     for batch, provenance in rows.items():
         yield ""
         if "reason" in provenance:
-            yield f"{batch} is not told by the server: {provenance['reason']}"
+            yield f"{batch}: the server does not name its rows: {provenance['reason']}"
             continue
         yield f"{batch} would have shown"
         for sample in provenance["samples"]:
@@ -144,7 +144,7 @@ def _shown(rows: dict[str, dict[str, Any]], num_left_out: int) -> Iterator[str]:
                 yield f"  {s['dataset']}, {s['shard']}, row group {s['row_group']}, row {s['row']}"
     if num_left_out:
         yield ""
-        yield f"{counted(num_left_out, 'more batch is', 'more batches are')} missing, of which no rows were asked for"
+        yield f"{counted(num_left_out, 'more batch is', 'more batches are')} missing; their rows were not requested"
 
 
 def _as_json(

@@ -169,7 +169,7 @@ def _check_steps(num_steps: int, spec: Spec) -> None:
 
 def _count_tensors(is_seq2seq: bool, batch: Mapping[str, Any]) -> Count:
     masks = [batch[f"{side}attention_mask"] for side in SIDES if f"{side}attention_mask" in batch]
-    if is_seq2seq:  # labels hold tokens of their own, those of the response
+    if is_seq2seq:  # labels hold the response's tokens
         masks.append(batch["labels"] != IGNORED)
     return Count(num_tokens=sum(int(mask.sum()) for mask in masks), num_positions=sum(mask.numel() for mask in masks))
 
@@ -318,7 +318,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure_with_progress(supply: Supply, seconds: float, tokens_per_second: float | None = None) -> Figures:
     console = Console(stderr=True)
     columns = ("{task.description}", BarColumn(), TimeRemainingColumn())
-    # No refresh from a thread: it would take time from what is measured.
+    # A refresh from a thread would take time from the measurement.
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=seconds)
 

@@ -34,7 +34,7 @@ def set_run(command: argparse.ArgumentParser, name: str, run: Callable[[argparse
     """Set what a command runs. A PenstockError becomes one line on stderr, and status 2."""
 
     def run_command(arguments: argparse.Namespace) -> int:
-        # A line of its own: the place of a warning in this package is no help at a terminal.
+        # On one line: the place of a warning in this package is no help at a terminal.
         warnings.showwarning = lambda message, *_: complain(name, message)
         status = 0
         try:
@@ -50,7 +50,7 @@ def set_run(command: argparse.ArgumentParser, name: str, run: Callable[[argparse
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """What an address names; None and an empty query for what it leaves out.
+    """Parts of an address; None, or an empty query, for a part that it leaves out.
 
     server  "http://host:8000", with a path after it if the service stands behind a gateway
     query   the spec's parameters in it, as they are spelled

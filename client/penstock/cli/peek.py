@@ -26,7 +26,7 @@ _NUMBER_COLUMNS = {"#": 1, "tokens": 6, "pad": 4, "in loss": 7}  # and their wid
 def configure(command: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     command.description = (
-        "Shows one batch as a table: each sample's tokens and padding, its rows, and its text, dimmed where it has no loss."
+        "Shows one batch as a table: each sample's tokens and padding, its rows, and its text, dimmed if it has no loss."
     )
     command.add_argument("address", metavar="ADDRESS", help=ADDRESS)
     command.add_argument("--step", type=whole_number, metavar="N", help="which batch of the epoch (default: 0)")
