@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ledgers import append, begin_of
-from penstock.audit import Report, audit
+from penstock.audit.report import Report, audit
 from penstock.audit.text import lines_of as words_of
-from penstock.ledger.names import find_ledgers
+from penstock.ledger.file import find_ledgers
 
 
 def report_on(ledger: Path, **settings: bool) -> Report:

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ledgers import behind, round_at
+from ledgers import pass_at
 from penstock import Spec
 from penstock.audit.reading import Reading
-from penstock.ledger.recorder import Ledger, Recorder
+from penstock.ledger.recorder import Record, Recorder
 
 SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
 
 
-def book(path: Path, rank: int = 0) -> Recorder:
+def recorder(path: Path, rank: int = 0) -> Recorder:
     return Recorder(path, "numbers", rank)
 
 
@@ -23,13 +23,15 @@ def digest(step: int) -> str:
     return f"{step * 0x9E3779B97F4A7C15 % 2**64:016x}"
 
 
-def open_at(path: Path, epoch: int = 0) -> Ledger:
-    return book(path).open(SPEC, 1000, round_at(epoch=epoch), behind(0))
+def open_at(path: Path, epoch: int = 0) -> Record:
+    opened = recorder(path).open(SPEC, 1000, pass_at(epoch=epoch))
+    assert opened
+    return opened
 
 
-def record(ledger: Ledger, *steps: int) -> None:
+def record(opened: Record, *steps: int) -> None:
     for step in steps:
-        ledger.record(step, digest(step))
+        opened.record(step, digest(step))
 
 
 def open_files(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
-"""Ledgers of runs that were never trained: written line by line, as a process would that is killed behind any of them.
+"""Ledgers of runs that were never trained: written line by line, as a process would that is killed after any of them.
 
-And rounds, for ledgers that are written as a loop has them written.
+And passes, for ledgers that are written as a loop has them written.
 """
 
 from __future__ import annotations
@@ -8,39 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from penstock import Spec
 from penstock.distributed import Worker
 from penstock.ledger.begin import Begin, check_of
-from penstock.ledger.names import ledger_path
-from penstock.state.progress import Pass
-from penstock.state.start import StepRange
-from penstock.state.state import Position
+from penstock.ledger.file import ledger_path
+from penstock.progress import Pass
+from penstock.slicing import Slicing
+from penstock.state import Origin, Position, StepRange
 
 FIRST = datetime(2025, 1, 1, tzinfo=UTC)
 
 
-def round_at(
-    epoch: int = 0,
-    step: int = 0,
-    worker: Worker | None = None,
-    *,
-    num_loads: int = 0,
-    is_first: bool = True,
-) -> Pass:
-    """A round of a thousand steps that begins there."""
+def pass_at(epoch: int = 0, step: int = 0, worker: Worker | None = None, *, is_first: bool = True) -> Pass:
+    """A pass of a thousand steps that begins there."""
     return Pass(
         worker=worker, stretch=StepRange(position=Position(epoch=epoch, step=step), num_steps=1000), steps=range(step, 1000),
-        number=1, num_sets=1, is_repetition=False, is_stuck=False, is_first=is_first, num_loads=num_loads,
-        state_epoch=None, launch="5f0c77aa",
+        name=1, num_sets=1, start=id_of(0), origin=Origin(), is_first=is_first,
     )  # fmt: skip
 
 
-def behind(num_rounds: int) -> Any:
-    """The progress of a loop that put so many rounds on record."""
-    return SimpleNamespace(num_before=lambda _: num_rounds, put_on_record=lambda *_: None)
+def id_of(start: int) -> str:
+    return f"{start + 1:016x}"
 
 
 def line(text: str, begin: str = "") -> str:
@@ -48,13 +38,26 @@ def line(text: str, begin: str = "") -> str:
     return f"{text} {check_of(text, begin)}\n"
 
 
-def begin_of(rank: int = 0, *, start: int = 0, epoch: int = 0, step: int = 0, num_samples: int = 100, **spec: Any) -> Begin:
-    """An iteration of a run's start number `start`, which loaded a state unless it is the first."""
+def begin_of(
+    rank: int = 0,
+    *,
+    start: int = 0,
+    parent: int | None = -1,
+    epoch: int = 0,
+    step: int = 0,
+    num_samples: int = 100,
+    **spec: Any,
+) -> Begin:
+    """An iteration of a run's start number `start`, which loaded a state of its `parent`: the start before it, or none."""
     settings: dict[str, Any] = {"batch_size": 5, "snapshot": "abc"} | spec
-    state_epoch = epoch if start and (step or spec.get("offset")) else None  # the state is of where it goes on
+    of_spec = Spec(**settings)
+    before = start - 1 if parent == -1 else parent
+    has_parent = before is not None and before >= 0
     return Begin(
-        launch=f"{start}-{rank}", num_loads=int(start > 0), state_epoch=state_epoch, iteration=0,
-        dataset="numbers", num_samples=num_samples, rank=rank, epoch=epoch, step=step, spec=Spec(**settings),
+        run=id_of(0), start=id_of(start), parent=id_of(before) if has_parent and before is not None else "",
+        parent_epoch=epoch if has_parent else 0,
+        parent_samples=Slicing.of(of_spec, num_samples).position(step) if has_parent else 0,
+        dataset="numbers", num_samples=num_samples, rank=rank, epoch=epoch, step=step, spec=of_spec,
         time=FIRST + timedelta(hours=start, minutes=epoch),
     )  # fmt: skip
 

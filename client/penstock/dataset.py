@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from penstock.distributed import (
 )
 from penstock.errors import PenstockError, SpecError
 from penstock.iteration import NOT_GIVEN, BatchIterator, Iteration, hide_internal_traceback
-from penstock.ledger.recorder import Ledger, Recorder
+from penstock.ledger.recorder import Recorder
 from penstock.lint import (
     Advice,
     is_trained_on,
@@ -42,6 +42,7 @@ from penstock.logs import name_rank
 from penstock.mix import spell_mix
 from penstock.numbers import check_amount, check_whole, plain
 from penstock.prefetch import PREFETCH_BYTES
+from penstock.progress import Pass, Progress
 from penstock.spec import (
     MAX_COUNT,
     LossOn,
@@ -53,9 +54,7 @@ from penstock.spec import (
     StoppingStrategy,
     Task,
 )
-from penstock.state.progress import Pass, Progress
-from penstock.state.resuming import stretch_behind
-from penstock.state.state import write_state
+from penstock.state import resume, write_state
 from penstock.stats import Stats, StatsAggregator
 from penstock.tensors import ALL, Batch, names_of
 
@@ -159,7 +158,7 @@ class RemoteDataset(IterableDataset[Batch]):
         name_rank(self._rank, self._world_size)
         self._client = Client(servers, dataset, rank=self._rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
-        asked = Spec(
+        requested = Spec(
             batch_size=batch_size,
             seq_len=seq_len,
             world_size=self.world_size,
@@ -183,17 +182,17 @@ class RemoteDataset(IterableDataset[Batch]):
             snapshot=snapshot,
         )
         # Before the server is asked, which may be away, or have rows to count: either may take minutes.
-        self._book = None if ledger is None else Recorder(ledger, dataset, self.rank)
-        resolved = self._client.resolve(asked)
-        self._consensus = None if snapshot else SnapshotConsensus(f"{dataset}/{asked.digest}")
+        self._recorder = None if ledger is None else Recorder(ledger, dataset, self.rank)
+        resolved = self._client.resolve(requested)
+        self._consensus = None if snapshot else SnapshotConsensus(f"{dataset}/{requested.digest}")
         if self._consensus and (first := self._consensus.propose(str(resolved.spec.snapshot))) != resolved.spec.snapshot:
-            resolved = self._client.resolve(replace(asked, snapshot=first))
+            resolved = self._client.resolve(replace(requested, snapshot=first))
         if self.rank == 0:
             warn_as_advised(resolved.advice)
         self._resolved = resolved
         self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors))
-        self._progress = Progress(self.steps_per_epoch)
-        self._has_asked = False  # the server how long rows are: once is enough
+        self._progress = Progress(self.steps_per_epoch, f"{dataset}/{resolved.spec.digest}")
+        self._has_checked_rows = False  # how long rows are: once is enough
         self._stats = StatsAggregator()
 
     @property
@@ -275,7 +274,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
         To an audit that is a start without a state.
         """
-        self._progress.set_epoch(check_whole("epoch", epoch, 0, MAX_COUNT))
+        self._progress.rewind(check_whole("epoch", epoch, 0, MAX_COUNT))
 
     def __len__(self) -> int:
         """Batches of the next iteration: a whole epoch's, or what load_state_dict left of it."""
@@ -294,46 +293,40 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def _batches(self, worker: Worker | None, begun: Pass | None) -> Generator[Batch, object, None]:
         name_rank(self._rank, self._world_size)  # in a loader worker, too
-        round_ = begun or self._progress.begin(worker)
-        number = 0
-        try:
-            self._progress.enter(round_)
-            self._check_rank()
-            if self._consensus and not worker:
-                self._consensus.settle(self.snapshot)
-            destination = find_destination(self._device, worker)
-            at = round_.stretch.position
-            spec = replace(self.spec, offset=at.offset)
-            if round_.is_repetition and self._replay is None:
-                warn_of_repetition(spec, at.epoch)
-            if round_.is_stuck and self._replay is None:
-                warn_of_same_batch(spec, at.epoch)
-            with self._recording(spec, round_) as ledger, self._fetching(spec, at.epoch, round_.steps, destination) as items:
-                asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
-                self._has_asked = True
-                trains = self._replay is None and is_trained_on(spec) and not worker
-                is_shared = self._rank_was_found and self.world_size > 1  # who names a rank may have others in this job
-                peers = PeerCheck(self.dataset, spec, at.epoch, at.step, self.rank) if trains and is_shared else None
-                advice = Advice(self._client if asks else None, spec, at.epoch, peers, len(round_.steps))
-                for number, item in enumerate(items, start=1):
-                    if number == 1:
-                        self._progress.take(round_)
-                    advice.look_at(item.batch, number, has_place=self._progress.counts(round_))
-                    if ledger:
-                        ledger.record(item.step, item.digest)
-                    if self._replay is None:  # last of all: what fails before has given nothing
-                        self._progress.count(round_, number)
-                    if (yield item.batch) is NOT_GIVEN:
-                        if self._replay is None:
-                            self._progress.count(round_, number - 1)
-                        return
-                self._progress.finish(round_)
-                if ledger:
-                    ledger.finish()
-        except BaseException:
-            if not number:
-                self._progress.give_back(round_)
-            raise
+        this = begun or self._progress.begin(worker)
+        self._check_rank()
+        if self._consensus and not worker:
+            self._consensus.settle(self.snapshot)
+        destination = find_destination(self._device, worker)
+        at = this.stretch.position
+        spec = replace(self.spec, offset=at.offset)
+        if this.is_repetition and self._replay is None:
+            warn_of_repetition(spec, at.epoch)
+        if this.is_stuck and self._replay is None:
+            warn_of_same_batch(spec, at.epoch)
+        record = self._recorder.open(spec, self._resolved.num_samples, this) if self._recorder else None
+        with self._fetching(spec, at.epoch, this.steps, destination) as items:
+            checks_rows = self.rank == 0 and (not worker or worker.first == 0) and not self._has_checked_rows
+            self._has_checked_rows = True
+            trains = self._replay is None and is_trained_on(spec) and not worker
+            is_shared = self._rank_was_found and self.world_size > 1  # who names a rank may have others in this job
+            peers = PeerCheck(self.dataset, spec, at.epoch, at.step, self.rank) if trains and is_shared else None
+            advice = Advice(self._client if checks_rows else None, spec, at.epoch, peers, len(this.steps))
+            for number, item in enumerate(items, start=1):
+                if number == 1:
+                    self._progress.take(this)
+                advice.look_at(item.batch, number, has_place=self._progress.counts(this))
+                if record:
+                    record.record(item.step, item.digest)
+                if self._replay is None:  # last of all: what fails before has yielded nothing
+                    self._progress.count(this, number)
+                if (yield item.batch) is NOT_GIVEN:
+                    if self._replay is None:
+                        self._progress.count(this, number - 1)
+                    return
+            self._progress.finish(this)
+            if record:
+                record.finish()
 
     def _check_rank(self) -> None:
         """Whether this is the rank that it was made for, on the snapshot of the others. Raises PenstockError.
@@ -345,12 +338,6 @@ class RemoteDataset(IterableDataset[Batch]):
         check_not_sharded_again(self, self.world_size)
         if self._consensus and not find_worker():
             self._consensus.check(self.snapshot)
-
-    def _recording(self, spec: Spec, round_: Pass) -> AbstractContextManager[Ledger | None]:
-        """The ledger of an iteration, if there is to be one."""
-        if not self._book:
-            return nullcontext()
-        return self._book.recording(spec, self._resolved.num_samples, round_, self._progress)
 
     @contextmanager
     def _fetching(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> Iterator[BatchIterator]:
@@ -406,7 +393,7 @@ class RemoteDataset(IterableDataset[Batch]):
             )
         if self._replay is not None:
             warn_of_replay(self._replay)
-        return write_state(self.dataset, self.spec, self._progress.position)
+        return write_state(self.dataset, self.spec, self._progress.position, *self._progress.ids)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Starts the next iteration where state_dict was taken; at the same sample, if world_size or batch_size changed.
@@ -419,8 +406,8 @@ class RemoteDataset(IterableDataset[Batch]):
         Raises ServerUnavailable, or what says why it refuses: in mid-epoch it is asked how many other steps are left.
         """
         worker = find_worker()
-        stretch = stretch_behind(state_dict, self._client, self._resolved, worker, strict=strict)
-        self._progress.go_to(stretch, worker)
+        stretch, origin = resume(state_dict, self._client, self._resolved, worker, strict=strict)
+        self._progress.load(stretch, origin, worker)
 
 
 def _check_tensors(tensors: Collection[str], known: list[str]) -> frozenset[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -30,12 +32,12 @@ _TOLERANCE_SECONDS = 30.0  # delay between the ranks' starts that is not reporte
 class Worker:
     """A DataLoader's worker process, which takes every `stride`-th step from `first` on.
 
-    loader_seed  drawn by the DataLoader when its workers started; the same for all of them
+    loader  number of processes that the loop's process had started before this DataLoader's workers: it tells loaders apart
     """
 
     first: int
     stride: int
-    loader_seed: int
+    loader: int
 
 
 def find_worker() -> Worker | None:
@@ -48,7 +50,11 @@ def find_worker() -> Worker | None:
         raise PenstockError(
             f"num_workers={info.num_workers:,} exceeds the limit of {MAX_WORKERS:,}. Use num_workers=0: a thread fetches ahead."
         )
-    return Worker(info.id, info.num_workers, info.seed - info.id) if info else None
+    if info is None:
+        return None
+    # The loader's seed would not tell loaders apart: a loop may give torch one seed before each, and so does torchdata.
+    number = re.search(r"\d+$", multiprocessing.current_process().name)
+    return Worker(info.id, info.num_workers, int(number[0]) - info.id if number else 0)
 
 
 def is_distributed() -> bool:
@@ -196,6 +202,20 @@ class SnapshotConsensus:
         self._is_settled = True
 
 
+def agree(question: str, answer: str) -> str:
+    """Return the answer of the rank that asks first; this rank's `answer` while torch.distributed is not initialized.
+
+    If a process asks a question again, it is another question: the ranks are expected to ask it equally often.
+    """
+    number = _num_asked[question] = _num_asked.get(question, 0) + 1
+    store = job_store()
+    with suppress(RuntimeError):  # the store's process has ended, and so has the job
+        if store is not None:
+            return bytes(store.compare_set(f"penstock/{question}/{number}", "", answer)).decode()
+    return answer
+
+
+_num_asked = dict[str, int]()  # by question of `agree`
 _taken = dict[str, str]()  # the last note that this process took, by question: datasets of one process share it
 
 

@@ -12,7 +12,7 @@ from penstock.client import Client
 from penstock.distributed import PeerCheck
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, way_out_of_prompts
 from penstock.spec import Spec
-from penstock.state.state import Position
+from penstock.state import Position
 from penstock.tensors import Batch
 from penstock.text import counted
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock import RemoteDataset, SpecError, StateMismatch
-from penstock.audit import audit
+from penstock.audit.report import audit
 from recorded import SPEC, Given, run_example, whole_run
 
 LIBRARY = "transformers"

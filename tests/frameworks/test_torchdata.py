@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from penstock import RemoteDataset, StateMismatch
-from penstock.audit import audit
-from penstock.ledger.names import find_ledgers
+from penstock.audit.report import audit
+from penstock.ledger.file import find_ledgers
 from recorded import SPEC
 
 LIBRARY = "torchdata"
@@ -234,7 +234,7 @@ def test_workers_refuse_to_go_on_in_steps_of_other_samples(
 
     resumed = type(loader)(RemoteDataset(url, "numbers", **(SPEC | other)), batch_size=None, num_workers=2)
     resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(StateMismatch, match=f"in the midst of an epoch .*{[*other][-1]}: .* then, .* now"):
+    with pytest.raises(StateMismatch, match=f"inside an epoch .*{[*other][-1]}: .* then, .* now"):
         rows(resumed)
     del loader, resumed
     gc.collect()  # what waits for them does so now

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock import Spec, wire
-from penstock.state.state import Position, read_state
+from penstock.state import Position, read_state
 from penstock.wire import Address, Layout
 from penstock_server.order.permutation import key, permute, unpermute
 from penstock_server.order.shuffle import EpochOrder
@@ -15,7 +15,8 @@ from penstock_server.order.shuffle import EpochOrder
 HERE = Path(__file__).parent
 ORDER = json.loads((HERE / "order.json").read_text())
 STATE = {
-    "version": 2, "dataset": "wiki", "epoch": 2, "step": 9, "offset": 64, "batch_size": 8, "world_size": 1, "skip": None,
+    "version": 3, "dataset": "wiki", "run": "0123456789abcdef", "start": "123456789abcdef0",
+    "epoch": 2, "step": 9, "offset": 64, "batch_size": 8, "world_size": 1, "skip": None,
     "snapshot": "0123456789abcdef", "seed": 7, "shuffle": "window", "window": 262144, "split": "all", "packing": "concat",
     "overflow": "truncate", "length_bucket_size": 0, "mix": None, "stopping_strategy": None, "seq_len": 64, "task": None,
 }  # fmt: skip

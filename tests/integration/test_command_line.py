@@ -354,7 +354,6 @@ def test_command_does_its_work_if_its_output_cannot_be_written(tmp_path: Path) -
 def test_exit_status_does_not_depend_on_the_reader_of_a_pipe(tmp_path: Path) -> None:
     ledger = open_at(tmp_path / "run.ledger")
     record(ledger, 0, 2)
-    ledger.close()
     for command in (["audit", "run.ledger"], ["doctor", "127.0.0.1:9"]):
         shell = ["bash", "-c", '"$@" | true; echo ${PIPESTATUS[0]}', "bash", sys.executable, "-m", "penstock", *command]
         unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}

@@ -16,9 +16,9 @@ import torch
 
 from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import RemoteDataset, SnapshotGone, SpecError, StateMismatch
-from penstock.audit import audit
 from penstock.audit.compare import compare
-from penstock.ledger.names import find_ledgers
+from penstock.audit.report import audit
+from penstock.ledger.file import find_ledgers
 from serving import Server
 
 SIZES = {"few": 50, "many": 210, "some": 120}

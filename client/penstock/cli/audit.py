@@ -10,15 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from penstock.audit import Report, audit
 from penstock.audit.compare import Comparison, Differing, compare, num_missing_batches, rows_of_missing
-from penstock.audit.copies import without_copies
-from penstock.audit.facts import facts_of
+from penstock.audit.report import Report, as_json, audit
 from penstock.audit.text import lines_of
 from penstock.cli.connection import greet, parse_address, set_run
 from penstock.cli.output import tell
 from penstock.errors import LedgerError, PenstockError, ServerUnavailable, SpecError
-from penstock.ledger.names import find_ledgers
+from penstock.ledger.file import find_ledgers
 from penstock.text import counted, printable
 
 _SPOT_CHECK = 100
@@ -114,7 +112,7 @@ def _paths(names: Sequence[str]) -> list[Path]:
         for path in paths:
             status = path.stat()
             found.setdefault((status.st_dev, status.st_ino), path)
-    return without_copies(list(found.values()))
+    return list(found.values())
 
 
 def _compared(comparison: Comparison | None) -> Iterator[str]:
@@ -151,7 +149,7 @@ def _as_json(
     report: Report, comparison: Comparison | None, rows: dict[str, dict[str, Any]], num_left_out: int
 ) -> dict[str, Any]:
     return (
-        facts_of(report)
+        as_json(report)
         | ({"compared": asdict(comparison)} if comparison else {})
         | ({"missing_rows": rows, "missing_batches_without_rows": num_left_out} if rows else {})
     )

@@ -1,4 +1,4 @@
-"""Begin line of an iteration: its spec, its start and the process that began it."""
+"""Begin line of an iteration: its start, its spec, its first step and the process that began it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from typing import Any
 
 from penstock import __version__
 from penstock.errors import LedgerError
-from penstock.spec import MAX_COUNT, Spec
+from penstock.spec import Spec
 
 MAGIC = b'begin {"ledger": '
-VERSION = 3
+VERSION = 4
 STEP_COLUMNS = 16
 _MAX_WORKERS = 1 << 16  # per loader; more than any machine has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
-    """An iteration over a dataset: its spec, its start and the process that began it.
+    """An iteration over a dataset: its start, its spec, its first step and the process that began it.
 
-    launch         names one RemoteDataset of one process, which may be a fork of another; its loader workers share the name
-    num_loads      number of states loaded into it before this iteration, by the loop or by workers when they began
-    state_epoch    the epoch that the loop's last loaded state had consumed in part; None without such a state
-    iteration      number of iterations that the launch began before; a missing number means that nothing was recorded of that
-                   iteration. Mostly equal for all workers of a pass, see round
-    num_samples    samples of an epoch, over all ranks, skipped ones included
-    spec           resolved; its offset is the iteration's
-    step           first step; in a loader worker the pass's first step, without the worker's number added
-    worker         worker number, below `num_workers`; both are 0 in the loop's process
-    round          names the pass of the loop, the same for all its workers; 0 without workers
+    run, start      ids; a start is what a dataset yields after it was made or loaded a state, up to its next state
+    parent          id of the start that saved this start's state; "" without a state
+    parent_epoch    the state's epoch, and its position in samples of that epoch; 0 without a state
+    parent_samples
+    num_samples     samples of an epoch, over all ranks, skipped ones included
+    spec            resolved; its offset is the iteration's
+    step            first step; in a loader worker the pass's first step, without the worker's number added
+    worker          worker number, below `num_workers`; both are 0 in the loop's process
+    pass_name       names the pass of the loop, the same for all its workers; 0 without workers
     """
 
-    launch: str
-    num_loads: int
-    iteration: int
+    run: str
+    start: str
+    parent: str = ""
+    parent_epoch: int = 0
+    parent_samples: int = 0
     dataset: str
     num_samples: int
     rank: int
@@ -45,8 +46,7 @@ class Begin:
     spec: Spec
     worker: int = 0
     num_workers: int = 0
-    round: int = 0
-    state_epoch: int | None = None
+    pass_name: int = 0
     time: datetime = field(default_factory=lambda: datetime.now(UTC))
     version: str = __version__
 
@@ -78,8 +78,6 @@ class Begin:
                 raise ValueError(f"{name} is {value!r}")
         if self.rank >= self.spec.world_size or not self.worker < max(1, self.num_workers) <= _MAX_WORKERS:
             raise ValueError(f"no such rank or worker: {self.rank} of {self.spec.world_size}, {self.worker}")
-        if not (self.state_epoch is None or (type(self.state_epoch) is int and 0 <= self.state_epoch <= MAX_COUNT)):
-            raise ValueError(f"state_epoch is {self.state_epoch!r}")
         if self.time.tzinfo is None or not 2000 < self.time.year < 9000:
             raise ValueError(f"time is {self.time}")
 
@@ -88,5 +86,5 @@ _KINDS = {f.name: {"str": str, "int": int}[str(f.type)] for f in fields(Begin) i
 
 
 def check_of(text: str, begin: str = "") -> str:
-    """Return the checksum of a line's text; `begin` is the text of the begin line before it."""
+    """Return the checksum of a line's text; `begin` is the checksum of the begin line before it."""
     return f"{zlib.crc32((begin + text).encode()):08x}"

@@ -1,276 +1,197 @@
-"""Ledger file for appends by one process: one descriptor and one queue of waiting lines for all iterations.
-
-Lines that the system does not take wait in memory, in their order. A later line, the next sync or a later iteration tries
-again to write them. A begin line precedes the first line of an iteration, and the first line that follows lines of another
-iteration. The file's content at the time of the write decides that.
-"""
+"""Files of a ledger: their names, and appends by one process."""
 
 from __future__ import annotations
 
+import glob
 import os
+import re
+import sys
 import threading
-from collections import deque
+import time
+import weakref
 from pathlib import Path
 
 from penstock.errors import LedgerError
-from penstock.ledger.lines import NOWHERE, Lines
-from penstock.ledger.opening import cannot_be_written, close_last_line, has_locked, is_deleted, open_ledger, telling
+from penstock.ledger.begin import MAGIC, VERSION, check_of
 from penstock.logs import log
+from penstock.syncing import sync_folder
+from penstock.threads import own_thread
 
-_MAX_WAITING_BYTES = 16 << 20
-_WRITE_BYTES = 1 << 16
+if sys.platform != "win32":
+    import fcntl
+
+_RANK = "{rank}"
+_VERSION = re.compile(re.escape(MAGIC) + rb"(\d{1,9}),")
+_SYNC_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+# Files of this process. One descriptor a file: a process that closes any descriptor of a file loses its lock on that file.
+_files: weakref.WeakValueDictionary[tuple[int, Path], LedgerFile] = weakref.WeakValueDictionary()
+
+
+def ledger_path(ledger: str | os.PathLike[str], rank: int, worker: int | None = None) -> Path:
+    """Return the file of one process: the path with the rank for {rank}; else the path for rank 0, path.1 for rank 1, ...
+
+    A loader's worker writes to path.worker0, or to path.1.worker0.
+    """
+    path = os.fspath(ledger)
+    path = path.replace(_RANK, str(rank)) if _RANK in path else path + (f".{rank}" if rank else "")
+    return Path(path + ("" if worker is None else f".worker{worker}")).absolute()
+
+
+def find_ledgers(ledger: str | os.PathLike[str]) -> list[Path]:
+    """Return the files of all ranks and workers, for a path as RemoteDataset takes it; or those of one rank."""
+    path = Path(ledger).absolute()
+    pieces = str(path.relative_to(path.anchor)).split(_RANK)
+    rank, suffix = (r"\d+", "") if len(pieces) > 1 else ("", r"(\.\d+)?")
+    pattern = re.compile(rank.join(map(re.escape, pieces)) + suffix + r"(\.worker\d+)?")
+    wildcards = "*".join([*map(glob.escape, pieces), ""])
+    paths = Path(path.anchor).glob(re.sub(r"\*+", "*", wildcards))  # two stars would match folders, too
+    return sorted(one for one in paths if pattern.fullmatch(str(one.relative_to(path.anchor))) and one.is_file())
+
+
+def open_ledger(path: Path, wait_seconds: float = 0.0) -> LedgerFile:
+    """Return the file of a path; a process has one, for all its iterations.
+
+    Waits at most `wait_seconds` for another writer process to end.
+
+    Raises LedgerError: the file cannot be written, is no ledger, or has another writer process.
+    """
+    key = os.getpid(), Path(os.path.realpath(path))
+    file = _files.get(key)
+    if file is None or file.is_deleted:
+        file = _files[key] = LedgerFile(path, wait_seconds)
+    return file
 
 
 class LedgerFile:
-    """One ledger file. Any thread may append to it; penstock.ledger.held opens it."""
+    """One ledger file, open and locked for appends by this process. Any thread may append to it.
 
-    def __init__(self, path: Path) -> None:
+    Raises LedgerError: see open_ledger.
+    """
+
+    def __init__(self, path: Path, wait_seconds: float) -> None:
         self.path = path
-        self.num_holders = 0
-        # How long the first open waits for another writer process to end.
-        self.wait_seconds = 0.0
-        self._fd = -1
-        # File size after the last write; NOWHERE (unknown) if a signal handler interrupted a write.
-        self._size = NOWHERE
-        # The last begin line that this descriptor wrote.
-        self._begin = ""
-        # The file ends with a part of a line that no longer waits.
-        self._is_torn = False
-        # File size when this process last closed it.
-        self._left_size = 0
-        self._waiting: deque[Lines] = deque()
-        self._num_bytes = 0  # waiting bytes
-        self._num_lost = 0  # lines
-        self._failure = ""
-        # A thread that needs both locks takes _syncing first: otherwise two threads could deadlock.
-        self._writing, self._syncing = threading.RLock(), threading.RLock()
-        self.locks = self._writing, self._syncing
-        # Another process writes to the file, too.
-        self._is_shared = False
-
-    def check(self) -> None:
-        """Open the file. Raises LedgerError: it cannot be written, is no ledger, or has another writer."""
-        with self._writing:
-            self._open()
-
-    def append(self, begin: str, line: str = "") -> None:
-        """Write a line of the iteration with this begin line; without a line, only the begin line if it is due.
-
-        Never raises if the disk cannot be written: the line waits, as long as there is room.
-        """
-        with self._writing:
-            if self._num_bytes < _MAX_WAITING_BYTES:
-                self._put(begin, line)
-            else:
-                self._num_lost += 1
-            self._write_what_it_takes()
-
-    def begin(self, begin: str) -> None:
-        """Write a begin line. Raises LedgerError: it cannot be written; the line does not wait."""
-        with self._writing:
-            self._put(begin, "")
+        try:
+            is_new = not path.exists()
+            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            close = weakref.finalize(self, os.close, self._fd)
+            close.atexit = False  # a thread may still flush
             try:
-                self._write()
-            except (LedgerError, OSError) as error:
-                self._take_back()
-                raise _told(self.path, error) from error
-
-    def sync(self) -> None:
-        """Flush appended lines to the disk, and try again to write the waiting lines."""
-        with self._syncing:
-            with self._writing:
-                self._leave_if_deleted()
-                self._keep_others_out()
-                self._write_what_it_takes()
-                fd = self._fd
-            try:
-                if fd >= 0:
-                    os.fsync(fd)
-            except OSError as error:
-                log.error("penstock: %s", cannot_be_written(self.path, error))
-
-    def close(self, *, is_last: bool = False) -> None:
-        """Close the file for other writers. Waiting lines stay for later iterations, unless `is_last`."""
-        with self._writing:
-            self._close()
-            for lines in self._waiting:
-                lines.is_over = True
-            if is_last:
-                self._drop_what_is_over()
-            if self._num_lost:
-                log.error("penstock: %d lines are not in the ledger %s", self._num_lost, self.path)
-            if self._waiting:
-                log.error(
-                    "penstock: %d lines are not in the ledger %s. They wait for another iteration of this process, and are "
-                    "lost if there is none.",
-                    sum(lines.num_lines for lines in self._waiting),
-                    self.path,
-                )
-            self._num_lost = 0
+                self._lock(wait_seconds)
+                _check(self._fd, path)
+                if is_new:
+                    sync_folder(path.parent)
+            except BaseException:
+                close()
+                raise
+        except OSError as error:
+            is_elsewhere = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
+            remedy = "; name a file in a folder that is there, and that this user may write to" if is_elsewhere else ""
+            raise LedgerError(f"{_cannot_be_written(path, error)}{remedy}") from error
+        self._writing = threading.RLock()
+        self._begin = ""  # the last begin line
+        self._num_lost = 0  # lines since the last one that was written
+        self._is_torn = os.fstat(self._fd).st_size > 0 and os.pread(self._fd, 1, os.fstat(self._fd).st_size - 1) != b"\n"
+        self._synced_at = time.monotonic()
+        self._syncing: threading.Thread | None = None
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether lines wait to be written."""
-        return bool(self._waiting)
+    def is_deleted(self) -> bool:
+        """Whether the file was deleted since it was opened."""
+        return not os.fstat(self._fd).st_nlink
 
-    def _put(self, begin: str, line: str) -> None:
-        if not self._waiting or self._waiting[-1].begin != begin:
-            self._num_bytes += len(begin) if self._waiting else 0
-            self._waiting.append(Lines(begin, (NOWHERE, bytearray())))
-        if line:
-            text = self._waiting[-1].placed[1]
-            text += f"{line}\n".encode()
-            self._num_bytes += len(line) + 1
+    def append(self, begin: str, line: str = "") -> None:
+        """Write a line of the iteration with this begin line, after that begin line if another iteration's lines are last.
 
-    def _take_back(self) -> None:
-        """Remove the lines that were put last from the queue; the file may already hold a part of them."""
-        lines = self._waiting.pop()
-        if lines.placed[0] != NOWHERE:  # they were the first in the queue
-            self._is_torn = self._is_torn or self._size != lines.placed[0]
-            self._begin, self._num_bytes = "", 0
-
-    def _drop_what_is_over(self) -> None:
-        """Discard waiting lines of iterations that had ended when the file was closed; count them as lost."""
-        while self._waiting and self._waiting[0].is_over:
-            self._num_lost += self._waiting.popleft().num_lines
-
-    def _write_what_it_takes(self) -> None:
-        """Write as many of the waiting lines as the system takes."""
-        try:
-            self._write()
-        except (LedgerError, OSError) as error:
-            failure = str(_told(self.path, error))
-            if not self._failure:
-                log.error("penstock: %s. Training goes on; the audit will miss what is not written.", failure)
-            self._failure = failure
-        else:
-            if self._failure:
-                log.warning("penstock: the ledger %s is written again; %d lines are lost", self.path, self._num_lost)
-            self._failure = ""
-
-    def _write(self) -> None:
-        if self._waiting:
-            self._open()
-        if self._waiting:  # _open may have dropped lines of ended iterations
-            self._look_at_size()
-            if self._is_torn:
-                self._give(b"\n")
-                self._is_torn = False
-        while self._waiting:
-            self._write_lines(self._waiting[0])
-            self._waiting.popleft()
-        self._num_bytes = 0
-
-    def _look_at_size(self) -> None:
-        """Check the file size: a signal handler may have interrupted a write, or another program truncated it."""
-        size, first = os.fstat(self._fd).st_size, self._waiting[0]
-        if size < max(self._size, first.placed[0]):
-            log.error(
-                "penstock: the ledger %s was cut off while it was written: unless they were copied, the lines that it held are "
-                "lost, and the audit will miss them",
-                self.path,
-            )
-            self._begin, self._is_torn = "", size > 0  # the cut may be inside a line
-            first.placed = (NOWHERE, first.placed[1])
-        self._size = size
-
-    def _write_lines(self, lines: Lines) -> None:
-        if lines.placed[0] == NOWHERE:
-            if lines.begin != self._begin:
-                lines.begin_anew()
-                self._begin = lines.begin
-            lines.placed = (self._size, lines.placed[1])
-        while True:
-            start, text = lines.placed
-            num_bytes = self._size - start
-            if num_bytes >= len(text):
-                return
-            self._give(text[num_bytes : num_bytes + _WRITE_BYTES])
-            if self._size - start < len(text):
-                self._num_bytes -= lines.cut(start, self._size - start)
-
-    def _give(self, content: bytes | bytearray) -> None:
-        size, self._size = self._size, NOWHERE
-        try:
-            size += os.write(self._fd, content)
-        except OSError:  # nothing was written
-            self._size = size
-            raise
-        self._size = size
-
-    def _open(self) -> None:
-        """Open the file and complete its last line with a newline. Raises LedgerError: see check."""
-        if self._fd >= 0:
-            return
-        wait_seconds, self.wait_seconds = self.wait_seconds, 0.0
-        with telling(self.path):
-            fd = open_ledger(self.path, wait_seconds)
-            try:
-                size = os.fstat(fd).st_size
-                close_last_line(fd, self.path)
-            except BaseException:
-                os.close(fd)
-                raise
-        if size not in (0, self._left_size):  # the old lines would follow lines of another process
-            self._drop_what_is_over()
-        self._fd = fd
-
-    def _close(self) -> None:
-        if self._fd < 0:
-            return
-        fd, self._fd = self._fd, -1
-        try:
-            self._left_size = os.fstat(fd).st_size
-        except OSError:  # a shared file system may have lost the file
-            self._left_size = 0
-        if self._waiting:
-            self._leave_lines(self._waiting[0])
-        self._size, self._begin, self._is_torn = NOWHERE, "", False
-        try:
-            os.close(fd)
-        except OSError as error:
-            log.error("penstock: %s", cannot_be_written(self.path, error))
-
-    def _leave_lines(self, lines: Lines) -> None:
-        """Mark the unwritten rest of the lines as not placed: it goes first into the file that is opened next.
-
-        If only a line's newline is missing, the newline that the next open writes completes the line.
+        Never raises if the disk cannot be written: the line is lost.
         """
-        start, text = lines.placed
-        if start == NOWHERE:
-            return
-        num_bytes = max(0, self._left_size - start)
-        is_whole = text[num_bytes : num_bytes + 1] == b"\n"
-        self._num_bytes -= lines.cut(start, num_bytes + is_whole)
-        lines.placed = (NOWHERE, lines.placed[1])
-        if not lines.placed[1]:
-            self._waiting.popleft()
+        with self._writing:
+            try:
+                self.write(begin, line)
+            except OSError as error:
+                if not self._num_lost:
+                    log.error(
+                        "penstock: %s. Training goes on; the audit will miss the lines.", _cannot_be_written(self.path, error)
+                    )
+                self._num_lost += 1
 
-    def _leave_if_deleted(self) -> None:
-        if self._fd >= 0 and is_deleted(self._fd, self.path):
-            log.error(
-                "penstock: the ledger %s was deleted while it was written: what it held is lost, and the audit will miss it. "
-                "Further lines go to a new one.",
-                self.path,
-            )
-            self._close()
-            self._left_size = 0
+    def write(self, begin: str, line: str = "") -> None:
+        """Do the same. Raises OSError: the disk cannot be written; it may hold a part of the line."""
+        with self._writing:
+            lines = [line] if line else []
+            if self._num_lost:
+                lines.insert(0, _lost(self._num_lost, begin))
+            if begin != self._begin or self._num_lost:
+                lines.insert(0, begin)
+            content = ("\n" if self._is_torn else "") + "".join(f"{each}\n" for each in lines)
+            self._begin, self._is_torn = "", True  # until all is written, whatever a signal handler raises
+            if os.write(self._fd, content.encode()) < len(content):
+                raise OSError("a part of a line was written")
+            self._is_torn, self._begin = False, begin
+            if self._num_lost:
+                log.warning("penstock: the ledger %s is written again; %d lines are lost", self.path, self._num_lost)
+            self._num_lost = 0
+        if time.monotonic() - self._synced_at > _SYNC_SECONDS:
+            self.sync()
 
-    def _keep_others_out(self) -> None:
-        """Lock the file again: this process loses its lock when any of its code opens and closes the file, as for a copy."""
-        if self._fd < 0:
+    def sync(self) -> None:
+        """Flush lines to the disk, in a thread: a shared file system may be slow."""
+        if self._syncing and self._syncing.is_alive():
             return
+        self._synced_at = time.monotonic()
+        self._syncing = own_thread("ledger", self._sync)
         try:
-            was_shared, self._is_shared = self._is_shared, not has_locked(self._fd)
-        except OSError:  # the open has already reported it
+            self._syncing.start()
+        except RuntimeError:  # no more threads can start
+            self._syncing = None
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._fd)
+            if self.is_deleted:
+                log.error("penstock: the ledger %s was deleted while it was written: the audit will miss its lines", self.path)
+        except OSError as error:
+            log.error("penstock: %s", _cannot_be_written(self.path, error))
+
+    def _lock(self, wait_seconds: float) -> None:
+        """Take a lock that ends with the process, and that a fork does not inherit."""
+        if sys.platform == "win32":
             return
-        if self._is_shared and not was_shared:
-            log.error(
-                "penstock: another process writes to the ledger %s, too: the audit cannot read lines that are written into one "
-                "another. Is there another run with this ledger and rank?",
-                self.path,
-            )
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline:
+                    raise LedgerError(
+                        f"another process writes to the ledger {self.path}: is the run that it belongs to still there? Of "
+                        f"processes that share a rank, such as tensor-parallel peers, only one keeps the ledger"
+                    ) from None
+                time.sleep(_POLL_SECONDS)
+                continue
+            except OSError as error:
+                log.warning("penstock: %s cannot be locked (%s): only one process may write to it", self.path, error.strerror)
+            return
 
 
-def _told(path: Path, error: LedgerError | OSError) -> LedgerError:
-    return error if isinstance(error, LedgerError) else LedgerError(cannot_be_written(path, error))
+def _check(fd: int, path: Path) -> None:
+    """Raises LedgerError: the file holds other things, or another version began it."""
+    head = os.pread(fd, 4 * len(MAGIC), 0)
+    # A first line may have been cut off, and a begin line come after it.
+    if not all(line.startswith(MAGIC) or MAGIC.startswith(line) for line in head[: len(MAGIC)].strip(b"\0").split(b"\n")):
+        raise LedgerError(f"{path} is no ledger, and will not be written to: name another file")
+    begun = _VERSION.search(head)
+    if begun and int(begun[1]) != VERSION:
+        raise LedgerError(
+            f"{path} is a ledger of version {int(begun[1])}, and this penstock writes version {VERSION}. Name another file, "
+            f"and audit this one with the penstock that wrote it"
+        )
+
+
+def _lost(num_lines: int, begin: str) -> str:
+    text = f"lost {num_lines}"
+    return f"{text} {check_of(text, begin[-8:])}"
+
+
+def _cannot_be_written(path: Path, error: OSError) -> str:
+    return f"the ledger {path} cannot be written: {error.strerror or error}"

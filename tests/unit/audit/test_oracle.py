@@ -15,11 +15,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ledgers import id_of
 from penstock import Spec
-from penstock.audit import Report, audit
+from penstock.audit.report import Report, audit
 from penstock.ledger.begin import Begin, check_of
-from penstock.ledger.names import find_ledgers, ledger_path
-from penstock.state.state import Position, read_state, write_state
+from penstock.ledger.file import find_ledgers, ledger_path
+from penstock.state import Position, read_state, write_state
 from penstock_server.order.schedule import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:this state is past")  # of ranges that are added
@@ -33,6 +34,7 @@ class Saved:
     """A checkpoint: the state, and all that its weights were trained on."""
 
     state: dict[str, Any]
+    samples: int  # position in the epoch
     trained: tuple[Record, ...]
     num_workers: int
     first_step: int  # of the iteration that it was saved in
@@ -49,7 +51,6 @@ class History:
     saved: list[Saved] = field(default_factory=list)
     trained: tuple[Record, ...] = ()
     line_of: dict[Record, tuple[tuple[int, int | None], int]] = field(default_factory=dict)
-    is_known_to_all: bool = True  # each start, to the ranks that took part in it
 
     def schedule(self, launch: int, epoch: int) -> Schedule:
         spec = self.specs[launch][epoch]
@@ -90,16 +91,19 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
     position = read_state(saved.state, "d", spec, num_samples=history.num_samples) if saved else Position()
     position = replace(position, offset=min(position.offset, history.num_samples))
     history.trained = saved.trained if saved else history.trained
-    history.specs[number], state_epoch = {}, position.epoch if saved and position.is_within else None
+    history.specs[number] = {}
+    consumed = saved.samples if saved else 0
     when = datetime(2025, 1, 1, tzinfo=UTC) + timedelta(hours=number)
     for iteration in range(3):
         this = replace(spec, offset=position.offset)
         history.specs[number][position.epoch] = this
         schedule = history.schedule(number, position.epoch)
         firsts = dict.fromkeys(range(num_workers), position.step)
+        is_counted = True  # a state that each worker loads is at the worker's own step
         same = {"batch_size": spec.batch_size, "world_size": spec.world_size, "offset": position.offset, "skip": spec.skip}
         if saved and num_workers == saved.num_workers and same.items() <= saved.state.items() and not iteration:
             done = position.step - saved.first_step  # as each worker counts it by itself
+            is_counted = False
             firsts = {w: saved.first_step + max(0, -(-(done - w) // num_workers)) * num_workers for w in range(num_workers)}
         crash = draw(st.integers(position.step, schedule.num_steps + 1))
         checks: dict[tuple[int, int | None], str] = {}
@@ -107,14 +111,17 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
         is_sure = bool(iteration) or crash > position.step
         known = {rank for rank, _ in history.lines}
         began = [is_sure or not rank or rank not in known or draw(st.booleans()) for rank in range(spec.world_size)]
-        history.is_known_to_all &= all(began)
         for rank in itertools.compress(range(spec.world_size), began):
             for worker in range(num_workers) if num_workers else [None]:
+                step = position.step if worker is None else firsts[worker]
+                own = history.schedule(number, position.epoch).position(step)
                 begin = Begin(
-                    launch=f"{number}-{rank}", num_loads=int(saved is not None), state_epoch=state_epoch, iteration=iteration,
+                    run=id_of(0), start=id_of(number), parent=saved.state["start"] if saved else "",
+                    parent_epoch=saved.state["epoch"] if saved else 0,
+                    parent_samples=0 if not saved else consumed if worker is None or iteration or is_counted else own,
                     dataset="d", num_samples=history.num_samples, rank=rank, epoch=position.epoch,
-                    step=position.step if worker is None else firsts[worker], spec=this, worker=worker or 0,
-                    num_workers=num_workers,
+                    step=step, spec=this, worker=worker or 0, num_workers=num_workers,
+                    pass_name=iteration + 1 if num_workers else 0,
                     time=when + timedelta(minutes=iteration, seconds=draw(st.integers(0, 5)), hours=history.skews[rank]),
                 )  # fmt: skip
                 line, checks[rank, worker] = begin_line(begin)
@@ -133,15 +140,17 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
                     history.trained = (*history.trained, record)
             if not ahead and draw(st.booleans()):
                 at = replace(position, step=step + 1)
-                state = write_state("d", spec, at)
-                history.saved.append(Saved(state, history.trained, num_workers, min(firsts.values(), default=position.step)))
+                state = write_state("d", spec, at, id_of(0), id_of(number))
+                first = min(firsts.values(), default=position.step)
+                history.saved.append(Saved(state, schedule.position(step + 1), history.trained, num_workers, first))
         if crash <= schedule.num_steps:
             return
         for key, check in checks.items():
             history.lines[key].append(f"end {check_of('end', check)}\n")
         position = Position(epoch=position.epoch + 1)
         if draw(st.booleans()):
-            history.saved.append(Saved(write_state("d", spec, position), history.trained, num_workers, 0))
+            state = write_state("d", spec, position, id_of(0), id_of(number))
+            history.saved.append(Saved(state, 0, history.trained, num_workers, 0))
         if draw(st.booleans()):
             return
 
@@ -192,8 +201,8 @@ def test_a_run_that_resumes_is_proven_whatever_happened_to_it(history: History) 
     assert all(set(count.values()) <= {1} for count in counts.values())
     used = [spec for specs in history.specs.values() for spec in specs.values()]
     ends = {spec.batch_size * spec.world_size if spec.drop_last else 0 for spec in used}
-    # Else one place may be two states, with other samples before it, or a rank may have had its batch of the last step before.
-    if len(ends) == len({spec.skip for spec in used}) == 1 and history.is_known_to_all:
+    # Otherwise a rank may have had its batch of the last step before.
+    if len(ends) == len({spec.skip for spec in used}) == 1:
         assert {e.epoch: e.num_due for e in epochs(report) if e.num_due} == {e: len(c) for e, c in counts.items() if c}
     assert report.is_proven == bool(history.line_of)
 

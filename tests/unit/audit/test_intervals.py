@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.audit import positions as positions_module
-from penstock.audit.intervals import clip, covered, intervals, join, runs_of, size, without
-from penstock.audit.positions import positions_of
+from penstock.audit import intervals as intervals_module
+from penstock.audit.intervals import clip, covered, intervals, join, positions_of, runs_of, size, without
 from penstock.audit.reading import IntArray
 from penstock.skip import parse_skip
 from penstock.slicing import Slicing
@@ -105,7 +104,7 @@ def test_very_many_ranks_are_gone_through_in_portions(monkeypatch: pytest.Monkey
     given = {rank: runs_of(np.arange(rank % 7, 40, 1 + rank % 3)) for rank in range(0, 50, 2)}
     expected = positions_of(slicing, given).tolist()
     for cells in (1, 52 * 3, 52 * 40):
-        monkeypatch.setattr(positions_module, "_CELLS_AT_ONCE", cells)
+        monkeypatch.setattr(intervals_module, "_CELLS_AT_ONCE", cells)
         assert sorted(numbers(positions_of(slicing, given))) == sorted(numbers(np.array(expected)))
 
 

@@ -20,7 +20,7 @@ from penstock.audit import compare
 from penstock.cli import audit as command
 from penstock.errors import OutOfRange, ServerUnavailable, UnknownDataset
 from penstock.ledger.begin import Begin
-from penstock.ledger.names import find_ledgers
+from penstock.ledger.file import find_ledgers
 
 
 def test_a_batch_whose_digest_changed_is_no_proof(ledger: Path) -> None:

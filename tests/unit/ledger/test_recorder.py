@@ -1,0 +1,35 @@
+"""The recorder of a dataset: paths that it takes, in whatever folder the loop runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ledger_files import SPEC, recorder
+from ledgers import pass_at
+from penstock import LedgerError, RemoteDataset, SpecError
+from penstock.audit.reading import read_ledger
+from penstock.ledger.recorder import Recorder
+
+
+def test_a_process_that_changes_its_folder_continues_in_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = recorder(Path("run.ledger"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    data.open(SPEC, 1000, pass_at())
+    assert len(read_ledger(tmp_path / "run.ledger").parts) == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("given", [True, 3, b"run.ledger", ["run.ledger"], "", "run\0.ledger", "\ud800"])
+def test_another_value_than_a_path_is_refused(given: Any) -> None:
+    with pytest.raises(SpecError, match=r"ledger must be the path of a file, not "):
+        Recorder(given, "numbers", 0)
+
+
+def test_a_ledger_that_cannot_be_written_is_refused_before_any_server_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="Is a directory; name a file in a folder"):
+        RemoteDataset("127.0.0.1:9", "numbers", ledger=tmp_path)

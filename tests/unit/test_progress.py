@@ -1,0 +1,254 @@
+"""The first pass takes the steps that were set, however many workers it has, and whichever of them begin."""
+
+import pickle
+from collections.abc import Iterator
+from copy import copy, deepcopy
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, ForkServerContext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from penstock import distributed
+from penstock.distributed import Worker, find_worker
+from penstock.errors import PenstockError
+from penstock.progress import Pass, Progress
+from penstock.state import Origin, Position, StepRange
+
+RESUMED = StepRange(position=Position(epoch=2, offset=100, step=7), num_steps=50)
+ENDED = replace(RESUMED, position=replace(RESUMED.position, step=50))
+ORIGIN = Origin("1" * 16, "2" * 16, 2, 128)
+# The second pickles what a process is given, as spawn does, and does not import torch anew for each.
+CONTEXTS = [get_context("fork"), get_context("forkserver")]
+
+
+def worker(first: int, loader: int = 0) -> Worker:
+    return Worker(first, 3, loader)
+
+
+def take(progress: Progress, worker: Worker | None = None) -> Pass:
+    """A pass begins and yields a batch."""
+    begun = progress.begin(worker)
+    progress.take(begun)
+    return begun
+
+
+def resumed() -> Progress:
+    progress = Progress(50)
+    progress.load(RESUMED, ORIGIN, None)
+    return progress
+
+
+def test_set_steps_are_taken_once() -> None:
+    progress = resumed()
+    assert (progress.position, progress.num_left, progress.has_loaded) == (RESUMED.position, 43, True)
+    assert take(progress).steps == range(7, 50)
+    assert (progress.num_left, progress.has_loaded, progress.is_resumed) == (50, False, True)
+    assert take(progress).steps == range(50)
+    progress.set_epoch(3)
+    assert (progress.num_left, progress.is_resumed, take(progress).stretch.position) == (50, False, Position(epoch=3))
+
+
+def test_a_pass_that_fails_before_its_first_batch_takes_nothing() -> None:
+    progress = resumed()
+    for _ in range(2):
+        assert progress.begin(None).steps == range(7, 50)
+        assert progress.begin(worker(0)).steps == range(7, 50, 3)
+
+
+def test_progress_made_or_copied_in_inference_mode_can_be_set_afterwards() -> None:
+    with torch.inference_mode():
+        made = Progress(50)
+        copied = pickle.loads(pickle.dumps(made))
+    for progress in (made, copied):
+        progress.set_epoch(4)
+        assert progress.epoch == 4
+
+
+def test_all_workers_of_one_pass_take_it_and_those_of_the_next_do_not() -> None:
+    progress = resumed()
+
+    def steps(number: int, loader: int) -> range:
+        return take(copy(progress), worker(number, loader)).steps  # each in a process that shares the cells
+
+    assert [steps(number, loader=1) for number in (2, 0)] == [range(9, 50, 3), range(7, 50, 3)]
+    # The loop was left before worker 1 began; the next loader's worker 1 must not do otherwise than its others.
+    assert [steps(number, loader=4) for number in range(3)] == [range(number, 50, 3) for number in range(3)]
+    assert progress.is_with_workers
+    take(progress)
+    assert not progress.is_with_workers
+
+
+def test_passes_of_workers_that_live_on_are_told_apart() -> None:
+    loop = resumed()
+    workers = [copy(loop) for _ in range(3)]
+    for first in (7, 0, 0):
+        steps = [take(own, worker(number)).steps for number, own in enumerate(workers)]
+        assert steps == [range(first + number, 50, 3) for number in range(3)]
+    loop.load(RESUMED, ORIGIN, None)
+    assert take(workers[0], worker(0)).steps == range(7, 50, 3)
+
+
+def test_a_copy_is_independent_and_has_another_start() -> None:
+    progress = resumed()
+    for copied in (pickle.loads(pickle.dumps(progress)), deepcopy(progress)):
+        assert copied.position == RESUMED.position
+        take(copied)
+        assert not progress.is_resumed
+        assert (copied.start != progress.start, copied.origin, copied.ids[1]) == (True, Origin(), copied.start)
+
+
+def test_a_state_is_not_taken_by_workers_that_began_before_it_was_loaded() -> None:
+    """They may come to their first batch when the loop has long left them."""
+    progress = Progress(50)
+    left = progress.begin(worker(0, loader=1))
+    progress.load(RESUMED, ORIGIN, None)
+    progress.take(left)
+    assert (progress.has_loaded, progress.num_left) == (True, 43)
+    assert progress.begin(worker(0, loader=4)).steps == range(7, 50, 3)
+
+
+def test_a_workers_state_is_for_its_next_pass_alone_and_for_none_once_the_loop_chooses_an_epoch() -> None:
+    """As of one that lives on from epoch to epoch."""
+    progress, own = Progress(50), worker(1)
+    for then in (2, 3):  # the loop had chosen epoch 3 before the state came
+        progress.load(RESUMED, ORIGIN, own)
+        assert progress.position == RESUMED.position
+        for epoch, steps in ((2, range(8, 50, 3)), (then, range(1, 50, 3)), (then, range(1, 50, 3))):
+            begun = take(progress, own)
+            assert (begun.stretch.position.epoch, begun.steps) == (epoch, steps)
+        progress.load(RESUMED, ORIGIN, own)
+        progress.set_epoch(3)
+        assert progress.begin(own).steps == range(1, 50, 3)
+
+
+@pytest.mark.parametrize(("epoch", "step", "expected"), [(0, 7, 2), (0, 50, 2), (3, 7, 3), (3, 50, 3)])
+def test_a_workers_state_moves_the_epoch_unless_the_loop_chose_a_later_one(epoch: int, step: int, expected: int) -> None:
+    progress = Progress(50)
+    progress.set_epoch(epoch)
+    progress.load(replace(RESUMED, position=replace(RESUMED.position, step=step)), ORIGIN, worker(1))
+    assert progress.epoch == expected
+
+
+@pytest.mark.parametrize(("epoch", "step", "expected"), [(0, 50, 3), (2, 50, 2), (3, 7, 2), (3, 50, 3)])
+def test_a_state_of_an_epochs_end_leaves_a_loop_that_chose_a_later_one_there(epoch: int, step: int, expected: int) -> None:
+    progress = Progress(50)
+    progress.set_epoch(epoch)
+    progress.load(replace(RESUMED, position=replace(RESUMED.position, step=step)), ORIGIN, None)
+    assert progress.epoch == expected
+    take(progress)
+    progress.load(ENDED, ORIGIN, None)  # back from an epoch that it is in
+    assert (progress.epoch, progress.num_left) == (3, 50)
+
+
+def test_the_last_turn_of_workers_may_be_short() -> None:
+    progress = Progress(50)
+    begun = progress.begin(worker(1))
+    for num_batches, step in ((16, 48), (17, 50)):
+        progress.count(begun, num_batches)
+        assert progress.position.step == step
+
+
+def test_a_state_names_the_start_that_consumed_its_samples() -> None:
+    progress = Progress(50)
+    assert [*progress.ids] == [None, None]
+    first = take(progress).start
+    assert [*progress.ids] == [first, first]
+    progress.set_epoch(1)
+    assert take(progress).start == first
+    progress.load(RESUMED, Origin(first, first, 2, 128), None)
+    assert [*progress.ids] == [first, first]
+    second = take(progress)
+    assert second.start != first
+    assert [*progress.ids, second.origin.parent] == [first, second.start, first]
+    again = take(progress)  # the same epoch once more, without a state
+    assert (again.start != second.start, again.origin) == (True, Origin(run=first))
+    progress.rewind(0)
+    assert [*progress.ids] == [None, None]
+
+
+def test_workers_of_one_pass_that_load_their_states_are_one_start() -> None:
+    loop = Progress(50)
+
+    def starts(loader: int) -> set[str]:
+        found = set()
+        for number in range(3):
+            process = copy(loop)  # which shares the cells
+            process.load(RESUMED, replace(ORIGIN, samples=number), worker(number, loader))
+            begun = process.begin(worker(number, loader))
+            assert begun.origin == replace(ORIGIN, samples=number)
+            found.add(begun.start)
+        return found
+
+    [[first], [second]] = starts(loader=1), starts(loader=4)
+    assert first != second
+    assert loop.ids == ("1" * 16, second)
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
+def test_another_process_moves_nobody_elses_progress(context: ForkContext | ForkServerContext) -> None:
+    """As one that evaluates on the dataset that its parent trains on."""
+    progress = resumed()
+    other = context.Process(target=progress.set_epoch, args=(9,))
+    other.start()
+    other.join()
+    assert (other.exitcode, progress.position) == (0, RESUMED.position)
+
+
+class _Passes(IterableDataset[tuple[int, str]]):
+    """The first step of each worker's pass, and the id of its start."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        found = find_worker()
+        begun = take(self.progress, found)
+        yield begun.stretch.position.step, begun.start
+
+
+def _loops(dataset: _Passes, told: Connection) -> None:
+    """What a process that did not make the progress sees of its workers' first pass."""
+    get_context("forkserver").set_forkserver_preload(["penstock.progress"])  # the server of this process, not of the tests
+    told.send(list(DataLoader(dataset, batch_size=None, num_workers=2)))
+
+
+def test_workers_share_the_progress_of_their_loop() -> None:
+    progress = resumed()
+    passes = [list(DataLoader(_Passes(progress), batch_size=None, num_workers=2)) for _ in range(2)]
+    assert [[step for step, _ in each] for each in passes] == [[7, 7], [0, 0]]
+    assert [len({start for _, start in each}) for each in passes] == [1, 1]
+    assert progress.is_with_workers
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
+def test_a_process_that_did_not_make_it_has_workers_that_move_nobody_elses(context: ForkContext | ForkServerContext) -> None:
+    progress = resumed()
+    here, there = context.Pipe()
+    other = context.Process(target=_loops, args=(_Passes(progress), there))
+    other.start()
+    there.close()  # or one that dies would be waited for
+    assert [step for step, _ in here.recv()] == [7, 7]
+    other.join()
+    assert not progress.is_resumed
+
+
+def test_more_workers_than_supported_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=1025, seed=8))
+    with pytest.raises(PenstockError, match="num_workers=1,025"):
+        find_worker()
+
+
+def test_only_workers_are_refused_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensor: torch.Tensor) -> None:
+        raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    progress = resumed()
+    assert take(progress).steps == range(7, 50)
+    with pytest.raises(PenstockError, match=r"Give /dev/shm more room"):
+        progress.begin(worker(0))
