@@ -67,6 +67,11 @@ class Start:
         return next(iter(self.places.values()), None)
 
     @property
+    def has_steps(self) -> bool:
+        """Whether any rank recorded a step of it."""
+        return any(len(segment.runs) for segments in self.segments.values() for segment in segments)
+
+    @property
     def is_orphan(self) -> bool:
         """Whether it loaded the state of a start that is not in the ledgers."""
         return self.place is not None and self.parent is None

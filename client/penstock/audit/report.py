@@ -233,10 +233,10 @@ def _aliases(kept: Sequence[Start]) -> dict[OrderKey, OrderKey]:
 
 def _apart(lineage: Lineage, ranks: Sequence[int]) -> Iterator[Apart]:
     last = lineage.kept[-1]
-    for rank in ranks:
-        own = [start for start in lineage.starts if rank in start.segments]
-        if rank < last.begin.spec.world_size and rank not in last.segments and own[-1] not in lineage.kept:
-            yield Apart(rank, own[-1], last)
+    for rank in ranks if last.has_steps else []:  # otherwise a rank was killed before its first batch
+        *_, own = (start for start in lineage.starts if rank in start.segments)
+        if rank < last.begin.spec.world_size and rank not in last.segments and own not in lineage.kept and own.has_steps:
+            yield Apart(rank, own, last)
 
 
 def _passed_over(kept: Sequence[Start], legs: Sequence[Leg]) -> Iterator[PassedOver]:

@@ -83,7 +83,7 @@ def test_rows_of_the_first_missing_batches_are_told_each_by_its_own_address(
         return SimpleNamespace(connect=lambda **_: SimpleNamespace(close=lambda: None), provenance=provenance)
 
     refusals = {3: OutOfRange, 4: UnknownDataset}
-    monkeypatch.setattr(compare, "_source", source)
+    monkeypatch.setattr(compare, "_client", source)
     expected = {
         f"epoch 0, step {step} of start 1, rank {rank}": (
             {"reason": "no more"} if step in refusals else {"asked": (rank, 0, step)}
