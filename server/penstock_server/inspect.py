@@ -21,23 +21,23 @@ from penstock_server.lookup import show_row
 _MARGIN = 6
 
 
-def inspect(served: OpenSnapshot, rows: range, console: Console, num_lines: int) -> Iterator[RenderableType]:
+def inspect(opened: OpenSnapshot, rows: range, console: Console, num_lines: int) -> Iterator[RenderableType]:
     """Describe a dataset in a few lines, then each of these rows in about `num_lines` lines of text; 0 means all lines.
 
     Rows beyond the last are skipped. Raises RowOutOfRange: the dataset has none of the rows.
     Raises the errors of a block that cannot be read.
     """
-    name, recipe = summary(served)
+    name, recipe = summary(opened)
     yield Text(printable(name), "bold")
     yield printable(f"  {recipe}")
-    yield f"  splits: {_splits(served.snapshot)}"
-    facts = describe_dataset(served)
+    yield f"  splits: {_splits(opened.snapshot)}"
+    facts = describe_dataset(opened)
     yield f"  {_sizes(facts)}"
     if facts["tokens"]:
         told = {"row": facts["row_tokens"], "prompt": facts["prompt_tokens"], "response": facts["response_tokens"]}
         yield from (f"  {line}" for line in lengths_told({name: tokens for name, tokens in told.items() if tokens}))
-    for row in rows[: max(1, served.snapshot.num_rows - rows.start)]:
-        yield from _row(show_row(served, row), console, num_lines)
+    for row in rows[: max(1, opened.snapshot.num_rows - rows.start)]:
+        yield from _row(show_row(opened, row), console, num_lines)
     yield ""
 
 

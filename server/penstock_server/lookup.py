@@ -26,14 +26,14 @@ _MAX_TOKENS = 1 << 20  # of a row
 _MIN_PASSES, _MAX_PASSES, _MAX_POOLS = 8, 100, 1 << 22
 
 
-def show_row(served: OpenSnapshot, row: int) -> dict[str, Any]:
+def show_row(opened: OpenSnapshot, row: int) -> dict[str, Any]:
     """Return the fields of RowInfo for a row of a snapshot; `row` counts over all shards in their order.
 
     Raises RowOutOfRange: the dataset has fewer rows. Raises the errors of a block that cannot be read.
     """
-    snapshot = served.snapshot
-    index, stored = _locate(served.name, snapshot, row)
-    [block] = served.blocks.get([index])
+    snapshot = opened.snapshot
+    index, stored = _locate(opened.name, snapshot, row)
+    [block] = opened.blocks.get([index])
     at = snapshot.block(index)
     facts: dict[str, Any] = {
         "row": row,
@@ -65,23 +65,23 @@ def show_row(served: OpenSnapshot, row: int) -> dict[str, Any]:
     return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
 
 
-def show_quarantine(served: OpenSnapshot, start: int, limit: int) -> QuarantineInfo:
+def show_quarantine(opened: OpenSnapshot, start: int, limit: int) -> QuarantineInfo:
     """Return the known bad rows of a dataset, `limit` rows after the first `start`, and all bad row groups.
 
     When the tokens of all rows are counted, every bad row is known.
     """
-    served.index.lengths.read()  # as `penstock prepare` may have counted
-    quarantine = served.blocks.quarantine
-    if served.index.lengths.is_ready:
-        for index in np.flatnonzero(served.index.lengths.get().per_block("all").bad_rows).tolist():
+    opened.index.lengths.read()  # as `penstock prepare` may have counted
+    quarantine = opened.blocks.quarantine
+    if opened.index.lengths.is_ready:
+        for index in np.flatnonzero(opened.index.lengths.get().per_block("all").bad_rows).tolist():
             if quarantine.is_full:
                 break
             if not quarantine.has_met(index):  # a restart forgets reasons, but not where to find them
-                served.blocks.get([index])
+                opened.blocks.get([index])
     return {
         "num_bad_rows": quarantine.num_bad_rows,
-        "complete": served.index.lengths.is_ready,
-        "on_bad_row": served.snapshot.recipe.on_bad_row,
+        "complete": opened.index.lengths.is_ready,
+        "on_bad_row": opened.snapshot.recipe.on_bad_row,
         "rows": quarantine.rows()[start : start + limit],
         "row_groups": quarantine.groups(),
     }

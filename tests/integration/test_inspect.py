@@ -39,7 +39,7 @@ def inspect(data: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProc
     return penstock("inspect", data, "--tokenizer", data / "tokenizer.json", "--cache-dir", tmp_path / "cache", *flags)
 
 
-def test_every_dataset_is_told_with_its_recipe_and_its_first_rows(data: Path, tmp_path: Path) -> None:
+def test_inspect_shows_each_dataset_with_its_first_rows(data: Path, tmp_path: Path) -> None:
     done = inspect(data, tmp_path)
     assert done.returncode == 0
     assert done.stderr.endswith("1 row cannot be used (the first: text is empty); neighbours are served in their place\n")
@@ -56,7 +56,7 @@ def test_every_dataset_is_told_with_its_recipe_and_its_first_rows(data: Path, tm
     assert mixture == "both: a mixture, pairs:1,texts:1\n"
 
 
-def test_some_rows_of_one_dataset(data: Path, tmp_path: Path) -> None:
+def test_inspect_shows_rows_of_one_dataset(data: Path, tmp_path: Path) -> None:
     done = inspect(data, tmp_path, "--dataset", "texts", "--row", "2", "--rows", "100", "--lines", "1")
     rows = re.findall(r"^  row (\d)", done.stdout, re.MULTILINE)
     assert (done.returncode, rows) == (0, ["2", "3"])
@@ -68,7 +68,7 @@ def test_some_rows_of_one_dataset(data: Path, tmp_path: Path) -> None:
     assert whole.stdout.count("␛[2J") == 500
 
 
-def test_what_is_not_there_is_said_and_the_rest_is_shown(data: Path, tmp_path: Path) -> None:
+def test_inspect_reports_missing_names_and_rows(data: Path, tmp_path: Path) -> None:
     none = inspect(data, tmp_path, "--dataset", "pair")
     assert (none.returncode, none.stdout) == (2, "")
     assert "there is no dataset 'pair'. Did you mean 'pairs'?" in none.stderr
@@ -79,7 +79,7 @@ def test_what_is_not_there_is_said_and_the_rest_is_shown(data: Path, tmp_path: P
     assert re.search(r"  row 2: part-000\.parquet, row group 0, row 2, split=\w+\n    3 tokens", beyond.stdout)
 
 
-def test_a_dataset_that_cannot_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_inspect_reports_an_invalid_dataset(tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "good", 2, num_shards=1)
     write_shards(tmp_path / "data" / "odd", "other", [[1, 2]], type_=pa.int64(), row_group_size=2)
     for named in ((), ("--dataset", "good", "--dataset", "odd")):
@@ -89,7 +89,7 @@ def test_a_dataset_that_cannot_be_served_is_told_with_the_reason(tmp_path: Path)
         assert "penstock inspect: odd: " in done.stderr
 
 
-def test_in_a_terminal_what_is_not_learned_is_dimmed(data: Path, tmp_path: Path) -> None:
+def test_inspect_dims_tokens_without_loss_in_a_terminal(data: Path, tmp_path: Path) -> None:
     arguments = ("--tokenizer", str(data / "tokenizer.json"), "--cache-dir", str(tmp_path / "cache"), "--dataset", "pairs")
     status, shown = penstock_in_terminal(80, "inspect", str(data), *arguments)
     assert status == 0
@@ -99,7 +99,7 @@ def test_in_a_terminal_what_is_not_learned_is_dimmed(data: Path, tmp_path: Path)
     assert max(map(len, texts)) == 80
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(data: Path, tmp_path: Path) -> None:
+def test_inspect_ends_quietly_when_its_pipe_closes(data: Path, tmp_path: Path) -> None:
     inspect = f"{sys.executable} -m penstock inspect {data} --cache-dir {tmp_path} --dataset numbers --rows 5"
     done = subprocess.run(
         ["bash", "-c", f"{inspect} | (exec 0<&-; sleep 3); echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=True
@@ -107,7 +107,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(data: Path, tmp_path: Path) -
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_of_very_many_turns_the_first_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+def test_inspect_shows_the_first_of_many_turns(tmp_path: Path) -> None:
     rows = {"input_ids": [[7, 8] * 9_000], "loss_mask": [[0, 1] * 9_000]}
     (tmp_path / "data" / "long").mkdir(parents=True)
     pq.write_table(pa.table(rows), tmp_path / "data" / "long" / "part-000.parquet")

@@ -29,7 +29,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("packing", ["rows", "concat"])
 @pytest.mark.parametrize("tail", [{}, {"drop_last": False}, {"offset": 13}])
-def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: str, tail: dict[str, str | int]) -> None:
+def test_schedule_agrees_with_provenance(server: Server, packing: str, tail: dict[str, str | int]) -> None:
     spec: dict[str, str | int] = {"batch_size": 3, "world_size": 2, "seq_len": 8, "seed": 4, "packing": packing, **tail}
     server.json_when_ready("/v1/datasets/numbers/spec", **spec)
     found = defaultdict(set)
@@ -49,7 +49,7 @@ def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: s
         )  # fmt: skip
 
 
-def test_a_row_shows_its_place_tokens_and_text(server: Server) -> None:
+def test_row_shows_its_place_tokens_and_text(server: Server) -> None:
     row = server.json("/v1/datasets/numbers/rows/40")
     place = {"row": 40, "shard": "part-001.parquet", "row_group": 0, "row_in_group": 6, "split": "train"}
     assert row == {**place, "tokens": [40] + [1] * 5, "num_tokens": 6, "num_loss_tokens": 6}
@@ -59,7 +59,7 @@ def test_a_row_shows_its_place_tokens_and_text(server: Server) -> None:
     assert pair["num_loss_tokens"] == pair["turns"][1]["num_tokens"]
 
 
-def test_provenance_tells_how_long_prompts_are(server: Server) -> None:
+def test_provenance_has_prompt_lengths(server: Server) -> None:
     def told(dataset: str, **spec: str | int) -> list[list[int]]:
         server.json_when_ready(f"/v1/datasets/{dataset}/spec", **spec)
         batch = server.json(f"/v1/datasets/{dataset}/epochs/0/ranks/0/batches/0/provenance", **spec)
@@ -74,7 +74,7 @@ def test_provenance_tells_how_long_prompts_are(server: Server) -> None:
     assert {prompt for _, _, prompt in told("numbers", batch_size=9)} == {0}
 
 
-def test_a_bad_row_says_so_and_its_neighbour_stands_in_its_place(server: Server) -> None:
+def test_bad_row_is_replaced_by_a_neighbour(server: Server) -> None:
     assert server.json("/v1/datasets/holes/rows/3")["bad"] == "is empty"
     places = [
         len(server.json(f"/v1/datasets/holes/rows/{row}/schedule", batch_size=5)["occurrences"]) for row in range(5)
@@ -82,14 +82,14 @@ def test_a_bad_row_says_so_and_its_neighbour_stands_in_its_place(server: Server)
     assert places == [3, 0, 2, 0, 0]
 
 
-def test_a_block_without_a_usable_row_is_shown_nowhere(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_block_without_good_rows_has_no_schedule(serve: Callable[..., Server], tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "void", "tokens", [[[], []]], type_=pa.list_(pa.int32()), row_group_size=9)
     (folder / "penstock.toml").write_text('on_bad_row = "replace"\nmax_bad_share = 0.9')
     with serve(tmp_path) as server:
         assert server.json("/v1/datasets/void/rows/1/schedule", batch_size=1) == {"occurrences": []}
 
 
-def test_of_very_many_places_the_first_are_told(server: Server) -> None:
+def test_schedule_lists_the_first_of_many_places(server: Server) -> None:
     spec: dict[str, Any] = {"drop_last": False, "batch_size": 65_536, "world_size": 2**20}
     places = server.json("/v1/datasets/numbers/rows/5/schedule", **spec)["occurrences"]
     assert len(places) == 1000
@@ -99,7 +99,7 @@ def test_of_very_many_places_the_first_are_told(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["rows/100", "rows/100/schedule"])
-def test_a_row_past_the_end_is_refused_with_the_bound(server: Server, path: str) -> None:
+def test_row_out_of_range_names_the_bound(server: Server, path: str) -> None:
     problem = server.get(f"/v1/datasets/numbers/{path}").json()
     assert (problem["status"], problem["type"]) == (404, "urn:penstock:problem:row-out-of-range")
     assert "numbers has 100 rows, 0 to 99" in problem["detail"]

@@ -1,4 +1,4 @@
-"""Data that changes while it is served: jobs keep their snapshot or are told that it is gone, and never get other bytes."""
+"""Data that changes while it is served: runs keep their snapshot or get a 409, and never other bytes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def drop_blocks(tmp_path: Path) -> None:
         path.unlink()
 
 
-def test_a_running_epoch_is_untouched_by_new_shards_and_so_is_one_after_a_restart(
+def test_running_epoch_is_unchanged_by_new_shards_and_a_restart(
     start: Callable[..., Server], folder: Path, tmp_path: Path
 ) -> None:
     server = start(*POLL)
@@ -120,7 +120,7 @@ def test_a_running_epoch_is_untouched_by_new_shards_and_so_is_one_after_a_restar
 
 
 @pytest.mark.parametrize("how", ["rewritten", "removed"])
-def test_a_snapshot_is_gone_with_one_of_its_shards_and_back_with_it(
+def test_snapshot_is_gone_with_its_shard_and_returns_with_it(
     start: Callable[..., Server], folder: Path, tmp_path: Path, how: str
 ) -> None:
     server = start(*POLL)
@@ -154,9 +154,7 @@ def test_a_snapshot_is_gone_with_one_of_its_shards_and_back_with_it(
 
 
 @pytest.mark.filterwarnings("ignore:numbers is shuffled in windows")  # that have no room in the cache, as is meant here
-def test_without_a_look_at_the_folder_a_rewritten_shard_is_still_never_served_as_the_old_one(
-    start: Callable[..., Server], folder: Path
-) -> None:
+def test_rewritten_shard_is_never_served_as_the_old_one_without_polls(start: Callable[..., Server], folder: Path) -> None:
     server = start(*NEVER, "--cache-bytes", "0")
     data = dataset(server)
     expected = contents(data)
@@ -168,7 +166,7 @@ def test_without_a_look_at_the_folder_a_rewritten_shard_is_still_never_served_as
     assert server.json(NUMBERS)["snapshot"] == data.snapshot
 
 
-def test_a_refresh_answers_with_what_changed(start: Callable[..., Server], folder: Path) -> None:
+def test_refresh_returns_the_change(start: Callable[..., Server], folder: Path) -> None:
     server = start(*NEVER)
     first = server.json(NUMBERS)["snapshot"]
     same = {"snapshot": first, "previous": first, "changed": False, "recipe": False, "added": 0, "removed": 0, "rewritten": 0}
@@ -205,7 +203,7 @@ def test_a_refresh_answers_with_what_changed(start: Callable[..., Server], folde
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="several processes share a socket on Linux")
-def test_of_several_processes_one_tells_what_changed(start: Callable[..., Server], folder: Path) -> None:
+def test_one_of_several_processes_logs_the_change(start: Callable[..., Server], folder: Path) -> None:
     server = start(*POLL, "--processes", "2")
     first = server.json(NUMBERS)["snapshot"]
     write_shard(folder / "part-100.parquet", 1000)
@@ -216,7 +214,7 @@ def test_of_several_processes_one_tells_what_changed(start: Callable[..., Server
     assert told(server.stop()) == [f"numbers: 1 shard added; snapshot {latest} follows {first}"]
 
 
-def test_the_snapshots_that_are_held_are_listed_newest_first(start: Callable[..., Server], folder: Path) -> None:
+def test_snapshots_are_listed_newest_first(start: Callable[..., Server], folder: Path) -> None:
     server = start(*NEVER)
     made = [server.json(NUMBERS)["snapshot"]]
     for number in range(2):
@@ -235,26 +233,7 @@ def test_the_snapshots_that_are_held_are_listed_newest_first(start: Callable[...
     assert [entry["snapshot"] for entry in server.json(NUMBERS)["snapshots"]] == [made[1], made[0]]
 
 
-def test_of_many_snapshots_those_that_a_job_asked_for_are_kept(start: Callable[..., Server], folder: Path) -> None:
-    server = start(*NEVER)
-    unused = server.json(NUMBERS)["snapshot"]
-    write_shard(folder / "part-100.parquet", 0)
-    refresh(server)
-    data = dataset(server)
-    expected = contents(data)
-    for number in range(1, 19):
-        write_shard(folder / f"part-1{number:02}.parquet", number)
-        refresh(server)
-    held = [entry["snapshot"] for entry in server.json(NUMBERS)["snapshots"]]
-    assert len(held) == 17
-    assert data.snapshot in held
-    assert contents(data) == expected
-    assert unused not in held
-    with pytest.raises(SnapshotGone, match="is not on this server"):
-        dataset(server, snapshot=unused)
-
-
-def test_a_state_that_cannot_be_opened_takes_nothing_away(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
+def test_truncated_shard_leaves_the_served_snapshots(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
     expected = contents(data)
@@ -281,7 +260,7 @@ def test_a_state_that_cannot_be_opened_takes_nothing_away(start: Callable[..., S
     assert contents(data) == expected
 
 
-def test_a_file_that_is_being_written_is_left_alone_until_it_is_whole(start: Callable[..., Server], folder: Path) -> None:
+def test_file_being_written_is_not_loaded_until_complete(start: Callable[..., Server], folder: Path) -> None:
     server = start(*POLL)
     before = server.json(NUMBERS)["snapshot"]
     whole = (folder / "part-000.parquet").read_bytes()
@@ -294,9 +273,7 @@ def test_a_file_that_is_being_written_is_left_alone_until_it_is_whole(start: Cal
     until_another_snapshot(server, before)
 
 
-def test_datasets_come_and_go_and_a_job_on_one_that_is_gone_is_told(
-    start: Callable[..., Server], folder: Path, tmp_path: Path
-) -> None:
+def test_datasets_appear_and_disappear(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
     expected = contents(data)
@@ -324,9 +301,7 @@ def test_datasets_come_and_go_and_a_job_on_one_that_is_gone_is_told(
     assert {f"more: 3 shards added; snapshot {more}", f"odd: 1 shard added; snapshot {odd}"} < {*told(server.stop())}
 
 
-def test_an_emptied_data_folder_is_taken_for_a_lost_disk_and_jobs_go_on_from_the_cache(
-    start: Callable[..., Server], folder: Path, tmp_path: Path
-) -> None:
+def test_emptied_data_folder_is_served_from_the_cache(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
     expected = contents(data)
@@ -339,9 +314,7 @@ def test_an_emptied_data_folder_is_taken_for_a_lost_disk_and_jobs_go_on_from_the
 
 
 @pytest.mark.parametrize("name", ["wiki", "linked.wiki"])
-def test_a_link_to_a_mount_that_is_away_ends_no_job(
-    start: Callable[..., Server], folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_broken_symlink_to_a_mount_ends_no_run(start: Callable[..., Server], folder: Path, tmp_path: Path, name: str) -> None:
     write_numbered(tmp_path / "mount" / "wiki", 99)
     (folder.parent / name.partition(".")[0]).symlink_to(tmp_path / "mount" / "wiki" if name == "wiki" else tmp_path / "mount")
     (folder.parent / "mixed").mkdir()
@@ -370,9 +343,7 @@ def test_a_link_to_a_mount_that_is_away_ends_no_job(
 
 
 @pytest.mark.parametrize("what", ["penstock.toml", "tokenizer"])
-def test_a_changed_recipe_is_another_snapshot_and_a_job_keeps_its_own(
-    start: Callable[..., Server], folder: Path, tmp_path: Path, what: str
-) -> None:
+def test_changed_recipe_is_another_snapshot(start: Callable[..., Server], folder: Path, tmp_path: Path, what: str) -> None:
     text = write_text(folder.parent / "text", [f"row {number} of a text" for number in range(64)])
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
     (text / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
@@ -393,7 +364,7 @@ def test_a_changed_recipe_is_another_snapshot_and_a_job_keeps_its_own(
         contents(data)
 
 
-def test_rows_keep_to_the_split_that_they_are_of_in_each_snapshot(
+def test_rows_keep_the_split_of_their_snapshot(
     start: Callable[..., Server], folder: Path, tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
     server, recipe = start(), folder / "penstock.toml"
@@ -408,7 +379,7 @@ def test_rows_keep_to_the_split_that_they_are_of_in_each_snapshot(
     assert contents(few) == before
 
 
-def test_many_refreshes_and_batches_at_once_give_whole_answers(start: Callable[..., Server], folder: Path) -> None:
+def test_concurrent_refreshes_and_batches_are_consistent(start: Callable[..., Server], folder: Path) -> None:
     server = start(*POLL)
     named = server.json(NUMBERS)["snapshot"]
     batch = f"{server.url}{NUMBERS}/epochs/0/ranks/0/batches/3?batch_size=4&seq_len=8"

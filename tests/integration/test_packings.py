@@ -17,8 +17,6 @@ from corpora import write_pairs, write_shards, write_tokenizer
 from penstock import RemoteDataset
 from serving import Server
 
-# What is sorted by length and yet padded to seq_len is the same tokens in the same order.
-pytestmark = pytest.mark.filterwarnings("ignore:length_bucket_size=.* nothing is saved")
 NUM_ROWS, SEQ_LEN = 300, 32
 Token = tuple[int, int]  # the row, and the place in it
 Spec = dict[str, Any]
