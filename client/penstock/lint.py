@@ -10,7 +10,7 @@ import torch
 from penstock.batch import IGNORED, SIDES
 from penstock.client import Client
 from penstock.distributed import PeerCheck
-from penstock.row_lengths import advice_on_lengths, advice_on_prompts, way_out_of_prompts
+from penstock.row_lengths import advice_on_lengths, advice_on_prompts, prompt_remedy
 from penstock.spec import Spec
 from penstock.state import Position
 from penstock.tensors import Batch
@@ -77,7 +77,7 @@ class Advice:
             _warn(
                 f"no token has loss in {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
                 f"{IGNORED}, and their mean loss is NaN. Do the prompts fill seq_len={self._spec.seq_len}? "
-                f"{way_out_of_prompts(batch.keys())}"
+                f"{prompt_remedy(batch.keys())}"
             )
         return is_fine
 

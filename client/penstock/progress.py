@@ -226,7 +226,7 @@ class Progress:
         if worker and not self._shared.is_shared:
             raise PenstockError(
                 "no memory could be shared between this process and its loader workers when the dataset was made, so it "
-                "cannot be told where they are. Give /dev/shm more room, or take num_workers=0: a thread fetches ahead anyway."
+                "cannot count their batches. Give /dev/shm more room, or take num_workers=0: a thread fetches ahead anyway."
             )
         self._num_passes += 1
         name = (worker.loader << 32) + self._num_passes if worker else -self._num_passes
