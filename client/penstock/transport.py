@@ -193,6 +193,7 @@ class Transport:
             return decode(body)
         except WireError as damage:
             self.num_corrupted += 1
+            self._http.close()  # a kept connection may hold the rest of another response
             raise TransientError(str(damage)) from damage
         except (Unavailable, UnexpectedServer) as failure:
             if not self._first_contact:
