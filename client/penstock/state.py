@@ -128,9 +128,10 @@ def read_state(
     # Only epoch 0: the start of a later epoch depends on the mix. Not in a loader worker: it counts steps of other workers,
     # too. Only with drop_last: otherwise the last step may repeat samples that were trained on already.
     may_go_on = at.epoch == 0 and not by_worker and spec.drop_last
-    if may_go_on and goes_on(state, here, consumed):
-        here |= {name: state[name] for name in OF_MIXTURES}
     differing = _differing(state, here)
+    if differing and may_go_on and goes_on(state, here, consumed):
+        here |= {name: state[name] for name in OF_MIXTURES}
+        differing = _differing(state, here)
     if differing and strict:
         way_back = _way_back(state, here, consumed if may_go_on else None)
         raise StateMismatch(
@@ -303,6 +304,6 @@ def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     listed = [(n, then, now) for n, then, now in pairs if then != now and not (n in _AT_TIMES and None in (then, now))]
     changed: list[str] = []
     with suppress(ValueError):  # no mixture
-        changed = _changed_datasets(state, here)
+        changed = _changed_datasets(state, here) if listed else []
     datasets = {"snapshot": f" (another of {', '.join(changed)})"} if changed else {}
     return [f"{name}: {then!r} then, {now!r} now{datasets.get(name, '')}" for name, then, now in listed]
