@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from types import FrameType
-from unittest.mock import Mock
 
 import pytest
 
 from ledgers import begin_of
 from penstock.ledger.file import open_ledger
 from penstock.prefetch import Prefetch
-from penstock.threads import Flag, own_thread, start
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer sends signals here"),
@@ -78,18 +75,6 @@ def test_no_lock_of_a_ledger_is_left_behind(tmp_path: Path, interrupted: Callabl
         assert in_another_thread(can_append)
 
 
-def test_no_flag_is_left_locked(interrupted: Callable[[Callable[[], object]], None]) -> None:
-    for _ in range(300):
-        flag = Flag()
-        interrupted(lambda flag=flag: flag.set() or flag.wait(0.0))  # type: ignore[misc]
-
-        def is_set(flag: Flag = flag) -> bool:
-            flag.set()
-            return flag.wait(10.0) and flag.wait(0.0)
-
-        assert in_another_thread(is_set)
-
-
 def test_no_thread_that_fetches_is_left_waiting(interrupted: Callable[[Callable[[], object]], None]) -> None:
     for _ in range(300):
         made = iter(range(10**9))
@@ -97,43 +82,3 @@ def test_no_thread_that_fetches_is_left_waiting(interrupted: Callable[[Callable[
         interrupted(lambda items=items: next(items))  # type: ignore[misc]
         items.close()
         assert not items._thread.is_alive()
-
-
-def test_a_thread_that_is_started_when_a_signal_comes_is_given_up(
-    interrupted: Callable[[Callable[[], object]], None],
-) -> None:
-    threads, ended = list[threading.Thread](), list[Flag]()
-
-    def begin() -> None:
-        flag = Flag()
-        ended.append(flag)
-        threads.append(own_thread("test", flag.wait, 60.0))
-        start(threads[-1], flag.set)
-        flag.set()
-        threads[-1].join()
-
-    for _ in range(200):
-        interrupted(begin)
-        ended[-1].set()  # if it came behind the start
-        if threads[-1].ident:
-            while not threads[-1].is_alive() and threads[-1] in threading.enumerate():
-                time.sleep(0.001)  # it has begun, and Python has not noted that yet
-            threads[-1].join(20)
-            assert not threads[-1].is_alive()
-
-
-@pytest.mark.parametrize("hidden", [KeyboardInterrupt(), SystemExit(143)])
-def test_what_a_handler_raises_is_not_hidden_by_the_lock_of_a_start(hidden: BaseException) -> None:
-    def broken() -> None:
-        try:
-            raise hidden
-        finally:
-            raise RuntimeError("release unlocked lock")
-
-    give_up = Mock()
-    with pytest.raises(type(hidden)):
-        start(Mock(start=broken), give_up)
-    give_up.assert_called_once_with()
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        start(Mock(start=Mock(side_effect=RuntimeError("can't start new thread"))), give_up)
-    assert give_up.call_count == 2

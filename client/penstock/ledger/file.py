@@ -15,7 +15,6 @@ from penstock.errors import LedgerError
 from penstock.ledger.begin import MAGIC, VERSION, check_of
 from penstock.logs import log
 from penstock.syncing import sync_folder
-from penstock.threads import own_thread
 
 if sys.platform != "win32":
     import fcntl
@@ -139,7 +138,7 @@ class LedgerFile:
         if self._syncing and self._syncing.is_alive():
             return
         self._synced_at = time.monotonic()
-        self._syncing = own_thread("ledger", self._sync)
+        self._syncing = threading.Thread(target=self._sync, name="penstock-ledger", daemon=True)
         try:
             self._syncing.start()
         except RuntimeError:  # no more threads can start
