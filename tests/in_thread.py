@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock_server.api.admission import InFlight
+from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore

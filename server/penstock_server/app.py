@@ -17,8 +17,7 @@ from starlette.staticfiles import StaticFiles
 from penstock import __version__, wire
 from penstock.errors import SpecError
 from penstock_server.api import batches, datasets
-from penstock_server.api.admission import InFlight
-from penstock_server.api.service import Service, service_of
+from penstock_server.api.service import InFlight, Service, service_of
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.logs import Seldom
 from penstock_server.problems import MORE_THREADS, BadParameter, BlocksNotReady, NotReady, OutOfMemory, Problem, lacks_threads

@@ -1,15 +1,36 @@
-"""Files named by users: reads whole regular files, checks existence, and converts names to text."""
+"""Files: those that users name, and sealed files, which are complete or absent after any crash.
+
+A sealed file is written under a temporary name and renamed. It ends with a seal, the xxh3-64 of its name and the bytes before
+it. The seal is checked before parsing: a flipped bit in a length would make a parser read elsewhere. `Sound` remembers verified
+files, for a process that maps one again. A file that is damaged is made again.
+"""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
-from errno import EINVAL
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from errno import EINVAL, ESTALE
+from io import RawIOBase
 from pathlib import Path
 from stat import S_ISREG
+from typing import BinaryIO, TypeAlias, TypeVar
+
+import pyarrow as pa
+import xxhash
 
 _MAX_BYTES = 1 << 30  # limit for tokenizers, templates and recipes; the largest are some 20 MB
+T = TypeVar("T")
+Piece: TypeAlias = bytes | memoryview | pa.Buffer
+log = logging.getLogger("penstock.sealed")
+SEAL_BYTES = 8
+_PIECE_BYTES = 1 << 20
+TEMPORARY = ".tmp"  # suffix of files that are not complete yet
+ABANDONED_SECONDS = 3600.0  # a temporary file unchanged for this long belongs to a dead process, even if clocks differ
 
 
 def read_file(path: Path) -> bytes:
@@ -61,3 +82,136 @@ def _without_waiting(path: str, flags: int) -> int:
 def spelled(name: str) -> str:
     """Return the name of a file or folder as text, with backslash escapes for bytes that are not UTF-8."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+class Damaged(Exception):
+    """A file whose bytes do not match its seal."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} is damaged and will be made again")
+
+
+def _seed_of(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(os.fsencode(name))
+
+
+def is_there(path: Path) -> bool:
+    """Returns whether a file exists; False also if its disk fails, since the file cannot be used."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
+
+
+class Sound:
+    """Up to `most` files with verified seals, which can be mapped again without reading them.
+
+    Files are identified by name, inode and size; code that removes or replaces one must call `forget`. For all threads.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known = set[int]()  # hashes, since names would take several times the memory
+
+    def has(self, path: Path, stat: os.stat_result) -> bool:
+        """Returns whether this file was verified."""
+        return _identity(path, stat) in self._known
+
+    def add(self, path: Path, stat: os.stat_result) -> None:
+        """Remembers a file; drops another if the set is full."""
+        if len(self._known) >= self._most:
+            with suppress(KeyError):
+                self._known.pop()
+        self._known.add(_identity(path, stat))
+
+    def forget(self, path: Path) -> None:
+        """Forgets a file before it is removed or replaced: another file may get its inode."""
+        with suppress(OSError):
+            self._known.discard(_identity(path, path.stat()))
+
+
+def _identity(path: Path, stat: os.stat_result) -> int:
+    return hash((path.name, stat.st_dev, stat.st_ino, stat.st_size))
+
+
+def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
+    """Maps the bytes of a file before its seal; None if it does not exist. Files in `sound` are not read again.
+
+    The map stays valid after the file is removed or replaced. Raises Damaged. Raises OSError: it cannot be read now.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            stat = os.fstat(file.fileno())
+            # Arrow's map keeps no descriptor open; Python's does, and ten thousand shards would take ten thousand. Arrow
+            # refuses an empty file.
+            content = pa.memory_map(os.fsencode(path)).read_buffer() if stat.st_size else pa.py_buffer(b"")
+            if not os.path.samestat(stat, path.stat()):
+                raise OSError(ESTALE, "it was replaced just now")
+            if not (sound and sound.has(path, stat)):
+                if not _is_sealed(file, stat.st_size - SEAL_BYTES, path.name):
+                    raise Damaged(path)
+                if sound:
+                    sound.add(path, stat)
+    except FileNotFoundError:
+        return None
+    return content.slice(0, content.size - SEAL_BYTES)
+
+
+def _is_sealed(file: RawIOBase, num_bytes: int, name: str) -> bool:
+    """Returns whether the file ends, after `num_bytes`, with the seal of these bytes and this name. Raises OSError.
+
+    It reads the file and does not map it: if the disk fails, access to a map kills the process.
+    """
+    seal = xxhash.xxh3_64(seed=_seed_of(name))
+    piece = memoryview(bytearray(max(0, min(num_bytes, _PIECE_BYTES))))
+    left = num_bytes
+    while left > 0 and (count := file.readinto(piece[:left])):
+        seal.update(piece[:count])
+        left -= count
+    return left == 0 and file.read(SEAL_BYTES) == seal.digest()
+
+
+def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None:
+    """Returns `parse` of the mapped bytes of a file; None, which is logged, if it is damaged or cannot be read.
+
+    None also if it does not exist. `parse` returns None for bytes with an unexpected layout.
+    """
+    try:
+        body = map_sealed(path)
+        if body is None:
+            return None
+        if (parsed := parse(memoryview(body))) is not None:
+            return parsed
+        raise Damaged(path)
+    except Damaged as damage:
+        log.warning("%s", damage)
+    except OSError as error:
+        log.warning("%s cannot be read: %s", path, error)
+    return None
+
+
+def write_with_seal(file: BinaryIO, pieces: Iterable[Piece], name: str) -> None:
+    """Writes the pieces, then their seal for a file of this name."""
+    seal = xxhash.xxh3_64(seed=_seed_of(name))
+    for piece in pieces:
+        seal.update(piece)
+        file.write(piece)
+    file.write(seal.digest())
+
+
+def write_sealed(path: Path, pieces: Iterable[Piece], otherwise: str) -> None:
+    """Writes a sealed file. On an OSError it leaves no file and logs the consequence, `otherwise`.
+
+    Raises what `pieces` raises, except OSError.
+    """
+    temporary = path.with_name(f"{uuid.uuid4().hex}{TEMPORARY}")
+    try:
+        with temporary.open("wb") as file:
+            write_with_seal(file, pieces, path.name)
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("%s cannot be stored: %s; %s", path, error, otherwise)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -10,9 +10,15 @@ Problem
 Faults of stored data are a 5xx, never a 404: a client that took them for "does not exist" would train on a shorter epoch.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 from penstock.text import as_utf8
+
+MORE_THREADS = "raise its limit of processes (ulimit -u, pids.max)"
 
 
 class Problem(Exception):
@@ -105,9 +111,6 @@ class OutOfMemory(Problem):
         super().__init__(f"Out of memory {purpose}: {reason}. Retry; if it persists, give the server more memory, or {remedy}.")
 
 
-MORE_THREADS = "raise its limit of processes (ulimit -u, pids.max)"
-
-
 def lacks_threads(error: Exception) -> bool:
     """Returns whether this is Python's error for a thread that cannot be started."""
     return isinstance(error, RuntimeError) and "start new thread" in str(error)
@@ -154,3 +157,26 @@ class BadRow(Problem):
     """A row cannot be used, and the recipe does not allow to replace it."""
 
     status, slug, title = 500, "bad-row", "A row cannot be used"
+
+
+class LibraryError(Exception):
+    """A failure of a library; `cause` is its exception."""
+
+    def __init__(self, cause: BaseException, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@contextmanager
+def library_errors() -> Iterator[None]:
+    """Convert exceptions, panics and exits inside to LibraryError, but not MemoryError or Ctrl-C."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise LibraryError(error, str(error)) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the type cannot be imported from any module
+            raise
+        raise LibraryError(error, f"the library panics: {error}") from error

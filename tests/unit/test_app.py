@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from growing import write_shard
-from penstock_server.api.admission import InFlight
+from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import Chunk
 from penstock_server.blocks.block import Block

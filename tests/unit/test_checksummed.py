@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from damage import damaged
-from penstock_server import checksummed
-from penstock_server.checksummed import Damaged, Sound, map_sealed, read_sealed, write_sealed
+from penstock_server import files as checksummed
+from penstock_server.files import Damaged, Sound, map_sealed, read_sealed, write_sealed
 
 OTHERWISE = "it is made again after a restart"
 

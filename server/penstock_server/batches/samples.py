@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.batches.member import Member
-from penstock_server.batches.tensors import Tensor
+from penstock_server.batches.plan import Tensor
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.columns import Features, ListColumns, RowSpans, TokenRuns, Turn
 from penstock_server.order.arrays import IntArray, begins_run, by_value, equal_runs, find, numbered

@@ -14,9 +14,8 @@ from penstock import wire
 from penstock.batch import IGNORED
 from penstock.text import counted
 from penstock_server.batches.assemble import Chunk, chunks, gather, load
-from penstock_server.batches.plan import Plan
+from penstock_server.batches.plan import Plan, Tensor
 from penstock_server.batches.samples import Samples
-from penstock_server.batches.tensors import Tensor
 from penstock_server.batches.writer import frames
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.columns import Turn

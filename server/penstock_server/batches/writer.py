@@ -13,9 +13,8 @@ import pyarrow as pa
 
 from penstock import wire
 from penstock_server.batches.assemble import Chunk, gather
-from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan
+from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan, Tensor
 from penstock_server.batches.samples import Samples
-from penstock_server.batches.tensors import Tensor
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.columns import ListColumns, joined
 from penstock_server.blocks.mmap import Waits

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock_server.blocks.columns import Feature, ListColumn
-from penstock_server.checksummed import SEAL_BYTES
+from penstock_server.files import SEAL_BYTES
 from penstock_server.order.arrays import IntArray, starts_of
 from penstock_server.recipes.encode import COLUMN, DOCUMENTS, REASON, ROW, SPLIT, TURNS
 from penstock_server.recipes.fields import is_raw, numpy_type

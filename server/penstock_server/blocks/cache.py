@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 import pyarrow as pa
 
-from penstock_server.checksummed import (
+from penstock_server.files import (
     ABANDONED_SECONDS,
     SEAL_BYTES,
     TEMPORARY,

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.checksummed import Piece
+from penstock_server.files import Piece
 from penstock_server.logs import Seldom
 
 log = logging.getLogger("penstock.maps")

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from penstock_server.checksummed import is_there
+from penstock_server.files import is_there
 from penstock_server.problems import MORE_THREADS, IndexFailed, IndexNotReady, OutOfMemory, Problem, lacks_threads
 
 T = TypeVar("T")

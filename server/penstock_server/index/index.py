@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock_server.blocks.loader import Blocks
 from penstock_server.catalog.snapshot import Snapshot
-from penstock_server.checksummed import read_sealed, write_sealed
+from penstock_server.files import read_sealed, write_sealed
 from penstock_server.index.counting import Counting, build_lock
 from penstock_server.index.row_lengths import SUFFIX, RowLengths, count_lengths, lengths_files
 from penstock_server.order.arrays import IntArray

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.loader import Blocks
 from penstock_server.catalog.snapshot import Snapshot
-from penstock_server.checksummed import read_sealed, write_sealed
+from penstock_server.files import read_sealed, write_sealed
 from penstock_server.index.counting import build_lock
 from penstock_server.machine import num_cores
 from penstock_server.order.arrays import IntArray, find_one, starts_of

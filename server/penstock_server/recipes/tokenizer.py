@@ -17,10 +17,8 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from penstock_server.files import may_be_there, read_file, read_text
-from penstock_server.library_errors import LibraryError, library_errors
-from penstock_server.machine import num_cores
-from penstock_server.map_ordered import map_ordered
-from penstock_server.problems import DatasetInvalid
+from penstock_server.machine import map_ordered, num_cores
+from penstock_server.problems import DatasetInvalid, LibraryError, library_errors
 
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")  # in this order

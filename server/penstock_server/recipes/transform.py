@@ -20,7 +20,7 @@ from types import ModuleType
 import pyarrow as pa
 
 from penstock_server.files import read_file
-from penstock_server.library_errors import LibraryError, library_errors
+from penstock_server.problems import LibraryError, library_errors
 
 
 class TransformError(ValueError):

@@ -21,7 +21,7 @@ from penstock.cli.output import report
 from penstock.ending import ends_at
 from penstock.text import counted, printable
 from penstock.urls import DATASETS, batches_path
-from penstock_server.api.admission import InFlight
+from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.describe import summary

@@ -9,8 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from corpora import write_numbered
-from penstock_server.api import streaming
-from penstock_server.api.admission import InFlight
+from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
@@ -80,7 +79,7 @@ def test_failed_request_and_head_request_release_their_bytes(tmp_path: Path, mon
 
     for _ in range(2):  # the first time its blocks are waited for, and then they are there
         with monkeypatch.context() as patch:
-            patch.setattr(streaming, "frames", Mock(side_effect=BadRow("no")))
+            patch.setattr(batches, "frames", Mock(side_effect=BadRow("no")))
             assert in_flight_after("GET", 500) == (0, 0)
         assert in_flight_after("HEAD", 200) == (0, 0)
         assert in_flight_after("GET", 200) == (0, 0)

@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.wire import Address, Heads, Layout
+from penstock_server.batches.plan import Tensor
 from penstock_server.batches.samples import LoadedBlock, Samples
-from penstock_server.batches.tensors import Tensor
 from penstock_server.batches.writer import Pieces, Place, Places, _add_ones, _add_tokens, _write, by_step_width
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.columns import Feature, Features, ListColumn, RowSpans

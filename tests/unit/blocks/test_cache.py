@@ -14,7 +14,7 @@ import pytest
 
 from penstock_server.blocks import cache as cache_module
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.checksummed import write_with_seal
+from penstock_server.files import write_with_seal
 
 KIB = 1 << 10
 OVERHEAD = 8  # the digest behind each file

@@ -17,7 +17,7 @@ from blocks_of import rows_of
 from corpora import write_numbered
 from penstock import wire
 from penstock.spec import Packing, Spec
-from penstock_server import checksummed as sealed
+from penstock_server import files as sealed
 from penstock_server.batches import writer as batch
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.blocks import mmap as maps_module

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from growing import write_shard
 from opened import Opener
-from penstock_server.api.admission import InFlight
+from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore

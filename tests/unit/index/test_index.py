@@ -25,7 +25,7 @@ from starlette.testclient import TestClient
 
 from corpora import write_numbered, write_text, write_tokenizer
 from damage import damaged
-from penstock_server.api.admission import InFlight
+from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.writer import frames

@@ -17,7 +17,7 @@ from commands import printed
 from corpora import write_numbered
 from penstock import wire
 from penstock.spec import Spec
-from penstock_server.api.admission import InFlight
+from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.writer import frames

@@ -14,7 +14,7 @@ import pytest
 
 import in_thread
 from corpora import write_numbered
-from penstock_server.api.admission import InFlight
+from penstock_server.api.service import InFlight
 from penstock_server.blocks.decode import RowGroupReader
 from slow import slow_readers
 

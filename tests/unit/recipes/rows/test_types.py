@@ -18,7 +18,7 @@ import pytest
 from blocks_of import rows_of
 from odd_rows import CHATML, IDS, as_json, index_of, open_blocks, write
 from penstock.spec import Spec
-from penstock_server.batches.tensors import tensors_of
+from penstock_server.batches.plan import tensors_of
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.fields import python_values
 from penstock_server.recipes.tokenizer import load_tokenizer

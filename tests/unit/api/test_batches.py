@@ -16,10 +16,9 @@ import pytest
 
 from corpora import write_numbered
 from in_thread import serving
-from penstock_server.api import service, streaming
-from penstock_server.api.admission import InFlight
-from penstock_server.api.service import Requested, Unclaimed
-from penstock_server.api.streaming import preferred_wait, when_done
+from penstock_server.api import batches, service
+from penstock_server.api.batches import preferred_wait, when_done
+from penstock_server.api.service import InFlight, Requested, Unclaimed
 from penstock_server.app import create_app
 from penstock_server.batches.writer import frames
 from penstock_server.blocks.cache import CacheFolder
@@ -64,7 +63,7 @@ def test_request_of_a_client_that_leaves_while_blocks_are_made_ends_at_once(
 ) -> None:
     in_flight, made, responses = InFlight(1 << 30), list[Any](), list[Any]()
     app, slow = app_of(tmp_path, in_flight), SlowEncoding(monkeypatch)
-    monkeypatch.setattr(streaming, "frames", lambda *args: made.append(args))
+    monkeypatch.setattr(batches, "frames", lambda *args: made.append(args))
     scope = {
         "type": "http",
         "method": "GET",
@@ -141,7 +140,7 @@ def test_batches_are_made_in_two_threads_also_for_requests_that_may_wait(
         makers.append(threading.current_thread().name)
         return frames(*chunk)
 
-    monkeypatch.setattr(streaming, "frames", make)
+    monkeypatch.setattr(batches, "frames", make)
     write_numbered(tmp_path / "data" / "numbers", 40)
     with serving(tmp_path / "data", tmp_path / "cache", InFlight(1 << 30)) as url:
         for _ in range(2):  # the first time it waits for its blocks, then they are mapped
