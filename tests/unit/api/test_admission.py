@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from corpora import write_numbered
+from penstock_server.api import batches
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.cache import CacheFolder
