@@ -1,15 +1,15 @@
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 
 import numpy.random  # noqa: F401
 import pytest
 from hypothesis import settings
 
-from serving import Server
+from support.servers import Server
 
 # Numpy's random is imported above because a loader's forked worker would: where pytest tells of a loader that is collected in
 # the midst of that, Python 3.11 loses the import.
@@ -24,7 +24,8 @@ settings.load_profile("penstock")
 
 def pytest_collection_finish() -> None:
     """Loader workers are forks of this process, and frameworks leave much behind."""
-    import_module("frozen")
+    gc.collect()
+    gc.freeze()  # else a collection in a fork would copy all of it
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from corpora import write_numbered
-from serving import Server
+from support.corpora import write_numbered
+from support.servers import Server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = ["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from corpora import write_text, write_tokenizer
-from docker_engine import REASON, ROOT, compose_command
+from support.corpora import write_text, write_tokenizer
+from support.servers import REASON, ROOT, compose_command
 
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 

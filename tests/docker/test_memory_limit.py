@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from docker_engine import REASON, ROOT
 from penstock import wire
+from support.servers import REASON, ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 

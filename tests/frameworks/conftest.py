@@ -4,10 +4,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from corpora import write_numbered
 from penstock import RemoteDataset
-from recorded import TINIER, Given, recording, with_short_lines
-from serving import Server
+from support.corpora import write_numbered
+from support.recorded import TINIER, Given, recording, with_short_lines
+from support.servers import Server
 from train_gpt import TinyGPT
 
 NUM_ROWS = 320  # twenty steps of sixteen

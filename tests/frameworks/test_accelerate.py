@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from penstock import PenstockError, RemoteDataset
-from recorded import SPEC, Given, run_example, whole_run
+from support.recorded import SPEC, Given, run_example, whole_run
 
 LIBRARY = "accelerate"
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from corpora import EOS, write_tokenizer
-from odd_rows import none_is_bad
 from penstock_server.recipes.tokenizer import load_tokenizer
+from support.corpora import EOS, none_is_bad, write_tokenizer
 
 LIBRARY = "transformers"
 TEXTS = [

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from chat_templates import STEADY, TOKENS, marked
-from corpora import write_tokenizer
-from odd_rows import none_is_bad
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.tokenizer import load_tokenizer
+from support.chat_templates import STEADY, TOKENS, marked
+from support.corpora import none_is_bad, write_tokenizer
 
 LIBRARY = "transformers"
 CONTENTS = ["yes", "Yes, sir", "über two\n\nlines", "  no", "a b "]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import train_ddp
-from recorded import Given, destroy_idle_process_group, run_example, whole_run
+from support.recorded import Given, destroy_idle_process_group, run_example, whole_run
 from train_gpt import first_dataset
 
 

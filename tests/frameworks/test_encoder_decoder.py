@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import RemoteDataset
-from serving import Server
+from support.servers import Server
 
 LIBRARY = "transformers"
 NUM_ROWS, VOCAB_SIZE = 64, 40

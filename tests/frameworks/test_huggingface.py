@@ -12,7 +12,7 @@ import torch
 
 from penstock import RemoteDataset, SpecError, StateMismatch
 from penstock.audit.report import audit
-from recorded import SPEC, Given, run_example, whole_run
+from support.recorded import SPEC, Given, run_example, whole_run
 
 LIBRARY = "transformers"
 PACKED = SPEC | {"seq_len": 28}  # several rows a line

@@ -13,7 +13,7 @@ import torch
 
 from penstock import RemoteDataset, SpecError, StateMismatch
 from penstock.tensors import Batch
-from recorded import SPEC, Given, run_example, whole_run
+from support.recorded import SPEC, Given, run_example, whole_run
 
 LIBRARY = "lightning"
 pytestmark = [

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from penstock import RemoteDataset
-from recorded import EXAMPLES, SPEC, run_example
-from serving import Server
+from support.recorded import EXAMPLES, SPEC, run_example
+from support.servers import Server
 
 LIBRARY = "transformers"
 NUM_ROWS = 160

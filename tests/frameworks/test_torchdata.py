@@ -13,7 +13,7 @@ import torch
 from penstock import RemoteDataset, StateMismatch
 from penstock.audit.report import audit
 from penstock.ledger.file import find_ledgers
-from recorded import SPEC
+from support.recorded import SPEC
 
 LIBRARY = "torchdata"
 pytestmark = [

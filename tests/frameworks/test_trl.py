@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from corpora import EOS, write_tokenizer
 from penstock import RemoteDataset
-from recorded import EXAMPLES, run_example
-from serving import Server
+from support.corpora import EOS, write_tokenizer
+from support.recorded import EXAMPLES, run_example
+from support.servers import Server
 
 LIBRARY = "trl"
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL is not always as new as transformers

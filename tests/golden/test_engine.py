@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from corpora import write_numbered
 from penstock.mix import parse_mix
 from penstock_server.catalog.shard import _file_digest
 from penstock_server.order.arrays import IntArray
@@ -20,8 +19,8 @@ from penstock_server.order.shuffle import EpochOrder
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.split import Place, split_hashes
-from planned import open_snapshot
-from synthetic import synthetic_plan
+from support.corpora import write_numbered
+from support.engine import open_snapshot, synthetic_plan
 
 ENGINE = json.loads((Path(__file__).parent / "engine.json").read_text())
 

@@ -12,9 +12,9 @@ import httpx
 import pyarrow as pa
 import pytest
 
-from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
 from penstock import DataError, RemoteDataset, Spec, __version__, wire
-from serving import Server
+from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from support.servers import Server
 
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
 SPECS = [

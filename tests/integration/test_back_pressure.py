@@ -13,11 +13,10 @@ import httpx
 import pytest
 import torch
 
-from anonymous_memory import MIB, Watch
-from corpora import write_numbered
 from penstock import RemoteDataset
-from serving import Server
-from slow import slow_readers
+from support.corpora import write_numbered
+from support.processes import MIB, Watch
+from support.servers import Server, slow_readers
 
 NUM_ROWS = 480
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"

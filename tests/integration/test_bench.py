@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from commands import penstock, penstock_in_terminal
-from corpora import write_numbered, write_pairs, write_tokenizer
 from penstock.cli.bench import frames, tensors
-from serving import Server
+from support.corpora import write_numbered, write_pairs, write_tokenizer
+from support.servers import Server, penstock, penstock_in_terminal
 
 
 @pytest.fixture(scope="module")

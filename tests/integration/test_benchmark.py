@@ -16,12 +16,12 @@ import torch
 import peers
 from contest import Contest
 from corpus import BATCH_SIZE, Corpus
-from forks import Fork
 from generate import write_corpus
 from processes import ProcessFailed, run
 from ratios.training_step import Size, compare
 from results import Loader
 from servers import penstock, prepare
+from support.processes import Fork
 
 ROOT = Path(__file__).parents[2]
 

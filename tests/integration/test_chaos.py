@@ -16,11 +16,10 @@ import pyarrow as pa
 import pytest
 
 import penstock.transport
-from answering import pages
-from chaos_proxy import KINDS, ChaosProxy, Kind
-from corpora import write_numbered, write_shards
 from penstock import RemoteDataset, ServerUnavailable, SnapshotGone
-from serving import Server
+from support.chaos import KINDS, ChaosProxy, Kind
+from support.corpora import write_numbered, write_shards
+from support.servers import Server, pages
 
 NUM_ROWS = 400
 AWAY = "http://127.0.0.1:9"

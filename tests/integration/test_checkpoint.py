@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from corpora import write_numbered
-from forks import Fork
 from penstock import RemoteDataset, StateMismatch
-from serving import Server
+from support.corpora import write_numbered
+from support.processes import Fork
+from support.servers import Server
 
 NUM_ROWS = 480
 

@@ -20,11 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, processors
 
-from commands import SERVER_PACKAGES, penstock, penstock_without
-from corpora import EOS, write_numbered, write_text, write_tokenizer
-from ledger_files import open_at, record
 from penstock import RemoteDataset
-from serving import Server
+from support.corpora import EOS, write_numbered, write_text, write_tokenizer
+from support.ledgers import open_at, record
+from support.servers import SERVER_PACKAGES, Server, penstock, penstock_without
 
 
 def test_penstock_without_a_command_lists_the_commands() -> None:
@@ -219,7 +218,7 @@ def test_server_stops_while_it_decodes_a_row_group(tmp_path: Path, how: signal.S
     if is_process_1 and not _has_namespaces():
         pytest.skip("no process here can have a namespace of its own")
     folder, has_begun = write_numbered(tmp_path / "data" / "numbers", 9), tmp_path / "has-begun"
-    (folder / "slow.py").write_text(
+    (folder / "support.servers.py").write_text(
         f"import pathlib, time\n\ndef function(batch):\n    if batch.num_rows:\n"
         f"        pathlib.Path({str(has_begun)!r}).touch()\n        time.sleep(600)\n    return batch"
     )

@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from corpora import EOS as EOS_TEXT
-from corpora import REAL_DATA, needs_real_data, write_pairs, write_shards, write_tokenizer
 from penstock import DataError, RemoteDataset, SpecError, StateMismatch
-from serving import Server
+from support.corpora import EOS as EOS_TEXT
+from support.corpora import REAL_DATA, needs_real_data, write_pairs, write_shards, write_tokenizer
+from support.servers import Server
 
 SEQ_LEN, EOS, WAIT_SECONDS = 16, 60_000, 30
 

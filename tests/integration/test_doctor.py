@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from commands import penstock, penstock_in_terminal
-from corpora import write_numbered, write_text, write_tokenizer
 from penstock import RemoteDataset
 from penstock.errors import SpecError
-from serving import Server
+from support.corpora import write_numbered, write_text, write_tokenizer
+from support.servers import Server, penstock, penstock_in_terminal
 
 
 @pytest.fixture(scope="module")

@@ -18,16 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commands import penstock
-from corpora import write_text
-from importing import read_back, write_datatrove, write_indexed
 from penstock.stats import Stats
 from penstock_server.recipes import config
 from penstock_server.recipes.config import read_recipe
 from penstock_server.recipes.fields import is_messages
 from penstock_server.recipes.transform import load_transform
-from serving import Server
-from trainers import Trainers
+from support.corpora import read_back, write_datatrove, write_indexed, write_text
+from support.processes import Trainers
+from support.servers import Server, penstock
 
 ROOT = Path(__file__).parents[2]
 PAGES = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from corpora import write_numbered
 from penstock import RemoteDataset
 from penstock.spec import Shuffle
-from serving import Server
+from support.corpora import write_numbered
+from support.servers import Server
 
 NUM_ROWS, BATCH_SIZE = 480, 5
 WORLD_SIZES = [1, 2, 3, 8]

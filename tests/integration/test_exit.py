@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from corpora import write_numbered
-from serving import Server
-from trainers import Trainer, Trainers
+from support.corpora import write_numbered
+from support.processes import Trainer, Trainers
+from support.servers import Server
 
 # What was registered before the loops is called after whatever they register. So it sees what is still there then.
 BEGIN = """
 import atexit, os, sys
 from torch.utils.data import DataLoader
-from leftovers import held
+from support.processes import held
 from penstock import PenstockError, RemoteDataset
 
 def tell_what_is_left():

@@ -18,11 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commands import penstock
-from corpora import write_tokenizer
-from importing import read_back, shards_in
 from penstock import RemoteDataset
-from serving import Server
+from support.corpora import read_back, shards_in, write_tokenizer
+from support.servers import Server, penstock
 
 MIB = 1 << 20
 

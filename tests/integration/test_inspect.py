@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commands import penstock, penstock_in_terminal
-from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from support.servers import penstock, penstock_in_terminal
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import penstock.transport
-from corpora import write_numbered
 from penstock import RemoteDataset
-from serving import Server
+from support.corpora import write_numbered
+from support.servers import Server
 
 NUM_KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "50"))
 NUM_ROWS = 8_000

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pytest
 from torch.utils.data import DataLoader
 
-from corpora import write_numbered, write_shards, write_tokenizer
-from leftovers import held, nothing_left
 from penstock import RemoteDataset
 from penstock.client import Client
 from penstock.iteration import BatchIterator
-from serving import Server
+from support.corpora import write_numbered, write_shards, write_tokenizer
+from support.processes import held, nothing_left
+from support.servers import Server
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from commands import penstock
-from corpora import write_numbered
-from forks import Fork
 from penstock import LedgerError, RemoteDataset, SpecError
 from penstock.audit.reading import read_ledger
 from penstock.audit.report import audit
 from penstock.ledger.file import find_ledgers
-from serving import Server
+from support.corpora import write_numbered
+from support.processes import Fork
+from support.servers import Server, penstock
 
 NUM_ROWS = 240
 

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
-from serving import Server
+from support.corpora import write_numbered, write_pairs, write_shards, write_tokenizer
+from support.servers import Server
 
 SHARDS = {f"part-{n:03}.parquet": first for n, first in enumerate((0, 34, 68))}
 

@@ -19,14 +19,14 @@ import torch
 from torch.utils.data import DataLoader
 
 import penstock.iteration
-from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SpecError
 from penstock.client import Client
 from penstock.prefetch import OBJECT_BYTES
 from penstock.stats import Stats
 from penstock.tensors import Batch, expand
 from penstock.wire import Frame, Layout
-from serving import Server
+from support.corpora import write_numbered, write_pairs, write_shards, write_tokenizer
+from support.servers import Server
 
 NUM_ROWS, BATCH_SIZE = 120, 4
 

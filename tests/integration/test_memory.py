@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from anonymous_memory import MIB, Watch
-from serving import Server
+from support.processes import MIB, Watch
+from support.servers import Server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import RemoteDataset, SnapshotGone, SpecError, StateMismatch
 from penstock.audit.compare import compare
 from penstock.audit.report import audit
 from penstock.ledger.file import find_ledgers
-from serving import Server
+from support.corpora import write_numbered, write_pairs, write_shards, write_tokenizer
+from support.servers import Server
 
 SIZES = {"few": 50, "many": 210, "some": 120}
 MIX = "few:1,many:3,some:2"

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corpora import write_numbered, write_text, write_tokenizer
 from penstock import RemoteDataset, SnapshotGone
-from serving import Server
+from support.corpora import write_numbered, write_text, write_tokenizer
+from support.servers import Server
 
 NUM_ROWS = 200
 POLL = ("--poll-seconds", "0.1")

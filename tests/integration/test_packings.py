@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from corpora import write_pairs, write_shards, write_tokenizer
 from penstock import RemoteDataset
-from serving import Server
+from support.corpora import write_pairs, write_shards, write_tokenizer
+from support.servers import Server
 
 NUM_ROWS, SEQ_LEN = 300, 32
 Token = tuple[int, int]  # the row, and the place in it

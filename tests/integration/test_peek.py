@@ -20,16 +20,15 @@ import pytest
 from rich.cells import cell_len
 from tokenizers import Tokenizer
 
-from chat_templates import CHATML
-from commands import penstock, penstock_in_terminal
-from corpora import write_numbered, write_pairs, write_text, write_tokenizer
 from penstock import RemoteDataset, Spec
 from penstock.cli.batch_view import SampleView, view
 from penstock.cli.connection import get_json
 from penstock.text import counted
 from penstock.transport import Servers, Transport
 from penstock.urls import batches_path
-from serving import Server
+from support.chat_templates import CHATML
+from support.corpora import write_numbered, write_pairs, write_text, write_tokenizer
+from support.servers import Server, penstock, penstock_in_terminal
 
 NUM_ROWS = 40
 CHINESE = "春天来了、万物复苏。小鸟在树上唱歌、孩子们在公园里放风筝、老人们坐在长椅上晒太阳。" * 3

@@ -14,10 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commands import penstock
-from corpora import write_shards, write_text, write_tokenizer
-from forks import Fork
-from serving import Server
+from support.corpora import write_shards, write_text, write_tokenizer
+from support.processes import Fork
+from support.servers import Server, penstock
 
 
 def prepare(data: Path, cache: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import DataError, RemoteDataset
-from serving import Server
+from support.servers import Server
 
 NUM_ROWS, PADDED = 150, 60
 Spec = dict[str, Any]

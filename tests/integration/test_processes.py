@@ -16,11 +16,11 @@ import httpx
 import pytest
 import torch
 
-from corpora import write_numbered
-from forks import Fork
 from penstock import RemoteDataset
 from penstock.spec import Packing
-from serving import Server, serving_below
+from support.corpora import write_numbered
+from support.processes import Fork
+from support.servers import Server, serving_below
 
 NUM_ROWS = 480
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"

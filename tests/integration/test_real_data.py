@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from corpora import REAL_DATA, needs_real_data
 from penstock import RemoteDataset
-from serving import Server
+from support.corpora import REAL_DATA, needs_real_data
+from support.servers import Server
 
 pytestmark = needs_real_data
 EOS = 50256

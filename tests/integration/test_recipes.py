@@ -16,10 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from commands import penstock
-from corpora import EOS, write_shards, write_tokenizer
 from penstock import DataError, RemoteDataset
-from serving import Server
+from support.corpora import EOS, write_shards, write_tokenizer
+from support.servers import Server, penstock
 
 NUM_ROWS = 120
 CHATML = (

@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as worker_module
 
-from corpora import write_numbered
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SnapshotGone, SpecError, StateMismatch
 from penstock import dataset as dataset_module
 from penstock.tensors import Batch
-from serving import Server
+from support.corpora import write_numbered
+from support.servers import Server
 
 NUM_ROWS = 200
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 from pydantic import TypeAdapter
 
-from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
 from penstock_server import schemas
 from penstock_server.catalog.dataset import Change
-from serving import Server
+from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from support.servers import Server
 
 BATCH = "/v1/datasets/pairs/epochs/0/ranks/0/batches/1"
 RESPONSES: list[tuple[str, Any]] = [

@@ -14,12 +14,12 @@ import torch
 import penstock.cuda
 import penstock.dataset
 import penstock.iteration
-from chaos_proxy import ChaosProxy
-from corpora import write_numbered, write_pairs, write_tokenizer
 from penstock import RemoteDataset
 from penstock.cuda import Destination, OnDevice, tensor_over, unpack
 from penstock.tensors import CPU
-from serving import Server
+from support.chaos import ChaosProxy
+from support.corpora import write_numbered, write_pairs, write_tokenizer
+from support.servers import Server
 
 KINDS: dict[str, dict[str, Any]] = {
     "packed": {"dataset": "many", "packing": "best_fit"},

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from corpora import write_numbered
-from serving import Server
+from support.corpora import write_numbered
+from support.servers import Server
 
 URL = "/v1/datasets/numbers/shuffle-report"
 SPEC: dict[str, Any] = {"batch_size": 8, "world_size": 2, "seq_len": 8}

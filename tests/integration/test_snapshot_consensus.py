@@ -16,10 +16,10 @@ import torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
-from corpora import write_numbered
-from forks import Fork
 from penstock import PenstockError, RemoteDataset
-from serving import Server
+from support.corpora import write_numbered
+from support.processes import Fork
+from support.servers import Server
 
 NUM_ROWS = 160
 

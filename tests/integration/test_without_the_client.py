@@ -18,14 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 from xxhash import xxh3_64_hexdigest
 
-import answering
-from answering import problem, response
-from chaos_proxy import ChaosProxy, Kind
-from corpora import write_pairs, write_shards, write_tokenizer
 from penstock import RemoteDataset
 from penstock.wire import content_digest
 from penstock_server.problems import NotReady, Problem
-from serving import Server
+from support import servers as answering
+from support.chaos import ChaosProxy, Kind
+from support.corpora import write_pairs, write_shards, write_tokenizer
+from support.servers import Server, problem, response
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
 NUM_ROWS = 61

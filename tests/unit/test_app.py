@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 from starlette.testclient import TestClient
 
-from growing import write_shard
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import Chunk
@@ -20,6 +19,7 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import ShardUnavailable
+from support.corpora import write_shard
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from damage import damaged
 from penstock_server import files as checksummed
 from penstock_server.files import Damaged, Sound, map_sealed, read_sealed, write_sealed
+from support.corpora import damaged
 
 OTHERWISE = "it is made again after a restart"
 

@@ -13,8 +13,6 @@ from urllib.parse import parse_qsl
 import pytest
 
 import penstock.transport
-from answering import pages, problem, response, server
-from ledgers import pass_at
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, Spec, SpecError, VersionMismatch, wire
 from penstock.audit.compare import compare
 from penstock.client import Client
@@ -22,6 +20,8 @@ from penstock.http import HttpClient
 from penstock.ledger.recorder import Recorder
 from penstock.responses import TransientError
 from penstock.row_lengths import RowLength
+from support.ledgers import pass_at
+from support.servers import pages, problem, response, server
 
 SPEC = Spec(snapshot="5eed")
 STEPS = range(4, 12, 2)

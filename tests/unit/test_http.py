@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import answering
 import penstock.http
-from answering import pages, response
 from penstock import PenstockError, SpecError
 from penstock.cli.connection import greet
 from penstock.http import Buffers, HttpClient
 from penstock.responses import TransientError, UnexpectedServer
+from support import servers as answering
+from support.servers import pages, response
 
 CONTENT = bytes(range(256)) * 5000
 

@@ -12,9 +12,9 @@ from types import FrameType
 
 import pytest
 
-from ledgers import begin_of
 from penstock.ledger.file import open_ledger
 from penstock.prefetch import Prefetch
+from support.ledgers import begin_of
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer sends signals here"),

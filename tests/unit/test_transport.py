@@ -17,12 +17,12 @@ from weakref import ref
 import pytest
 
 import penstock.transport
-from answering import pages, problem, response, server
-from logged import without_process
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, VersionMismatch, WireError
 from penstock.http import HttpClient
 from penstock.responses import NotReady, TransientError
 from penstock.transport import RetryLog, Servers, Transport
+from support.processes import without_process
+from support.servers import pages, problem, response, server
 
 AWAY = "http://127.0.0.1:9"
 NAMES = ["a", "b", "c"]

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 from starlette.testclient import TestClient
 
-from corpora import write_numbered
 from penstock_server.api import batches
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
@@ -18,6 +17,7 @@ from penstock_server.catalog.catalog import open_catalog
 from penstock_server.machine import memory_bytes
 from penstock_server.problems import BadRow, Busy
 from penstock_server.settings import Settings
+from support.corpora import write_numbered
 
 
 def test_response_beyond_the_budget_is_refused_until_bytes_are_released() -> None:

@@ -14,8 +14,6 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from corpora import write_numbered
-from in_thread import serving
 from penstock_server.api import batches, service
 from penstock_server.api.batches import preferred_wait, when_done
 from penstock_server.api.service import InFlight, Requested, Unclaimed
@@ -25,6 +23,8 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.recipes import encode
+from support.corpora import write_numbered
+from support.servers import serving
 
 BATCH = "/v1/datasets/numbers/epochs/0/ranks/0/batches/0"
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from audited import report_on, words, write_run
-from ledgers import append, begin_of, line
 from penstock.audit.report import as_json
+from support.ledgers import append, begin_of, line, report_on, words, write_run
 
 
 def test_whole_epochs_are_proven(ledger: Path) -> None:

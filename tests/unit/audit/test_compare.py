@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from answering import pages
-from audited import report_on, words, write_run
-from ledgers import append, begin_of
 from penstock import Spec
 from penstock.audit import compare
 from penstock.cli import audit as command
 from penstock.errors import OutOfRange, ServerUnavailable, UnknownDataset
 from penstock.ledger.begin import Begin
 from penstock.ledger.file import find_ledgers
+from support.ledgers import append, begin_of, report_on, words, write_run
+from support.servers import pages
 
 
 def test_a_batch_whose_digest_changed_is_no_proof(ledger: Path) -> None:

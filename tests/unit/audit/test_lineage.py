@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from audited import report_on, words
-from ledgers import FIRST, append, begin_of, id_of, lines_of
 from penstock.audit.report import as_json
 from penstock.ledger.begin import Begin
+from support.ledgers import FIRST, append, begin_of, id_of, lines_of, report_on, words
 
 
 def under_own_id(begin: Begin) -> Begin:

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ledgers import id_of
 from penstock import Spec
 from penstock.audit.report import Report, audit
 from penstock.ledger.begin import Begin, check_of
 from penstock.ledger.file import find_ledgers, ledger_path
 from penstock.state import Position, read_state, write_state
 from penstock_server.order.schedule import Schedule
+from support.ledgers import id_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:this state is past")  # of ranges that are added
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from audited import change, report_on, words, write_run
-from ledgers import append, begin_of, lines_of
 from penstock.audit import reading
 from penstock.audit.report import as_json, audit
 from penstock.errors import LedgerError
 from penstock.ledger.file import find_ledgers
+from support.ledgers import append, begin_of, change, lines_of, report_on, words, write_run
 
 
 def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_again(ledger: Path) -> None:

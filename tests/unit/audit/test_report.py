@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from audited import report_on, words, write_run
-from ledgers import FIRST, append, begin_of
 from penstock.audit.report import audit
 from penstock.ledger.begin import Begin
+from support.ledgers import FIRST, append, begin_of, report_on, words, write_run
 
 MIXED: dict[str, Any] = {"snapshot": "one+two", "stopping_strategy": "first_exhausted"}
 

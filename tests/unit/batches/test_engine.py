@@ -20,7 +20,6 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from commands import printed
 from penstock import wire
 from penstock_server import lookup as lookup_module
 from penstock_server.batches import assemble as gather_module
@@ -38,7 +37,8 @@ from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.inspect import inspect
 from penstock_server.lookup import find_row, show_row
 from penstock_server.problems import BadParameter, BadRow, DatasetInvalid
-from planned import plan_of
+from support.engine import plan_of
+from support.servers import printed
 
 Sequence = tuple[int, ...]
 Row = tuple[int, bool]  # its tokens, 0 for a bad row; whether the filter keeps it

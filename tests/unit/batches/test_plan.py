@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corpora import write_numbered
 from penstock import Spec
 from penstock.spec import MAX_COUNT
 from penstock_server.batches import plan as plan_module
@@ -25,7 +24,8 @@ from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.warnings import advice_on_run
 from penstock_server.problems import BadParameter
-from synthetic import synthetic_plan
+from support.corpora import write_numbered
+from support.engine import synthetic_plan
 
 
 @pytest.fixture

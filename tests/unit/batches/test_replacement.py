@@ -5,7 +5,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from corpora import write_shards
 from penstock.spec import Spec, Split
 from penstock_server.batches import assemble as stand_ins
 from penstock_server.batches.assemble import rows_replaced_by, usable_rows
@@ -14,6 +13,7 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.problems import BadParameter, BadRow
+from support.corpora import write_shards
 
 Opener = Callable[..., Member]
 REPLACE = 'on_bad_row = "replace"\nmax_bad_share = 0.99\n'

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import penstock_server.batches.text_view
-from corpora import write_tokenizer
 from penstock import wire
 from penstock.tensors import expand
 from penstock_server.batches.assemble import chunks, load
@@ -24,7 +23,8 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import BadParameter
-from planned import plan_of
+from support.corpora import write_tokenizer
+from support.engine import plan_of
 
 WORDS = "the quick brown fox jumps over the lazy dog".split()
 TEMPLATE = """{% for m in messages %}

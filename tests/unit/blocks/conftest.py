@@ -7,12 +7,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from corpora import write_numbered
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.recipes import encode
-from planned import open_snapshot
+from support.corpora import write_numbered
+from support.engine import open_snapshot
 
 
 @pytest.fixture

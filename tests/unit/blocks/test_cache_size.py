@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corpora import write_tokenizer
 from penstock.cli.doctor import check_cache
 from penstock.spec import Spec
 from penstock_server.batches.plan import advice_on_room, check_room
@@ -20,6 +19,7 @@ from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.describe import describe_dataset
 from penstock_server.prepare import prepare
 from penstock_server.problems import BadParameter
+from support.corpora import write_tokenizer
 
 NUM_ROWS = 800
 CHAT_TEMPLATE = """{% for message in messages %}<{{ message.role }}>

@@ -11,8 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from blocks_of import rows_of
-from corpora import write_shards
 from penstock_server.blocks import decode as decode_module
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.decode import ParsedFooters
@@ -22,7 +20,8 @@ from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.catalog.shard import open_shard, stat_of
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
-from planned import open_snapshot
+from support.corpora import write_shards
+from support.engine import open_snapshot, rows_of
 
 
 def test_shard_behind_a_moved_symlink_is_read_from_the_opened_file(

@@ -12,8 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from blocks_of import rows_of
-from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server.blocks import decode as decode_module
 from penstock_server.blocks import loader as blocks_module
 from penstock_server.blocks import quarantine as quarantine_module
@@ -32,7 +30,8 @@ from penstock_server.lookup import show_quarantine
 from penstock_server.problems import ShardUnreadable
 from penstock_server.recipes import encode
 from penstock_server.recipes.split import split_hashes
-from planned import open_snapshot
+from support.corpora import write_numbered, write_shards, write_text, write_tokenizer
+from support.engine import open_snapshot, rows_of
 
 
 def test_blocks_hold_the_rows_of_their_row_group(open_blocks: Callable[[], Blocks]) -> None:

@@ -13,8 +13,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from blocks_of import rows_of
-from corpora import write_numbered
 from penstock import wire
 from penstock.spec import Packing, Spec
 from penstock_server import files as sealed
@@ -27,7 +25,8 @@ from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.mmap import Waits
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
-from planned import open_snapshot
+from support.corpora import write_numbered
+from support.engine import open_snapshot, rows_of
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "foreign"])

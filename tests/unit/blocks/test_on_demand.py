@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corpora import write_tokenizer
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import provenance
@@ -24,7 +23,8 @@ from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, ShardUnreadable
 from penstock_server.recipes import encode
-from planned import plan_of
+from support.corpora import write_tokenizer
+from support.engine import plan_of
 
 TEXT = "the quick brown fox jumps over the lazy dog and says hello"
 TEMPLATE = (

@@ -12,7 +12,6 @@ import pytest
 from starlette.testclient import TestClient
 
 import penstock_server.blocks.store
-from corpora import write_numbered, write_shards
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.plan import Plan
@@ -20,7 +19,8 @@ from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore, ReadAhead
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.problems import BadRow
-from planned import open_snapshot
+from support.corpora import write_numbered, write_shards
+from support.engine import open_snapshot
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -11,8 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from blocks_of import encoding_waits, loading, rows_of
-from corpora import write_shards
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
@@ -20,7 +18,8 @@ from penstock_server.blocks.store import BlockStore, Splits
 from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.problems import OutOfMemory
 from penstock_server.recipes.encode import REASON, SPLIT, TURNS
-from planned import open_snapshot
+from support.corpora import write_shards
+from support.engine import encoding_waits, loading, open_snapshot, rows_of
 
 
 def test_stored_block_is_read_once_for_many_callers(open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from corpora import write_tokenizer
-from growing import write_shard
-from opened import Opener
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
+from support.corpora import write_shard, write_tokenizer
+from support.engine import Opener
 
 
 @pytest.fixture

@@ -19,9 +19,6 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from corpora import write_numbered
-from growing import write_shard
-from opened import Opener
 from penstock.spec import Spec
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
@@ -30,6 +27,8 @@ from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.footers import read_folder
 from penstock_server.catalog.scan import Scan, scan_folders
 from penstock_server.problems import DatasetInvalid, DatasetUnavailable, SnapshotGone, UnknownDataset
+from support.corpora import write_numbered, write_shard
+from support.engine import Opener
 
 
 def test_each_server_logs_changes_of_the_other(folder: Path, open_all: Opener, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,8 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from growing import write_shard
-from opened import Opener
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.cache import CacheFolder
@@ -28,6 +26,8 @@ from penstock_server.catalog.describe import describe_dataset
 from penstock_server.catalog.footers import FolderContents, read_folder
 from penstock_server.catalog.scan import state_of_folder
 from penstock_server.problems import DatasetInvalid, SnapshotGone
+from support.corpora import write_shard
+from support.engine import Opener
 
 ACTIONS = st.one_of(
     st.tuples(st.just("write"), st.integers(0, 2), st.integers(0, 1)),

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corpora import write_numbered
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.catalog import shard as shard_module
 from penstock_server.catalog.footers import FolderContents, FooterCache, read_folder
@@ -25,6 +24,7 @@ from penstock_server.catalog.history import drop_old_notes, open_notes, read_not
 from penstock_server.catalog.scan import FileStat, list_folder, state_of_folder
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import DatasetInvalid
+from support.corpora import write_numbered
 
 HOUR_AGO_NS = time.time_ns() - 3600 * 10**9
 

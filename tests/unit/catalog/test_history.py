@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from corpora import write_numbered
-from growing import write_shard
-from opened import Opener
 from penstock.spec import Spec
 from penstock_server.catalog.history import History, drop_old_notes, write_note
-from planned import open_snapshot
+from support.corpora import write_numbered, write_shard
+from support.engine import Opener, open_snapshot
 
 
 def test_records_are_dropped_by_last_request(folder: Path, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from corpora import write_numbered
-from opened import Opener
 from penstock.spec import Spec
 from penstock_server.problems import DatasetInvalid, DatasetUnavailable, UnknownDataset
+from support.corpora import write_numbered
+from support.engine import Opener
 
 
 def test_runs_of_a_mixture_wait_when_its_recipe_is_invalid(data: Path, open_all: Opener) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from corpora import write_numbered, write_text
-from opened import Opener
 from penstock.spec import Spec
 from penstock_server.problems import DatasetInvalid, UnknownDataset
-from planned import open_snapshot
+from support.corpora import write_numbered, write_text
+from support.engine import Opener, open_snapshot
 
 
 def test_folders_with_shards_are_datasets(data: Path, tokenizer: Path, open_all: Opener) -> None:

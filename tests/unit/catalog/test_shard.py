@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.parquet import encryption
 
-from corpora import REAL_DATA, needs_real_data, write_numbered, write_shards, write_text
-from opened import Opener
 from penstock_server.problems import DatasetInvalid
-from planned import open_snapshot
+from support.corpora import REAL_DATA, needs_real_data, write_numbered, write_shards, write_text
+from support.engine import Opener, open_snapshot
 
 
 def test_shards_of_other_columns_are_refused(data: Path, tokenizer: Path) -> None:

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from answering import pages
 from penstock import __version__, wire
 from penstock.cli import doctor
 from penstock.cli.doctor import Check, check_bandwidth, check_cache, check_datasets, check_machine, checks
 from penstock.transport import Servers, Transport
+from support.servers import pages
 
 
 def greeter(

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from importing import Rows, imported, shards_in, types_of
 from penstock_server.importing.run import Import
 from penstock_server.importing.schema import ImportRefused
 from penstock_server.importing.shards import Shape
 from penstock_server.importing.token_files import Documents
+from support.corpora import Rows, imported, shards_in, types_of
 
 
 def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:

@@ -17,12 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corpora import write_tokenizer
-from importing import imported, read_back, shards_in
 from penstock_server.importing.run import Import
 from penstock_server.importing.schema import ImportRefused
 from penstock_server.importing.shards import Shape, old_shards, row_groups, staged, write_shards
-from planned import open_snapshot
+from support.corpora import imported, read_back, shards_in, write_tokenizer
+from support.engine import open_snapshot
 
 TEXT = pa.string()
 SCHEMA = pa.schema([("text", TEXT)])

@@ -22,10 +22,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from importing import Rows, imported, types_of
 from penstock_server.importing import tables
 from penstock_server.importing.schema import ImportRefused
 from penstock_server.importing.shards import Shape
+from support.corpora import Rows, imported, types_of
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 DECIMALS = st.floats(-1e100, 1e100, allow_subnormal=False)

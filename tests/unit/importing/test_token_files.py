@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from importing import ID_CODES, imported, shards_in, write_datatrove, write_indexed
 from penstock_server.importing import token_files
 from penstock_server.importing.run import Import
 from penstock_server.importing.schema import ImportRefused
 from penstock_server.importing.shards import Shape
 from penstock_server.importing.token_files import Documents
+from support.corpora import ID_CODES, imported, shards_in, write_datatrove, write_indexed
 
 EOT = 99
 IDS = st.lists(st.integers(0, 98), max_size=5)

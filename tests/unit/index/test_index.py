@@ -23,8 +23,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from corpora import write_numbered, write_text, write_tokenizer
-from damage import damaged
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import chunks, load
@@ -39,7 +37,8 @@ from penstock_server.index.index import drop_old_counts
 from penstock_server.index.row_lengths import QUANTILES, RowLengths, ShardLengths
 from penstock_server.recipes import encode
 from penstock_server.recipes.split import select_rows
-from planned import plan_of
+from support.corpora import damaged, write_numbered, write_text, write_tokenizer
+from support.engine import plan_of
 
 WAYS = [{"packing": "best_fit", "split": "train"}, {"packing": "concat"}, {"overflow": "split"}, {"split": "validation"}]
 MONTH_AGO = time.time() - 31 * 86_400

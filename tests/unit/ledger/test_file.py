@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from ledger_files import SPEC, digest, entries, fails_with, open_at, open_files, record, recorder
-from ledgers import begin_of, id_of, line, lines_of, pass_at
 from penstock import LedgerError
 from penstock.audit.reading import read_ledger
 from penstock.distributed import Worker
@@ -23,6 +21,21 @@ from penstock.ledger import file as file_module
 from penstock.ledger import recorder as recorder_module
 from penstock.ledger.begin import Begin
 from penstock.ledger.file import find_ledgers, ledger_path
+from support.ledgers import (
+    SPEC,
+    begin_of,
+    digest,
+    entries,
+    fails_with,
+    id_of,
+    line,
+    lines_of,
+    open_at,
+    open_files,
+    pass_at,
+    record,
+    recorder,
+)
 
 HOLDS_IT = """
 import sys

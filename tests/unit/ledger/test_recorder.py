@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from ledger_files import SPEC, recorder
-from ledgers import pass_at
 from penstock import LedgerError, RemoteDataset, SpecError
 from penstock.audit.reading import read_ledger
 from penstock.ledger.recorder import Recorder
+from support.ledgers import SPEC, pass_at, recorder
 
 
 def test_a_process_that_changes_its_folder_continues_in_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from corpora import write_tokenizer
-from opened import Loader, Opener
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
-from planned import open_snapshot
+from support.corpora import write_tokenizer
+from support.engine import Loader, Opener, open_snapshot
 
 
 @pytest.fixture

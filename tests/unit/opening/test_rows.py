@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corpora import write_numbered, write_shards, write_text
-from opened import Loader
 from penstock_server.problems import BadRow, DatasetInvalid
-from planned import open_snapshot
+from support.corpora import write_numbered, write_shards, write_text
+from support.engine import Loader, open_snapshot
 
 
 @pytest.mark.parametrize("largest", [2**32, 2**40, 2**63 + 5])

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat import ChatTemplate, load_chat_template, read_chat_template
 from penstock_server.recipes.chat.messages import ChatError, TemplateError
 from penstock_server.recipes.tokenizer import load_special_tokens
+from support.chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
 
 Chat = list[dict[str, Any]]
 

@@ -11,13 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models
 
-from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from opened import Opener
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetInvalid
-from planned import open_snapshot
+from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from support.engine import Opener, open_snapshot
 
 
 @pytest.fixture

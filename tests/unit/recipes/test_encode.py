@@ -9,8 +9,6 @@ import pyarrow as pa
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
-from corpora import EOS, write_tokenizer
-from odd_rows import none_is_bad
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes import tokenizer as tokenizer_module
@@ -20,6 +18,7 @@ from penstock_server.recipes.infer import Kind
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.split import Place, is_validation
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
+from support.corpora import EOS, none_is_bad, write_tokenizer
 
 ROLES: dict[str, tuple[str, ...]] = {"tokens": ("tokens",), "text": ("text",), "prompt_response": ("prompt", "response")}
 

@@ -13,8 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 
-from commands import printed
-from corpora import write_numbered
 from penstock import wire
 from penstock.spec import Spec
 from penstock_server.api.service import InFlight
@@ -29,7 +27,9 @@ from penstock_server.inspect import inspect
 from penstock_server.prepare import prepare
 from penstock_server.problems import BadParameter
 from penstock_server.recipes.split import splits_of_shards
-from planned import plan_of
+from support.corpora import write_numbered
+from support.engine import plan_of
+from support.servers import printed
 
 ROWS = 400  # of each shard: by hash, some are held out
 PAD = 60_000

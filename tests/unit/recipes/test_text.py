@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, processors
 
-from corpora import EOS, write_tokenizer
 from penstock import Spec
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
@@ -21,6 +20,7 @@ from penstock_server.catalog.catalog import open_catalog
 from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.warnings import advice_on_data, advice_on_run
 from penstock_server.problems import DatasetInvalid
+from support.corpora import EOS, write_tokenizer
 
 AS_JSON = "{% for m in messages %}{{ m | tojson }}{% generation %}.{% endgeneration %}{% endfor %}{{ tools | tojson }}"
 LLAMA_2 = (

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corpora import write_tokenizer
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.text_view import as_json, provenance
 from penstock_server.blocks.cache import CacheFolder
@@ -25,7 +24,8 @@ from penstock_server.recipes.encode import Selected, encode
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.split import Place
-from planned import open_snapshot, plan_of
+from support.corpora import write_tokenizer
+from support.engine import open_snapshot, plan_of
 
 Row = list[tuple[int, bool, bool]]  # of each id: itself, whether it has loss, and whether it is no padding
 

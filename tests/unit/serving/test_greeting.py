@@ -8,13 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from corpora import write_numbered
-from opened import Opener
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.serving.server import greeting
 from penstock_server.settings import Settings
+from support.corpora import write_numbered
+from support.engine import Opener
 
 
 @pytest.fixture

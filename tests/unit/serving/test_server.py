@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-import in_thread
-from corpora import write_numbered
 from penstock_server.api.service import InFlight
 from penstock_server.blocks.decode import RowGroupReader
-from slow import slow_readers
+from support import servers as in_thread
+from support.corpora import write_numbered
+from support.servers import slow_readers
 
 RUN = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
 WIDE: dict[str, str | int] = {"batch_size": 8, "seq_len": 1 << 18}

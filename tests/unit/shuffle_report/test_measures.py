@@ -9,15 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from corpora import write_shards
 from penstock_server.batches.plan import Plan
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.shuffle_report.report import report
 from penstock_server.shuffle_report.sample import draw
-from planned import plan_of
-from synthetic import Geometry, synthetic_plan
+from support.corpora import write_shards
+from support.engine import Geometry, plan_of, synthetic_plan
 
 MIX = "a:3,b:2,c:1"
 EVEN: Geometry = [[100] * 5] * 12  # 6,000 rows in 60 blocks of 12 shards

@@ -20,7 +20,7 @@ from penstock_server.order.packing import Packing
 from penstock_server.order.shuffle import EpochOrder
 from penstock_server.problems import BadParameter
 from penstock_server.shuffle_report.report import report
-from synthetic import Geometry, synthetic_plan
+from support.engine import Geometry, synthetic_plan
 
 MIX = "a:3,b:2,c:1"
 EVEN: Geometry = [[100] * 5] * 12  # 6,000 rows in 60 blocks of 12 shards

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from corpora import write_tokenizer
+from support.corpora import write_tokenizer
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models
 
-from blocks_of import rows_of
-from odd_rows import CHATML, IDS, index_of, open_blocks, write
 from penstock_server.blocks import quarantine as quarantine_module
 from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.problems import ShardUnreadable
+from support.corpora import CHATML, IDS, index_of, open_blocks, write
+from support.engine import rows_of
 
 
 def test_answer_is_the_last_message_when_both_sides_are_equal(data: Path) -> None:

@@ -11,12 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from blocks_of import rows_of
-from corpora import EOS
-from odd_rows import CHATML, as_json, open_blocks, write
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.tokenizer import load_tokenizer
-from planned import open_snapshot
+from support.corpora import CHATML, EOS, as_json, open_blocks, write
+from support.engine import open_snapshot, rows_of
 
 TOOLED = "{% if tools %}{{ tools | tojson }}{{ tools | length }}{% endif %}" + CHATML
 FIND = {"type": "function", "function": {"name": "find", "parameters": {"what": "fox"}}}

@@ -10,15 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from blocks_of import rows_of
-from corpora import EOS
-from odd_rows import IDS, open_blocks, write
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.problems import DatasetInvalid, ShardUnreadable
 from penstock_server.recipes.tokenizer import load_tokenizer
-from planned import open_snapshot
+from support.corpora import EOS, IDS, open_blocks, write
+from support.engine import open_snapshot, rows_of
 
 SPLIT_BY = "split_by = 'kind'\nvalidation = 0.5"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from blocks_of import rows_of
-from odd_rows import none_is_bad, open_blocks, write
 from penstock_server.problems import DatasetInvalid, ShardUnreadable
 from penstock_server.recipes.tokenizer import load_tokenizer
+from support.corpora import none_is_bad, open_blocks, write
+from support.engine import rows_of
 
 
 def test_template_with_invalid_utf8_makes_a_bad_row(data: Path) -> None:

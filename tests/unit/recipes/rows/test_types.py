@@ -15,14 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from blocks_of import rows_of
-from odd_rows import CHATML, IDS, as_json, index_of, open_blocks, write
 from penstock.spec import Spec
 from penstock_server.batches.plan import tensors_of
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.fields import python_values
 from penstock_server.recipes.tokenizer import load_tokenizer
-from planned import open_snapshot
+from support.corpora import CHATML, IDS, as_json, index_of, open_blocks, write
+from support.engine import open_snapshot, rows_of
 
 # A shard of `repeated int32 tokens`, which pyarrow reads and does not write: [1, 2], [] and [3].
 REPEATED = (

@@ -2,7 +2,7 @@
 
 As a script it runs an example and adds a line a batch to OUT/<rank>.jsonl; under torchrun, unless the number of ranks is 0:
 
-    python tests/recorded.py RANKS OUT examples/train_ddp.py ARGUMENTS...
+    python tests/support/recorded.py RANKS OUT examples/train_ddp.py ARGUMENTS...
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed
 
-from forks import Fork
 from penstock import RemoteDataset
 from penstock.tensors import Batch
+from support.processes import Fork
 
 # That of the examples, but that lines are no longer than rows: all but a few of their 128 tokens would be padding.
 SPEC: dict[str, Any] = {"batch_size": 16, "seq_len": 8, "seed": 7}
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 _EXAMPLES_SEQ_LEN = 128
 TINIER = (16, 1, 4)  # dim, num_layers and num_heads of the examples' model, whose steps would take most of the time
 _make, _iterate = RemoteDataset.__init__, RemoteDataset.__iter__

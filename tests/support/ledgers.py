@@ -1,24 +1,28 @@
-"""Ledgers of runs that were never trained: written line by line, as a process would that is killed after any of them.
-
-And passes, for ledgers that are written as a loop has them written.
-"""
+"""Ledgers of runs that were never trained, their files, and what the audit reports about them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from penstock import Spec
+from penstock.audit.reading import Reading
+from penstock.audit.report import Report, audit
+from penstock.audit.text import lines_of as words_of
 from penstock.distributed import Worker
 from penstock.ledger.begin import Begin, check_of
-from penstock.ledger.file import ledger_path
+from penstock.ledger.file import find_ledgers, ledger_path
+from penstock.ledger.recorder import Record, Recorder
 from penstock.progress import Pass
 from penstock.slicing import Slicing
 from penstock.state import Origin, Position, StepRange
 
 FIRST = datetime(2025, 1, 1, tzinfo=UTC)
+SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
 
 
 def pass_at(epoch: int = 0, step: int = 0, worker: Worker | None = None, *, is_first: bool = True) -> Pass:
@@ -76,3 +80,71 @@ def append(ledger: Path, begin: Begin, steps: Iterable[int], *, ends: bool = Fal
     with path.open("a") as file:
         file.write(lines_of(begin, steps, ends=ends, salt=salt))
     return path
+
+
+def recorder(path: Path, rank: int = 0) -> Recorder:
+    return Recorder(path, "numbers", rank)
+
+
+def digest(step: int) -> str:
+    return f"{step * 0x9E3779B97F4A7C15 % 2**64:016x}"
+
+
+def open_at(path: Path, epoch: int = 0) -> Record:
+    opened = recorder(path).open(SPEC, 1000, pass_at(epoch=epoch))
+    assert opened
+    return opened
+
+
+def record(opened: Record, *steps: int) -> None:
+    for step in steps:
+        opened.record(step, digest(step))
+
+
+def open_files(folder: Path) -> list[Path]:
+    """The files in a folder that this process has open."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the folder's own, which is closed by now
+            found.append(descriptor.readlink())
+    return [path for path in found if path.is_relative_to(folder)]
+
+
+def entries(reading: Reading) -> list[tuple[int, str]]:
+    return [(s, f"{d:016x}") for part in reading.parts for s, d in zip(part.steps.tolist(), part.digests.tolist(), strict=True)]
+
+
+def fails_with(code: int, after_bytes: int = 0) -> Callable[[int, bytes], int]:
+    """A write to a disk that takes a little more, and then none."""
+    left = [after_bytes]
+    real = os.write
+
+    def write(fd: int, content: bytes) -> int:
+        if not left[0]:
+            raise OSError(code, os.strerror(code))
+        taken = real(fd, bytes(content[: left[0]]))
+        left[0] -= taken
+        return taken
+
+    return write
+
+
+def report_on(ledger: Path, **settings: bool) -> Report:
+    return audit(find_ledgers(ledger), **settings)
+
+
+def words(ledger: Path, **settings: bool) -> str:
+    return "\n".join(words_of(report_on(ledger, **settings)))
+
+
+def write_run(ledger: Path, *, world_size: int = 2, epochs: int = 2, steps: int = 10, **spec: Any) -> None:
+    """Whole epochs of 100 samples."""
+    for rank in range(world_size):
+        for epoch in range(epochs):
+            append(ledger, begin_of(rank, epoch=epoch, world_size=world_size, **spec), range(steps), ends=True)
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))

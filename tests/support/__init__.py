@@ -1,0 +1,1 @@
+"""What tests share: corpora, servers, processes, the engine, ledgers."""
