@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.bench import frames, tensors
+from penstock.spec import Spec
 from support.corpora import write_numbered, write_pairs, write_tokenizer
 from support.servers import Server, penstock, penstock_in_terminal
 
@@ -38,7 +39,7 @@ def test_supplies_with_and_without_tensors_count_the_same_tokens(server: Server,
     query = {**spec, "batch_size": "4", "world_size": "2"}
     counts = []
     for make in (tensors, frames):
-        supply = make(server.url, dataset, query, 1, 5)
+        supply = make(server.url, dataset, Spec.from_query(query.items()), 1, 5)
         num_steps = server.json(f"/v1/datasets/{dataset}/spec", **query)["num_steps"]
         assert supply.num_steps == num_steps
         counts.append([supply.count(batch) for batch in islice(supply.batches, num_steps + 3)])
@@ -50,7 +51,7 @@ def test_supplies_with_and_without_tensors_count_the_same_tokens(server: Server,
         server.json(f"/v1/datasets/{dataset}/epochs/{epoch}/ranks/1/batches/{step}", **query, format="json")
         for epoch, step in [(5, step) for step in range(num_steps)] + [(6, step) for step in range(3)]
     ]
-    assert [c.num_tokens for c in counts[0]] == [sum(s["num_tokens"] for s in page["samples"]) for page in pages]
+    assert [num_tokens for num_tokens, _ in counts[0]] == [sum(s["num_tokens"] for s in page["samples"]) for page in pages]
 
 
 def run_json(*arguments: str) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def test_bench_prints_rates_waits_and_a_verdict(server: Server) -> None:
     assert re.search(sentence, " ".join(done.stdout.split()))
     status, screen = penstock_in_terminal(100, *arguments)
     assert status == 0
-    assert re.search(r"tokens/s  [\d.]+ MB/s .*━", screen)
+    assert "measuring for 0.6 s" in screen
     assert "\x1b[1mnumbers\x1b[0m from" in screen
 
 

@@ -302,13 +302,13 @@ def test_a_flipped_bit_is_no_proof(server: Server, ledger: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{ledger}"], "does not exist"),
+        (["{ledger}"], "is not a ledger"),
         ([__file__], "test_ledger.py is no ledger: none of its first"),
-        (["."], ". is not a file"),
+        (["."], ". is not a ledger"),
         (["{ledger}", "--spot-check", "5"], "--spot-check and --rows ask a server: name it with --server URL"),
         (
             ["{ledger}", "--server", "http://localhost:1", "--spot-check", "few"],
-            "--spot-check must be a whole number or 'all', not 'few'",
+            "'few' is not an integer or 'all'",
         ),
         ([], "the following arguments are required: LEDGER"),
     ],

@@ -312,7 +312,7 @@ def test_peek_limits_the_rows_of_a_sample(server: Server) -> None:
         (["ftp://host/pairs"], "is not an address"),
         (["http://127.0.0.1:9/pairs"], "does not answer: [Errno 111] Connection refused. Start a server there"),
         (["https://{host}/pairs"], "https://{host} does not speak TLS: is http://{host} meant?"),
-        (["{url}/gate/pairs"], "answers, but not as a penstock server does: /healthz gave status 404"),
+        (["{url}/gate/pairs"], "answers /healthz with status 404, but not as a penstock server does"),
     ],
 )
 def test_peek_fails_with_one_line_and_status_2(server: Server, arguments: list[str], message: str) -> None:

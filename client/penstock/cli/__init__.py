@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import signal
 import sys
 from importlib import import_module
@@ -25,7 +23,6 @@ _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn
 
 def main() -> int:
     """Run one command and return the process's exit status."""
-    _restart_in_utf8_mode()
     leaving = ExitWithoutTeardown()
     try:
         leaving.status = _run_unless_stopped()
@@ -48,17 +45,8 @@ def _run_unless_stopped() -> int:
         return 130
 
 
-def _restart_in_utf8_mode() -> None:
-    """Restart Python if it reads file names in another encoding: pyarrow, recipes and URLs use UTF-8."""
-    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
-        if sys.stdout:
-            os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:replace")  # the terminal keeps its encoding
-        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-
-
 def _run() -> int:
-    from penstock.cli.output import OutputFull, complain
-    from penstock.text import did_you_mean
+    from penstock.cli.output import complain
 
     parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
@@ -70,18 +58,11 @@ def _run() -> int:
             subparser = commands.add_parser(command, help=summary, allow_abbrev=False)
             if command == name:
                 import_module(f"penstock.cli.{command}").configure(subparser)
-        chosen, unknown = parser.parse_known_args()
-        if unknown:  # parse_args would print the usage of `penstock` alone
-            subparser = commands.choices.get(chosen.command, parser)
-            hint = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", subparser.format_help()))
-            subparser.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
+        chosen = parser.parse_args()
         if not chosen.command:
             parser.print_help(sys.stderr)
             return 2
         status: int = chosen.run(chosen)
-    except OutputFull as error:
-        complain(name, error)
-        return 2
     except ModuleNotFoundError as error:
         if error.name in ("fcntl", "resource"):
             complain(name, "needs Linux or macOS; on Windows use Docker or WSL")

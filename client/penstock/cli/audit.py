@@ -20,7 +20,6 @@ from penstock.ledger.file import find_ledgers
 from penstock.text import counted, printable
 
 _SPOT_CHECK = 100
-_MAX_DIGITS = 18
 
 
 def configure(command: argparse.ArgumentParser) -> None:
@@ -39,7 +38,9 @@ def configure(command: argparse.ArgumentParser) -> None:
         help="treat a start without a state as a resume: what was trained before, beyond its first step, is lost",
     )
     command.add_argument("--server", metavar="URL", action="append", help="also compare with this server's batches")
-    command.add_argument("--spot-check", metavar="N", help="how many random batches to compare, or 'all' (default: 100)")
+    command.add_argument(
+        "--spot-check", type=_spot_check, metavar="N", help="how many random batches to compare, or 'all' (default: 100)"
+    )
     command.add_argument("--rows", action="store_true", help="also list the rows of missing batches, as the server has them")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     set_run(command, "audit", run)
@@ -53,7 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
         SpecError: wrong options.
         ServerUnavailable: no server answers; the report then covers only the ledgers.
     """
-    sample, servers = _sample(arguments), [parse_address(url).server for url in arguments.server or []]
+    if (arguments.rows or arguments.spot_check) and not arguments.server:
+        raise SpecError("--spot-check and --rows ask a server: name it with --server URL")
+    sample = None if arguments.spot_check == "all" else int(arguments.spot_check or _SPOT_CHECK)
+    servers = [parse_address(url).server for url in arguments.server or []]
     paths = _paths(arguments.ledgers)
     report = audit(paths, assume_fresh_weights=arguments.assume_fresh_weights)
     comparison, rows = None, dict[str, dict[str, Any]]()
@@ -78,41 +82,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _why_silent(servers: Sequence[str]) -> PenstockError | None:
-    """Why none of them answers, None if one does: batches would be asked for longer than a person waits."""
+    """Return why no server answers; None if one does. A person would not wait as long as a run retries."""
     silence = None
     for server in servers:
         try:
             greet(server)
+            return None
         except PenstockError as error:
             silence = error
-        else:
-            return None
     return silence
 
 
-def _sample(arguments: argparse.Namespace) -> int | None:
-    """How many batches to ask for; None: all. Raises SpecError: the options do not go together."""
-    if (arguments.rows or arguments.spot_check is not None) and not arguments.server:
-        raise SpecError("--spot-check and --rows ask a server: name it with --server URL")
-    text = str(_SPOT_CHECK) if arguments.spot_check is None else arguments.spot_check
-    if text != "all" and not (text.isascii() and text.isdigit()):
-        raise SpecError(f"--spot-check must be a whole number or 'all', not {text!r}")
-    return None if text == "all" or len(text) > _MAX_DIGITS else int(text)  # more batches than any run has
+def _spot_check(text: str) -> str:
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer or 'all'")
+    return text
 
 
 def _paths(names: Sequence[str]) -> list[Path]:
-    """The files of these names, each once by whatever paths: read twice, each of its samples would be trained on twice."""
-    found: dict[tuple[int, int], Path] = {}
+    """Return the ledgers of these names, each once: a ledger read twice would count each of its samples twice."""
+    paths = set[Path]()
     for name in names:
-        paths = find_ledgers(name)
-        if not paths:
-            if Path(name).exists():
-                raise LedgerError(f"{name} is not a file: name a ledger")
-            raise LedgerError(f"{name} does not exist, nor do ledgers of other ranks beside it")
-        for path in paths:
-            status = path.stat()
-            found.setdefault((status.st_dev, status.st_ino), path)
-    return list(found.values())
+        ledgers = find_ledgers(name)
+        if not ledgers:
+            raise LedgerError(f"{name} is not a ledger, nor are there ledgers of ranks beside it")
+        paths.update(path.resolve() for path in ledgers)
+    return sorted(paths)
 
 
 def _compared(comparison: Comparison | None) -> Iterator[str]:

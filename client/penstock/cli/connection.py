@@ -6,7 +6,7 @@ import argparse
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
@@ -70,37 +70,31 @@ def parse_address(text: str) -> Address:
     Raises SpecError: the text is not an address.
     """
     text = text.strip()
-    try:
-        split = urlsplit(text if "://" in text else f"http://{text}")
-        is_valid = is_address(f"{split.scheme}://{split.netloc}")
-    except ValueError:  # for a bracket that is not closed
-        is_valid = False
-    if not is_valid:
-        raise SpecError(f"{text!r} is not an address. One looks like http://localhost:8000/stories", ("address",))
+    split = urlsplit(text if "://" in text else f"http://{text}")
     root = f"{split.scheme}://{split.netloc}"
-    query = tuple(pair for pair in parse_qsl(split.query, keep_blank_values=True) if pair[0] not in _NOT_IN_SPEC)
+    if not is_address(root):
+        raise SpecError(f"{text!r} is not an address. One looks like http://localhost:8000/stories", ("address",))
+    pairs = parse_qsl(split.query, keep_blank_values=True)
+    query = tuple(pair for pair in pairs if pair[0] not in _NOT_IN_SPEC)
     gateway, api, path = split.path.partition(DATASETS)
-    if not api or (path and not path.startswith("/")):
+    if not api:
         gateway, _, name = split.path.rstrip("/").rpartition("/")
         return Address(server=root + gateway, dataset=unquote(name) or None, query=query)
     name, _, rest = path.strip("/").partition("/")
     match = _BATCHES.fullmatch(rest)
     if not match and rest not in _WITHOUT_BATCH:
         raise SpecError(f"{text} shows no batch. Give the server and the dataset, or the URL of a batch.", ("address",))
-    epoch, rank, step = match.groups() if match else (None, None, None)
-    pairs = dict(parse_qsl(split.query))
+    in_query = {name: value for name, value in pairs if value.isdecimal()}
+    epoch, rank, step = match.groups() if match else (in_query.get("epoch"), None, None)
+    step = step or in_query.get("start")
     return Address(
         server=root + gateway,
         dataset=unquote(name) or None,
-        epoch=_number(epoch or pairs.get("epoch")),
-        rank=_number(rank),
-        step=_number(step or pairs.get("start")),
+        epoch=int(epoch) if epoch else None,
+        rank=int(rank) if rank else None,
+        step=int(step) if step else None,
         query=query,
     )
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isascii() and text.isdigit() else None
 
 
 def first_given(option: int | None, in_address: int | None) -> int:
@@ -144,19 +138,16 @@ def greet(server: str) -> dict[str, Any]:
             f"{server} does not answer: {error or type(error).__name__}{by_proxy(server)}. Start a server there (penstock "
             f"serve DATA_DIR), or correct the address."
         ) from error
-    try:
-        greeting = response.json()
-    except ValueError:
-        greeting = None
-    if response.status_code in (401, 407):
-        raise PenstockError(f"{server} answers {response.status_code}. {remedy(server, response.status_code)}")
-    if response.status_code != 200 or not isinstance(greeting, dict) or "wire" not in greeting:
-        what = "no wire version" if response.status_code == 200 else f"status {response.status_code}{by_proxy(server)}"
-        raise PenstockError(
-            f"{server} answers, but not as a penstock server does: /healthz gave {what}. Correct the address; one looks like "
-            f"http://localhost:8000/stories"
-        )
-    return greeting
+    status = response.status_code
+    if status in (401, 407):
+        raise PenstockError(f"{server} answers {status}. {remedy(server, status)}")
+    with suppress(ValueError):
+        if status == 200 and "wire" in (greeting := response.json()):
+            return dict(greeting)
+    raise PenstockError(
+        f"{server} answers /healthz with status {status}{by_proxy(server)}, but not as a penstock server does. Correct the "
+        f"address; one looks like http://localhost:8000/stories"
+    )
 
 
 @contextmanager

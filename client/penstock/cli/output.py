@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import PenstockError
 from penstock.text import printable_lines
 
 if TYPE_CHECKING:
@@ -20,21 +17,9 @@ if TYPE_CHECKING:
 _PIPE_COLUMNS = 100
 
 
-class OutputFull(PenstockError):
-    """A command's output does not fit on the disk."""
-
-
 def prepare_streams() -> None:
-    """Make stdout and stderr accept any text: a limited encoding or a closed stream must not fail a command."""
-    for number in range(3):  # otherwise the next file or socket would get a closed stream's number, and receive the output
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    if sys.platform != "win32":
-        os.set_blocking(1, True)  # a full non-blocking pipe would lose output
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  # Python sets a closed stdout to None
-    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+    """Let stdout and stderr print any text: a terminal with a limited encoding must not fail a command."""
+    os.set_blocking(1, True)  # a full non-blocking pipe would lose output
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -64,20 +49,12 @@ def stdout_console() -> Console:
 
 @contextmanager
 def allow_closed_pipe() -> Iterator[None]:
-    """End the block without an error if the reader of stdout, such as head, closes the pipe.
-
-    Raises OutputFull: stdout is a file on a full disk.
-    """
+    """End the block without an error if the reader of stdout, such as head, closes the pipe."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         _discard_stdout()
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        _discard_stdout()
-        raise OutputFull(f"the output cannot be written: {error.strerror}") from None
 
 
 def tell(text: str) -> None:

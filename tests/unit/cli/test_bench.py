@@ -7,7 +7,7 @@ from collections.abc import Generator
 import pytest
 
 from penstock.cli import bench
-from penstock.cli.bench import Count, Supply, measure
+from penstock.cli.bench import Supply, measure
 from penstock.spec import Spec
 
 
@@ -49,16 +49,15 @@ def supply(clock: Clock, *seconds: float) -> Supply:
         spec=Spec(),
         num_steps=1,
         memory="",
-        makes_tensors=True,
         batches=batches(),
-        count=lambda _: Count(num_tokens=1000, num_positions=1250),
+        count=lambda _: (1000, 1250),
         num_bytes=lambda: 2000 * made,
         num_retries=lambda: made // 10,
     )
 
 
 def test_measure_divides_by_the_time_measured(clock: Clock) -> None:
-    figures = measure(supply(clock, 0.125), 10, lambda *_: None)
+    figures = measure(supply(clock, 0.125), 10)
     assert (figures.num_batches, figures.seconds) == (80, 10)
     assert (figures.tokens_per_second, figures.bytes_per_second) == (8000, 16000)
     assert figures.num_positions == 100_000
@@ -70,12 +69,12 @@ def test_measure_leaves_out_what_came_before(clock: Clock) -> None:
     source = supply(clock, 0.125)
     for _ in range(30):
         next(source.batches)
-    figures = measure(source, 1, lambda *_: None)
+    figures = measure(source, 1)
     assert (figures.num_batches, figures.num_bytes, figures.num_retries) == (8, 16_000, 0)
 
 
 def test_measure_gives_percentiles_of_waits(clock: Clock) -> None:
-    figures = measure(supply(clock, *[0.25] * 98, 2, 4), 30.5, lambda *_: None)
+    figures = measure(supply(clock, *[0.25] * 98, 2, 4), 30.5)
     assert figures.num_batches == 100
     assert (figures.waits.p50, figures.waits.p99, figures.waits.longest) == (0.25, 4, 4)
     assert figures.waits.share == pytest.approx(1)
@@ -88,18 +87,12 @@ def test_measure_gives_percentiles_of_waits(clock: Clock) -> None:
 def test_measure_at_a_pace_gives_the_share_of_waiting(
     clock: Clock, seconds: float, rate: float, tokens_per_second: float, share: float
 ) -> None:
-    figures = measure(supply(clock, seconds), 100, lambda *_: None, tokens_per_second=rate)
+    figures = measure(supply(clock, seconds), 100, tokens_per_second=rate)
     assert figures.tokens_per_second == pytest.approx(tokens_per_second, rel=0.01)
     assert figures.waits.share == pytest.approx(share, abs=0.01)
 
 
 def test_measure_at_a_pace_makes_up_for_long_sleeps(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "sleep", lambda seconds: setattr(clock, "now", clock.now + seconds + 0.03))
-    figures = measure(supply(clock, 0.0), 100, lambda *_: None, tokens_per_second=10_000)
+    figures = measure(supply(clock, 0.0), 100, tokens_per_second=10_000)
     assert figures.tokens_per_second == pytest.approx(10_000, rel=0.01)
-
-
-def test_measure_reports_progress_a_few_times_a_second(clock: Clock) -> None:
-    ticks: list[tuple[float, int, int]] = []
-    measure(supply(clock, 0.125), 1, lambda *progress: ticks.append(progress))
-    assert ticks == [(0.25, 2000, 4000), (0.5, 4000, 8000), (0.75, 6000, 12_000), (1.0, 8000, 16_000)]

@@ -4,7 +4,7 @@ import pytest
 
 from penstock import SpecError
 from penstock.cli.connection import Address, parse_address, url
-from penstock.urls import batches_path, dataset_path
+from penstock.urls import batches_path
 
 HOST = "http://host:8000"
 BATCHES = f"{HOST}/v1/datasets/wiki/epochs/2/ranks/3/batches"
@@ -39,7 +39,7 @@ def test_parse_address_reads_servers_datasets_and_urls(text: str, expected: Addr
     "text",
     [
         "", "ftp://host/wiki", "http://", "http://host:port/wiki", "http://host:99999/wiki", "host:0/wiki", "http://a..b/wiki",
-        "http://[x/", "http://\u201clocalhost\u201d:8000/wiki", "http://host:\uff18\uff10/wiki",
+        "http://\u201clocalhost\u201d:8000/wiki", "http://host:\uff18\uff10/wiki",
         "http:/host:8000/wiki", "http://http://host/wiki",
     ],
 )  # fmt: skip
@@ -59,9 +59,3 @@ def test_url_of_a_batch_is_parsed_back() -> None:
     written = url(HOST, f"{batches_path('a b/c', 1, 2)}/3", query)
     assert written == f"{HOST}/v1/datasets/a%20b%2Fc/epochs/1/ranks/2/batches/3?mix=a:1,b:2@5&split=train"
     assert parse_address(written) == Address(server=HOST, dataset="a b/c", epoch=1, rank=2, step=3, query=tuple(query.items()))
-
-
-def test_dataset_path_refuses_a_name_that_no_url_can_hold() -> None:
-    assert dataset_path("é/ß") == "/v1/datasets/%C3%A9%2F%C3%9F"
-    with pytest.raises(SpecError, match="PYTHONUTF8=1"):
-        dataset_path(b"\xc3\xa9".decode("ascii", "surrogateescape"))

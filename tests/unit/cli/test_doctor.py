@@ -54,26 +54,27 @@ def test_server_check_compares_versions() -> None:
         )
     with greeter({**GOOD, "version": "9.1"}) as url:
         older = found(url)["server"]
-        assert (older.level, older.text) == ("warn", f"penstock 9.1 there, {__version__} here")
+        assert older.level == "warn"
+        assert older.text.startswith("penstock 9.1 ")
     with greeter({**GOOD, "version": "9.1", "wire": 7}) as url:
         other = found(url)["server"]
         assert (other.level, other.remedy) == ("fail", "install the same penstock on both")
-        assert f"wire version 7, penstock {__version__} here uses {wire.VERSION}" in other.text
+        assert other.text == f"penstock 9.1 with wire version 7 there, penstock {__version__} with {wire.VERSION} here"
 
 
 def test_server_check_refuses_another_service() -> None:
     with greeter({"status": "ok"}) as url:
         other = found(url)
-    assert other["server"].text.startswith(f"{url} answers, but not as a penstock server does: /healthz gave no wire version.")
+    assert other["server"].text.startswith(f"{url} answers /healthz with status 200, but not as a penstock server does.")
     assert "data" not in other
 
 
 def test_data_checks_retry_a_response_that_is_not_a_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "RETRY_SECONDS", 0.3)
     answers = chain([b"{", b"[]"], repeat(b'{"datasets": [], "mixtures": [], "refused": []}'))
-    with pages(lambda path: (200, json.dumps(GOOD).encode() if path == "/healthz" else next(answers))) as url:
+    with pages(lambda path: (200, json.dumps({**GOOD, "time": 0}).encode() if path == "/healthz" else next(answers))) as url:
         assert "data" not in found(url)
-    with pages(lambda path: (200, json.dumps(GOOD).encode() if path == "/healthz" else b"[]")) as url:
+    with pages(lambda path: (200, json.dumps({**GOOD, "time": 0}).encode() if path == "/healthz" else b"[]")) as url:
         assert "a JSON list" in found(url)["data"].text
 
 
@@ -126,7 +127,7 @@ def cache(blocks_bytes: int = 2000, **other: int | str) -> Check:
 def test_cache_check_warns_if_full_lowered_or_too_small() -> None:
     assert cache() == Check("ok", "cache", "50.0 MB of 1.0 GB used")
     lowered = cache(budget_bytes=60_000_000)
-    assert (lowered.level, "the budget is 60.0 MB instead of 1.0 GB" in lowered.text) == ("warn", True)
+    assert (lowered.level, "less than the configured 1.0 GB" in lowered.text) == ("warn", True)
     assert "free some of the disk" in lowered.remedy
     failing = cache(failure="Read-only file system")
     assert (failing.level, "it cannot be written to (Read-only file system): blocks" in failing.text) == ("warn", True)
@@ -185,11 +186,8 @@ def test_dataset_check_reports_bad_rows_and_unserved_data(monkeypatch: pytest.Mo
     )
 
 
-@pytest.mark.parametrize(("first", "others"), [(5.0, 0.5), (5.0, 4.0), (0.5, 0.5)], ids=["cold", "a slow way", "warm"])
-def test_bandwidth_check_names_a_slow_first_batch_unless_all_are_slow(
-    monkeypatch: pytest.MonkeyPatch, first: float, others: float
-) -> None:
-    seconds, now = chain([first], repeat(others)), [0.0]
+def test_bandwidth_check_measures_warm_ranges_and_names_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, now = chain([5.0], repeat(0.5)), [0.0]
     asked: list[tuple[range, range]] = []
     transport = SimpleNamespace(num_bytes=0)
 
@@ -199,7 +197,7 @@ def test_bandwidth_check_names_a_slow_first_batch_unless_all_are_slow(
         def resolve(self, spec: Any) -> Any:
             return SimpleNamespace(spec=spec, num_steps=100)
 
-        def frames(self, transport: Any, _spec: Any, _epoch: int, steps: range, then: range) -> list[Any]:
+        def frames(self, transport: Any, _spec: Any, _epoch: int, steps: range, then: range = range(0)) -> list[Any]:
             asked.append((steps, then))
             now[0] += next(seconds)
             transport.num_bytes += len(steps) << 20
@@ -209,13 +207,12 @@ def test_bandwidth_check_names_a_slow_first_batch_unless_all_are_slow(
     monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     known = {"datasets": [{"name": "wiki", "rows_served": 9, "size_bytes": 9}], "mixtures": []}
     [bandwidth] = check_bandwidth("http://host", cast(Transport, transport), known, None)
-    assert ("the first batch took 5.0 s, while the server built its block" in bandwidth.text) == ((first, others) == (5.0, 0.5))
-    rate = 8 * (1 << 20) / others / 1e6
-    assert bandwidth.text.startswith(f"{rate:,.0f} MB/s: ")
-    assert asked[2:] == [(range(8), range(8))] * len(asked[2:])  # as a loop does that is short of batches
+    assert bandwidth.text.startswith(f"{8 * (1 << 20) / 0.5 / 1e6:,.0f} MB/s: ")
+    assert bandwidth.text.endswith("; first batch 5.0 s")
+    assert asked[1:] == [(range(8), range(8))] * len(asked[1:])  # as a loop does that is short of batches
 
 
-def torch_with(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, pins: bool = True, sign: str = "/none") -> Check:
+def torch_with(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, pins: bool = True) -> Check:
     def empty(*_: Any, **__: Any) -> None:
         if not pins:
             raise RuntimeError("out of resources\nand a trace")
@@ -224,7 +221,6 @@ def torch_with(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, pins: bool = True,
     version = SimpleNamespace(cuda="12.9", hip=None)
     fake = SimpleNamespace(__version__="2.9", cuda=cuda, version=version, empty=empty, uint8=None)
     monkeypatch.setitem(__import__("sys").modules, "torch", fake)
-    monkeypatch.setattr(doctor, "_GPU_SIGNS", (sign,))
     return {check.name: check for check in check_machine()}["memory"]
 
 
@@ -232,6 +228,4 @@ def test_memory_check_tries_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_with(monkeypatch, gpu=False).level == "ok"
     assert torch_with(monkeypatch, gpu=True) == Check("ok", "memory", "H200; batches use pinned memory")
     failed = torch_with(monkeypatch, gpu=True, pins=False)
-    assert (failed.level, failed.text) == ("fail", "H200, but memory cannot be pinned: out of resources")
-    hidden = torch_with(monkeypatch, gpu=False, sign="/")
-    assert (hidden.level, "(build: 12.9) cannot use" in hidden.text) == ("warn", True)
+    assert (failed.level, failed.text) == ("fail", "H200, but memory cannot be pinned: out of resources\nand a trace")
