@@ -532,10 +532,3 @@ def test_names_are_escaped(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         assert "\x1b" not in done.stdout
         assert all(text in done.stdout for text in ("x␛[31m", "y: 9 rows", "ünï: 9 rows"))
-
-
-def test_log_message_stays_one_entry() -> None:
-    code = "import logging, penstock_server.logs as logs; logs.begin_log(logs_changes=True); logging.warning('a\\nb\\x1b')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    first, second = done.stderr.splitlines()
-    assert (first[-9:], second) == ("WARNING a", "    b␛")

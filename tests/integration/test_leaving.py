@@ -192,17 +192,6 @@ def test_text_for_clients_that_left_holds_nobody_up(serve: Callable[..., Server]
     assert not server.stop()
 
 
-def test_of_what_is_no_http_the_log_tells_once_however_often_it_comes(serve: Callable[..., Server], tmp_path: Path) -> None:
-    write_numbered(tmp_path / "numbers", 3)
-    server = serve(tmp_path)
-    for _ in range(20):
-        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as client:
-            client.sendall(b"\x16\x03\x01 as TLS begins\r\n\r\n")
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
-    [line] = server.stop().splitlines()
-    assert line.endswith("WARNING Invalid HTTP request received.")
-
-
 def test_a_server_that_is_to_stop_makes_no_more_text_and_says_nothing_of_it(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
