@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -25,9 +24,7 @@ from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.machine import num_cores
 from penstock_server.order.arrays import IntArray, by_value, distinct
 from penstock_server.recipes import encode
-from penstock_server.recipes.recipe import Rows
 from penstock_server.recipes.split import is_validation
-from penstock_server.recipes.text import have_bare_borders
 
 _Requested = TypeVar("_Requested", Asked, "Asked | RowsFuture")
 
@@ -146,19 +143,6 @@ class Blocks:
                 taken += loaded.nbytes
                 predicted += expected[index]
         self._correction = taken / max(1.0, predicted)
-
-    @cached_property
-    def have_bare_borders(self) -> bool:
-        """Whether the prompts and responses of the first rows run together.
-
-        Raises what `get` raises. Raises ValueError: the tokenizer fails.
-        """
-        recipe = self._snapshot.recipe
-        if recipe.kind != "prompt_response" or recipe.transform:
-            return False
-        with closing(self._reader.blocks(self._snapshot.block(0))) as blocks:
-            _, parts = next(blocks)
-            return have_bare_borders(Rows(next(parts).rows.slice(0, _FIRST_ROWS), recipe))
 
     @property
     def cache(self) -> CacheFolder:

@@ -11,8 +11,7 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.scan import list_folder
-from penstock_server.problems import Problem
-from penstock_server.recipes.infer import FILE_NAME, MASKS
+from penstock_server.recipes.infer import FILE_NAME
 
 _DROPPED_SHARE = 0.1  # of an epoch's samples
 _SPLITS = {"train": "train", "validation": "validation", "test": "test", "none": "no split"}
@@ -33,7 +32,7 @@ def advice_on_data(datasets: Iterable[OpenSnapshot]) -> Iterator[str]:
     """Yield the warnings about each dataset's recipe and columns, and about too many bad rows."""
     warnings: list[str | None] = []
     for opened in datasets:
-        warnings += [_of_splits(opened, "split=train is the default"), *_of_recipe(opened), _of_bare_borders(opened)]
+        warnings += [_of_splits(opened, "split=train is the default"), *_of_recipe(opened)]
         warnings.append(opened.blocks.quarantine.refusal)
     yield from filter(None, warnings)
 
@@ -42,14 +41,11 @@ def advice_on_run(plan: Plan) -> Iterator[str]:
     """Yield the warnings about a run and its datasets."""
     warnings = [
         advice_on_room(plan),
-        _of_needless_skip(plan),
         _of_packed_rows(plan),
         _of_dropped_samples(plan),
     ]
     for member in plan.members:
         warnings += [_of_splits(member, f"this run has split={member.order_key.split}"), *_of_recipe(member)]
-        if plan.spec.task != "seq2seq":
-            warnings.append(_of_bare_borders(member))
     yield from filter(None, warnings)
 
 
@@ -57,20 +53,6 @@ def describe_splits(shard_splits: Sequence[str]) -> str:
     """Describe the number of shards in each split, for people."""
     numbers = Counter(shard_splits)
     return ", ".join(f"{name} {numbers[split]:,}" for split, name in _SPLITS.items() if split in numbers)
-
-
-def _of_bare_borders(dataset: OpenSnapshot | Member) -> str | None:
-    """Warn of responses that directly follow their prompt."""
-    with suppress(Problem, ValueError):  # the first batch reports a shard that cannot be read
-        if dataset.blocks.have_bare_borders:
-            prompt, response = (source.text for _, source in dataset.snapshot.recipe.fields)
-            template = response if "{" in response else f"{{{response}}}"
-            return (
-                f"{dataset.name}: no blank separates {prompt} and {response} in the first rows, so the last word of a prompt "
-                f"runs into the first word of its response. If the model expects a blank or a line break, set "
-                f'response = " {template}" in {dataset.snapshot.folder / FILE_NAME}.'
-            )
-    return None
 
 
 def _of_splits(dataset: OpenSnapshot | Member, split: str) -> str | None:
@@ -89,8 +71,12 @@ def _of_recipe(dataset: OpenSnapshot | Member) -> Iterator[str]:
     """Warn of a recipe that may train on something other than was meant."""
     recipe, path = dataset.snapshot.recipe, dataset.snapshot.folder / FILE_NAME
     if recipe.unused:
-        reason, remedy = _why_unused(dataset)
-        yield f"{dataset.name}: the recipe does not use {', '.join(recipe.unused)}: {reason}. {remedy} in {path}."
+        columns = ", ".join(recipe.unused)
+        yield (
+            f"{dataset.name}: the recipe does not use {columns}: columns of such names usually select the tokens with loss. If "
+            f'they should, name them in {path}, such as response = "completion" or filter = "label = true". If not, say so, '
+            f'such as text = "text", columns = ["label"], tools = false or loss_mask = false.'
+        )
     tokenizer, chat = recipe.tokenizer, recipe.chat
     if tokenizer and recipe.unsaid_bos and not recipe.fields[0][1].text.startswith(recipe.unsaid_bos):
         yield (
@@ -120,28 +106,6 @@ def _of_recipe(dataset: OpenSnapshot | Member) -> Iterator[str]:
         )
 
 
-def _why_unused(dataset: OpenSnapshot | Member) -> tuple[str, str]:
-    """Return why columns that usually select the tokens with loss are unused, and the remedy."""
-    recipe = dataset.snapshot.recipe
-    unused = recipe.unused
-    if unused == ("label",):
-        return "answers with label = false have loss like the others", 'Set filter = "label = true", or columns = ["label"],'
-    if unused == ("tools",):
-        return "its chat template writes no tools", "Use a template that writes them, or set tools = false"
-    if recipe.kind == "preference":
-        return "some of prompt, chosen and rejected are texts, others are chats", 'Set chosen = "chosen", rejected = "rejected"'
-    if recipe.kind == "text":
-        columns = {"messages": 'messages = "messages"', "chosen": 'chosen = "chosen" and rejected = "rejected"'}
-        answers = columns.get(unused[0]) or f'prompt = "prompt" and response = "{unused[1]}"'
-        return "each row is its text, and every token has loss", f'Set {answers}, or, if this is right, text = "text",'
-    roles = [role for role, names in MASKS.items() if any(column in names or column.endswith(f"_{role}") for column in unused)]
-    without = " and ".join(f"{role} = false" for role in roles)
-    if "tokens" not in dict(recipe.fields):
-        return "every id of an answer has loss, and no id of a prompt", f"Store the rows so, and set {without}"
-    reason = "a mask is one column of lists of integers or booleans, as long as the ids"
-    return reason, f'Set {roles[0]} = "<column>" for the one to use, or {without} for none,'
-
-
 def _of_dropped_samples(plan: Plan) -> str | None:
     """Warn that drop_last=true drops a large part of each epoch."""
     schedule, spec = plan.schedule, plan.spec
@@ -164,18 +128,4 @@ def _of_packed_rows(plan: Plan) -> str | None:
         f"{', '.join(packed)}: its rows hold several documents each, and batches of packing={plan.spec.packing} do not mark "
         f"where these begin: tokens attend to earlier documents, and positions continue. Use packing=best_fit, or "
         f"packing=concat with mark_documents=true."
-    )
-
-
-def _of_needless_skip(plan: Plan) -> str | None:
-    """Warn of skips that no epoch has, such as steps counted through a run."""
-    skipped, end, per_step = plan.schedule.skipped, plan.schedule.num_positions, plan.spec.samples_per_step
-    if plan.spec.drop_last and not any(bound % per_step for bounds in skipped for bound in bounds):
-        end -= end % per_step  # if whole steps are dropped, the incomplete one is in no epoch
-    first = next((start for start, _ in skipped if start >= end), None)
-    if first is None:
-        return None
-    return (
-        f"skip leaves nothing out from step {first // per_step:,} on (sample {first:,}): an epoch ends in step "
-        f"{(end - 1) // per_step:,}, with sample {end - 1:,}. Steps are counted from 0 in each epoch, not through a run."
     )

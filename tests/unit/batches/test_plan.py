@@ -145,23 +145,6 @@ def test_global_shuffle_needs_room_for_all_datasets_of_a_mixture(catalog: Catalo
 
 
 @pytest.mark.parametrize(
-    ("skip", "told"),
-    [
-        ("2-3", None),
-        ("8-99", None),
-        ("9-99", "from step 9 on (sample 72): an epoch ends in step 8, with sample 71."),
-        ("3,10-12", "from step 10 on (sample 80): an epoch ends in step 8, with sample 71."),
-        ("samples:0-6,75", None),  # then sample 78 is in the last step
-        ("samples:79-80", "from step 9 on (sample 79): an epoch ends in step 9, with sample 78."),
-    ],
-)
-def test_advice_names_a_skip_beyond_the_epoch(tmp_path: Path, skip: str, told: str | None) -> None:
-    plan = synthetic_plan(tmp_path, {"a": [[79]]}, batch_size=4, world_size=2, skip=skip)
-    advice = [text for text in advice_on_run(plan) if "skip" in text]
-    assert [text.partition("leaves nothing out ")[2].partition(" Steps")[0] for text in advice] == ([told] if told else [])
-
-
-@pytest.mark.parametrize(
     ("rows", "spec", "told"),
     [
         (60, {"batch_size": 32}, "28 of the 60 samples"),

@@ -274,14 +274,9 @@ def test_columns_of_unsuitable_types_are_refused(folder: Folder, columns: dict[s
 def test_server_warns_of_chats_and_answers_beside_texts(folder: Folder) -> None:
     both = {"text": ["fox"], "messages": [CHAT], "prompt": ["a"], "completion": ["b"], "response": [3]}
     both |= {"chosen": [CHAT], "rejected": [CHAT]}
-    for names, way in (
-        (("messages", "prompt", "completion"), 'messages = "messages"'),
-        (("prompt", "completion"), 'prompt = "prompt" and response = "completion"'),
-        (("chosen", "rejected"), 'chosen = "chosen" and rejected = "rejected"'),
-    ):
+    for names in (("messages", "prompt", "completion"), ("prompt", "completion"), ("chosen", "rejected")):
         folder.write({name: both[name] for name in ("text", "response", *names)})
         assert f"d: the recipe does not use {', '.join(names)}: " in folder.advice()
-        assert f"Set {way}, or" in folder.advice()
     for names in (("prompt", "chosen"), ("response", "completion", "rejected")):
         folder.write({name: (both | {"response": ["a"]})[name] for name in ("text", *names)})
         assert folder.advice() == ""
@@ -310,34 +305,6 @@ def test_pairs_of_text_and_chats_are_refused(folder: Folder) -> None:
     assert folder.advice() == ""
     folder.write({"prompt": [CHAT[:1]], "chosen": ["a"], "rejected": ["b"]}, "", config)
     assert "d: the recipe does not use prompt: " in folder.advice()
-
-
-BARE = "d: no blank separates"
-
-
-@pytest.mark.parametrize(
-    ("pairs", "recipe", "is_told"),
-    [
-        ([("fox?", "dog")], "", True),
-        ([("fox", "dog"), ("the", "over"), (None, "dog"), ("fox", "")], "", True),
-        ([("fox", " dog")], "", False),
-        ([("fox\n", "dog")], "", False),
-        ([("fox", "dog"), ("fox", " dog")], "", False),
-        ([("fox", "dog")], 'prompt = "{prompt}\\n"\nresponse = "response"', False),
-        ([("fox", "dog"), ("fox:", "dog")], "filter = \"prompt = 'fox:'\"", True),
-        ([("[INST] fox [/INST]", "dog")], "", False),
-        ([("fox", "<|endoftext|>")], "", False),
-        ([("狐", "犬")], "", False),
-    ],
-)
-def test_run_is_warned_of_responses_that_run_into_their_prompts(
-    folder: Folder, pairs: list[tuple[str | None, str]], recipe: str, is_told: bool
-) -> None:
-    prompts, responses = zip(*pairs, strict=True)
-    folder.write({"prompt": prompts, "response": responses}, f'{recipe}\non_bad_row = "replace"\nmax_bad_share = 0.9')
-    assert (BARE in folder.advice()) == is_told
-    assert any(sentence.startswith(BARE) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16))) == is_told
-    assert not any(sentence.startswith(BARE) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16, task="seq2seq")))
 
 
 @pytest.mark.parametrize(
