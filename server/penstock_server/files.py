@@ -7,23 +7,20 @@ files, for a process that maps one again. A file that is damaged is made again.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from errno import EINVAL, ESTALE
+from errno import ESTALE
 from io import RawIOBase
 from pathlib import Path
-from stat import S_ISREG
 from typing import BinaryIO, TypeAlias, TypeVar
 
 import pyarrow as pa
 import xxhash
 
-_MAX_BYTES = 1 << 30  # limit for tokenizers, templates and recipes; the largest are some 20 MB
 T = TypeVar("T")
 Piece: TypeAlias = bytes | memoryview | pa.Buffer
 log = logging.getLogger("penstock.sealed")
@@ -31,21 +28,6 @@ SEAL_BYTES = 8
 _PIECE_BYTES = 1 << 20
 TEMPORARY = ".tmp"  # suffix of files that are not complete yet
 ABANDONED_SECONDS = 3600.0  # a temporary file unchanged for this long belongs to a dead process, even if clocks differ
-
-
-def read_file(path: Path) -> bytes:
-    """Read a whole file. Raises OSError: it is unreadable, or a pipe, which may block, or a device without an end."""
-    with open(path, "rb", opener=_without_waiting) as file:
-        stat = os.fstat(file.fileno())
-        check_is_file(stat, path)
-        if stat.st_size > _MAX_BYTES:
-            raise OSError(EINVAL, f"it has {stat.st_size:,} bytes, too many for such a file", str(path))
-        return file.read()
-
-
-def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Read a text file with universal newlines. Raises what `read_file` raises, and ValueError: it is not text."""
-    return io.TextIOWrapper(io.BytesIO(read_file(path)), encoding).read()
 
 
 def may_be_there(path: Path) -> bool:
@@ -62,26 +44,9 @@ def may_be_there(path: Path) -> bool:
 
 
 def check_is_here(path: Path) -> None:
-    """Check an output folder. Raises ValueError: its path is a URL, or is not UTF-8."""
+    """Check an output folder. Raises ValueError: its path is a URL."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # Path keeps only one of the two slashes
         raise ValueError(f"{path} is a URL: name a folder of this machine, and copy it from there.")
-    if spelled(str(path)) != str(path):
-        raise ValueError(f"{spelled(str(path))} is a name that is not UTF-8. Name another folder.")
-
-
-def check_is_file(stat: os.stat_result, path: Path) -> None:
-    """Check for a regular file. Raises OSError: it is a folder, a device, or a pipe, whose reader waits for a writer."""
-    if not S_ISREG(stat.st_mode):
-        raise OSError(EINVAL, "it is neither a file nor a link to one", str(path))
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def spelled(name: str) -> str:
-    """Return the name of a file or folder as text, with backslash escapes for bytes that are not UTF-8."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 class Damaged(Exception):

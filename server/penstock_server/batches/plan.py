@@ -22,7 +22,6 @@ from penstock.text import counted
 from penstock.wire import VERSION, Address, Layout
 from penstock_server.batches.member import Member
 from penstock_server.catalog.snapshot import Snapshot
-from penstock_server.files import spelled
 from penstock_server.order.arrays import IntArray, by_value, distinct
 from penstock_server.order.length_buckets import MAX_WINDOW
 from penstock_server.order.mixture import Mixture, mixture_of
@@ -281,8 +280,8 @@ def _check_tokenizers(members: Sequence[Member]) -> None:
     for (name, one), (other_name, other) in pairwise(known):
         if one.digest != other.digest:
             raise BadParameter(
-                f"{name} is tokenized by {spelled(str(one.path))} ({one.vocab_size:,} ids) and {other_name} by "
-                f"{spelled(str(other.path))} ({other.vocab_size:,} ids): an id would mean two things in one batch. Name one "
+                f"{name} is tokenized by {one.path} ({one.vocab_size:,} ids) and {other_name} by "
+                f"{other.path} ({other.vocab_size:,} ids): an id would mean two things in one batch. Name one "
                 f"tokenizer for both, in their penstock.toml or with --tokenizer."
             )
 

@@ -266,7 +266,7 @@ class Catalog:
         refused = self.refused
         served = [other for other in (*names.datasets, *names.mixtures) if other not in refused]
         if other := names.scan.others.get(name):
-            hint = f" {other.parent} holds {other.name} and no .parquet file: make shards with penstock import."
+            hint = f" {other} holds no .parquet file: make shards with penstock import."
         else:
             hint = did_you_mean(name, [*served, *refused])
         not_served = f" Not served, for reasons that GET /v1/datasets gives: {listed(list(refused))}." if refused else ""

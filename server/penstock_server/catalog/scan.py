@@ -7,11 +7,10 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from errno import EILSEQ, ELOOP
+from errno import EILSEQ
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock_server.files import spelled
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat import TEMPLATE_FILES
 from penstock_server.recipes.config import read_toml
@@ -51,47 +50,43 @@ def is_settled(date: FileStat, seconds: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Direct contents of a folder: the stats of its shards, sorted by name, and the names of the rest."""
+    """Direct contents of a folder: the stats of its shards, sorted by name, and what else it holds."""
 
     shards: Mapping[str, FileStat]
     folders: tuple[str, ...]
     broken_links: tuple[str, ...]
-    others: tuple[str, ...]
     has_recipe: bool
+    has_others: bool
 
 
 def list_folder(folder: Path) -> Listing:
-    """List a folder; names that begin with a dot or an underscore are not data. Raises OSError."""
+    """List a folder; names that begin with a dot or an underscore are not data. Raises OSError, also if a name is not UTF-8."""
     shards: dict[str, FileStat] = {}
-    folders, broken_links, others, has_recipe = [], [], [], False
+    folders, broken_links, has_recipe, has_others = [], [], False, False
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name[0] in "._":
                 continue
+            if os.fsencode(entry.name).decode(errors="ignore") != entry.name:
+                raise OSError(EILSEQ, "a name in it is not UTF-8")
             if _is_folder(entry):
                 folders.append(entry.name)
             elif entry.name.lower().endswith(".parquet"):
-                if spelled(entry.name) != entry.name:
-                    raise OSError(EILSEQ, "its name is not UTF-8", spelled(entry.path))
                 shards[entry.name] = _stat_of_entry(entry)
             elif entry.name == FILE_NAME:
                 has_recipe = True
-            elif entry.is_symlink() and not Path(entry.path).exists():
-                broken_links.append(entry.name)
+            elif os.path.exists(entry.path):  # noqa: PTH110 - likewise
+                has_others = True
             else:
-                others.append(spelled(entry.name))
-    return Listing(dict(sorted(shards.items())), tuple(sorted(folders)), tuple(broken_links), tuple(others), has_recipe)
+                broken_links.append(entry.name)
+    return Listing(dict(sorted(shards.items())), tuple(sorted(folders)), tuple(broken_links), has_recipe, has_others)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError as error:
-        if error.errno == ELOOP:
-            return False  # a symlink to itself: `ln -s stories latest`, run twice, makes one in stories
-        if entry.name == FILE_NAME or entry.name.lower().endswith(".parquet"):  # without it: another dataset
-            raise
-        return True  # the symlink's target cannot be reached: listing it reports the error for it alone
+    except OSError:  # a symlink whose target cannot be reached, or to itself
+        return False
 
 
 def _stat_of_entry(entry: os.DirEntry[str]) -> FileStat:
@@ -107,7 +102,7 @@ class Scan:
 
     folders   the folder of each dataset; `shards` has the stats of its shards
     mixtures  folders with a recipe and no shards
-    others    for each folder with neither, a file that it holds
+    others    folders with other files only
     refused   names that cannot be served, with the reason
     unread    folders whose contents are unknown, with the reason: they cannot be listed, or are broken symlinks
     """
@@ -136,9 +131,6 @@ def scan_folders(data_dir: Path) -> Scan:
     while pending:
         folder, is_by_link, above = pending.pop()
         name = ".".join(folder.relative_to(data_dir).parts) or data_dir.resolve().name
-        if spelled(name) != name:
-            scan.refused[spelled(name)] = f"the name of {spelled(str(folder))} is not UTF-8. Rename the folder."
-            continue
         try:
             status = folder.stat()
             identity = (status.st_dev, status.st_ino)
@@ -152,19 +144,19 @@ def scan_folders(data_dir: Path) -> Scan:
             scan.refused[name] = scan.unread[folder] = reason
             continue
         for child in (folder / below for below in reversed(listing.folders)):
-            is_link = _is_link(child)
+            is_link = os.path.islink(child)  # noqa: PTH114 - is_symlink raises for a missing mount
             if not (is_by_link and is_link):
                 pending.append((child, is_by_link or is_link, above | {identity}))
         for link in (folder / below for below in listing.broken_links):
-            scan.unread[link] = f"{spelled(str(link))} is a broken symlink. Bring back its target, or remove the symlink."
+            scan.unread[link] = f"{link} is a broken symlink. Bring back its target, or remove the symlink."
         if listing.shards:
             folders_by_name.setdefault(name, []).append(folder)
             scan.folders[name], scan.shards[name] = folder, listing.shards
         elif listing.has_recipe and folder != data_dir:
             folders_by_name.setdefault(name, []).append(folder)
             scan.mixtures[name] = folder
-        elif listing.others:
-            scan.others[name] = folder / listing.others[0]
+        elif listing.has_others:
+            scan.others[name] = folder
     for name, folders in folders_by_name.items():
         if len(folders) > 1:  # a.b is the name of a/b and of a folder a.b
             for by_name in (scan.folders, scan.shards, scan.mixtures):
@@ -172,13 +164,6 @@ def scan_folders(data_dir: Path) -> Scan:
             paths = " and ".join(map(str, folders))
             scan.refused[name] = f"{paths} would both be the dataset {name!r}. Rename one of the folders."
     return scan
-
-
-def _is_link(path: Path) -> bool:
-    try:
-        return path.is_symlink()
-    except OSError:  # such as a missing mount: listing it reports the error
-        return False
 
 
 @dataclass(frozen=True, slots=True)

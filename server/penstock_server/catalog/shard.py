@@ -22,13 +22,11 @@ import pyarrow.parquet as pq
 from penstock.text import one_line
 from penstock_server.arrow import open_parquet
 from penstock_server.catalog.scan import FileStat
-from penstock_server.files import check_is_file
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.fields import FieldError, num_leaves
+from penstock_server.recipes.fields import FieldError
 from penstock_server.recipes.filter.sql import FilterError
 from penstock_server.recipes.recipe import Recipe
 
-_MAGIC = b"PAR1"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
@@ -64,7 +62,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     Raises DatasetInvalid: the file is truncated, damaged or not Parquet, lacks a column, or is being written to.
     """
     with _opened(path) as file:
-        date = FileStat.of(os.fstat(file.fileno()))
+        date = stat_of(file)
         footer = _read_footer(path, file)
         _check_columns(path, footer.schema, recipe)
         digest = _file_digest(file, date.size_bytes)
@@ -94,19 +92,7 @@ def being_written(what: Path | str) -> DatasetInvalid:
     return DatasetInvalid(f"{what} is being written to: it changed while it was read. Wait until it is complete.")
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a file to read its footer; only this function does so. Raises OSError."""
-    check_is_file(path.stat(), path)
-    return path.open("rb")
-
-
-def open_shard(shard: Shard) -> pa.OSFile:
-    """Open a shard's file to decode it. A later replacement of the file does not affect the reader. Raises OSError."""
-    check_is_file(shard.path.stat(), shard.path)
-    return pa.OSFile(str(shard.path))
-
-
-def stat_of(file: pa.OSFile) -> FileStat:
+def stat_of(file: BinaryIO | pa.OSFile) -> FileStat:
     """Return the current FileStat of an open file. Raises OSError."""
     return FileStat.of(os.fstat(file.fileno()))
 
@@ -122,7 +108,7 @@ def is_of(file: pa.OSFile, shard: Shard) -> bool:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        with open_file(path) as file:
+        with path.open("rb") as file:
             yield file
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror or error}"
@@ -142,7 +128,6 @@ def _read_footer(path: Path, file: BinaryIO) -> _Footer:
 
     Raises DatasetInvalid: it is truncated, damaged, encrypted or not Parquet. Raises OSError: its storage fails.
     """
-    _check_footer(path, file)
     try:
         # Metadata and its schema refer to each other until garbage collection: without this, thousands of shards would keep
         # thousands of footers in memory.
@@ -153,38 +138,13 @@ def _read_footer(path: Path, file: BinaryIO) -> _Footer:
         return _Footer(opened.metadata, opened.schema_arrow, paths)
     except MemoryError:
         raise
-    except pa.ArrowNotImplementedError as error:
-        raise DatasetInvalid(
-            f"{path} has a column of a type that is not supported: {one_line(error)}. Write it as another type, or without it."
-        ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno:  # pyarrow's error for a damaged footer has no errno
             raise
-        what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {one_line(error)}"
-        raise _refused(path, what) from error
-
-
-def _refused(path: Path, what: str) -> DatasetInvalid:
-    """Return the error for a shard that cannot be read."""
-    return DatasetInvalid(f"{path} {what}. Write it again, or move it out of the folder.")
-
-
-def _check_footer(path: Path, file: BinaryIO) -> None:
-    """Check that a file ends in a Parquet footer. Raises DatasetInvalid: it does not."""
-    size = file.seek(0, os.SEEK_END)
-    if size < 12:
-        raise _refused(path, f"is {size} bytes long, too short for Parquet")
-    file.seek(size - 8)
-    tail = file.read(8)
-    length, magic = int.from_bytes(tail[:4], "little"), tail[4:]
-    if magic == b"PARE":
-        raise _refused(path, "is encrypted, which is not supported")
-    file.seek(0)
-    if magic != _MAGIC:
-        begins = file.read(4) == _MAGIC
-        raise _refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
-    if length > size - 12:
-        raise _refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
+        raise DatasetInvalid(
+            f"{path} is truncated, damaged, or not a supported Parquet file: {one_line(error)}. Write it again, or move it out "
+            f"of the folder."
+        ) from error
 
 
 def _check_chunks(footer: pq.FileMetaData, columns: pq.ParquetSchema, size: int) -> None:
@@ -288,8 +248,5 @@ def _token_range(footer: _Footer, groups: list[pq.RowGroupMetaData], recipe: Rec
 
 def _leaf(footer: _Footer, name: str) -> int:
     """Return the index of the column chunk with the values of a column of lists."""
-    # A column called "tokens.n" is not part of the lists in "tokens". Leaves are in the order of the columns.
     # A list that protobuf wrote is a leaf of exactly this name.
-    leaves = [c for c, path in enumerate(footer.paths) if f"{path}.".startswith(f"{name}.")]
-    before = [field for field in list(footer.schema)[: footer.schema.names.index(name)] if field.name.startswith(f"{name}.")]
-    return leaves[sum(num_leaves(field.type) for field in before)]
+    return next(c for c, path in enumerate(footer.paths) if f"{path}.".startswith(f"{name}."))

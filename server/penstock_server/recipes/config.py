@@ -44,7 +44,7 @@ import pyarrow as pa
 from penstock.numbers import is_whole
 from penstock.text import perhaps
 from penstock_server.arrow import holds_json
-from penstock_server.files import may_be_there, read_text
+from penstock_server.files import may_be_there
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat import ChatTemplate, load_chat_template, read_chat_template
 from penstock_server.recipes.chat.messages import TemplateError
@@ -144,7 +144,7 @@ def _read_declaration(folder: Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file. Raises DatasetInvalid: it cannot be read, or is not TOML."""
     try:
-        return tomllib.loads(read_text(path, "utf-8-sig"))  # editors on Windows write a byte order mark
+        return tomllib.loads(path.read_text("utf-8-sig"))  # editors on Windows write a byte order mark
     except (OSError, ValueError, RecursionError) as error:
         quotes = " In TOML, texts need quotes." if str(error).startswith("Invalid value") else ""
         raise DatasetInvalid(f"{path} cannot be read: {error}.{quotes}") from error

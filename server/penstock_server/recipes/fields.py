@@ -212,12 +212,6 @@ def is_null(type_: pa.DataType) -> bool:
     return bool(pa.types.is_null(type_.value_type if is_list(type_) else type_))
 
 
-def num_leaves(type_: pa.DataType) -> int:
-    """Return the number of leaf columns that Parquet has for a column of this type."""
-    type_ = type_.storage_type if isinstance(type_, pa.BaseExtensionType) else type_
-    return sum(num_leaves(type_.field(n).type) for n in range(type_.num_fields)) if pa.types.is_nested(type_) else 1
-
-
 @lru_cache(maxsize=32)
 def numpy_type(type_: pa.DataType) -> np.dtype[Any]:
     """Return numpy's type for a type of numbers. Arrow's own conversion needs pandas in many versions."""

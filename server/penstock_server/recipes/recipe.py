@@ -9,7 +9,6 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from penstock.text import as_utf8, cut
-from penstock_server.files import spelled
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.fields import Column, Field, FieldError, is_bytes, is_text, passthrough_type
 from penstock_server.recipes.filter import Filter
@@ -240,7 +239,7 @@ class Recipe:
         parts = [" + ".join(source.text for _, source in self.fields).replace("\n", "\\n")]
         if self.tokenizer:
             split = ", special tokens split" if self.tokenizer.splits_special_tokens else ""
-            parts.append(f"tokenizer {spelled(self.tokenizer.path.name)} ({self.tokenizer.vocab_size:,} ids{split})")
+            parts.append(f"tokenizer {self.tokenizer.path.name} ({self.tokenizer.vocab_size:,} ids{split})")
         else:
             parts.append("pre-tokenized" + (f", ids below {self.vocab_size:,}" if self.vocab_size else ""))
         if self.kind != "tokens" and not self.chat:

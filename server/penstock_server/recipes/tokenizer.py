@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from penstock_server.files import may_be_there, read_file, read_text
+from penstock_server.files import may_be_there
 from penstock_server.machine import map_ordered, num_cores
 from penstock_server.problems import DatasetInvalid, LibraryError, library_errors
 
@@ -165,7 +165,7 @@ def _load(
     named: Path,
     beside: tuple[str, ...],
 ) -> TokenizerFile:
-    content = read_file(path)
+    content = path.read_bytes()
     try:
         with library_errors():
             tokenizer = Tokenizer.from_buffer(content)
@@ -283,7 +283,7 @@ def read_json_beside(path: Path) -> dict[str, Any]:
 def read_beside(path: Path) -> str:
     """Return the text of a file beside a tokenizer. Raises DatasetInvalid: it cannot be read."""
     try:
-        return read_text(path, "utf-8-sig")
+        return path.read_text("utf-8-sig")
     except (OSError, ValueError) as error:
         raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
 

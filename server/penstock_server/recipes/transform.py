@@ -19,7 +19,6 @@ from types import ModuleType
 
 import pyarrow as pa
 
-from penstock_server.files import read_file
 from penstock_server.problems import LibraryError, library_errors
 
 
@@ -70,7 +69,7 @@ def load_transform(name: str, folder: Path) -> Transform:
         raise TransformError(f'transform = {name!r} must name a function of a file beside the shards, as in "clean:function"')
     path = folder / f"{stem}.py"
     try:
-        source = read_file(path)
+        source = path.read_bytes()
     except OSError as error:
         raise TransformError(f"{path} cannot be read: {error.strerror}") from error
     digest = blake2b(function_name.encode() + b"\0" + source, digest_size=16).hexdigest()

@@ -17,7 +17,7 @@ from penstock_server.blocks.decode import ParsedFooters
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog import snapshot as snapshot_module
-from penstock_server.catalog.shard import open_shard, stat_of
+from penstock_server.catalog.shard import stat_of
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from support.corpora import write_shards
@@ -104,7 +104,7 @@ def test_removed_shard_is_gone_unless_all_are(open_blocks: Callable[[], Blocks],
         blocks.get([0])
     for shard in shards[1:]:
         shard.unlink()
-    with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: No such file"):
+    with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: .*No such file"):
         blocks.get([0])
 
 
@@ -128,16 +128,13 @@ def test_changed_shard_with_the_same_footer_is_another_snapshot(data: Path, cach
     assert open_snapshot(path.parent).fingerprint != before.fingerprint
 
 
-@pytest.mark.parametrize("call", ["stat", "open"])
-def test_failing_storage_is_no_change_of_the_data(
-    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_failing_storage_is_no_change_of_the_data(open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     blocks = open_blocks()
     with monkeypatch.context() as patch:
-        patch.setattr(*((Path, "stat", fail) if call == "stat" else (pq, "ParquetFile", fail)))
+        patch.setattr(pq, "ParquetFile", fail)
         with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: Input/output error"):
             blocks.get([0])
     assert blocks.get([0])[0].num_rows == 32
@@ -184,7 +181,7 @@ def test_footers_are_remembered_within_a_budget(tmp_path: Path, monkeypatch: pyt
         footers, numbers = ParsedFooters(), list[int]()
         for number in (0, 1, 0, 0, 2, 3, 1, 0, 0, 1):
             read.reset_mock()
-            with open_shard(shards[number]) as file:
+            with pa.OSFile(str(shards[number].path)) as file:
                 assert footers.of(shards[number].path, file, stat_of(file)).num_rows == 1
             numbers += [number] * read.call_count
         assert numbers == parsed

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.catalog import shard as shard_module
 from penstock_server.catalog.footers import FolderContents, FooterCache, read_folder
 from penstock_server.catalog.history import drop_old_notes, open_notes, read_note, write_note
 from penstock_server.catalog.scan import FileStat, list_folder, state_of_folder
@@ -63,14 +62,14 @@ def write_shard(path: Path, ids: list[int]) -> None:
 def opened() -> Iterator[list[str]]:
     """The names of the shards that are opened for their footers."""
     names: list[str] = []
-    original = shard_module.open_file
+    original = Path.open
 
-    def counted(path: Path) -> BinaryIO:
-        names.append(path.name)
-        return original(path)
+    def counted(path: Path, *args: Any, **options: Any) -> IO[Any]:
+        names.extend([path.name] * (path.suffix == ".parquet"))
+        return original(path, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_module, "open_file", counted)
+        patch.setattr(Path, "open", counted)
         yield names
 
 
@@ -186,16 +185,17 @@ def test_note_that_cannot_be_stored_is_logged(data: Path, caplog: pytest.LogCapt
 
 
 def test_shard_that_changes_while_it_is_read_is_invalid(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = shard_module.open_file
+    original = Path.open
 
-    def overtaken(path: Path) -> BinaryIO:
-        file = original(path)
-        copy = path.with_suffix(".copy")
-        shutil.copy(path, copy)
-        copy.rename(path)
+    def overtaken(path: Path, *args: Any, **options: Any) -> IO[Any]:
+        file = original(path, *args, **options)
+        if path.suffix == ".parquet":
+            copy = path.with_suffix(".copy")
+            shutil.copy(path, copy)
+            copy.rename(path)
         return file
 
-    monkeypatch.setattr(shard_module, "open_file", overtaken)
+    monkeypatch.setattr(Path, "open", overtaken)
     with pytest.raises(DatasetInvalid, match="part-000.parquet is being written to"):
         read(data, FooterCache(data))
 

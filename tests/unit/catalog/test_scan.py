@@ -66,14 +66,12 @@ def test_symlinks_in_a_circle_are_followed_once(data: Path, open_all: Opener) ->
 
 
 def test_names_that_are_not_utf8_are_refused(data: Path, open_all: Opener) -> None:
-    for name in ("good", "shard", "bad/cafe"):
+    for name in ("good", "shard"):
         write_numbered(data / name, 9)
-    (data / "bad" / "cafe").rename(data / "bad" / "caf\udce9")
     (data / "shard" / "part-001.parquet").rename(data / "shard" / "\udcff.parquet")
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]
-    assert "is not UTF-8" in catalog.refused["bad.caf\\xe9"]
-    assert "\\xff.parquet cannot be read: its name is not UTF-8" in catalog.refused["shard"]
+    assert "a name in it is not UTF-8" in catalog.refused["shard"]
 
 
 def test_broken_symlink_to_a_shard_is_refused(data: Path) -> None:
@@ -141,7 +139,8 @@ def test_unreachable_symlink_is_refused(data: Path, open_all: Opener) -> None:
     (data / "linked").symlink_to("x" * 300)  # longer than a name can be: asking what it is fails, as at a mount that died
     catalog = open_all()
     assert set(catalog.datasets) == {"other"}
-    assert "linked cannot be read: File name too long" in catalog.refused["linked"]
+    with pytest.raises(DatasetInvalid, match="linked is a broken symlink"):
+        catalog["linked"]
     (data / "other" / "part-9.parquet").symlink_to("x" * 300)
     with pytest.raises(DatasetInvalid, match=r"part-9.parquet cannot be read: File name too long"):
         catalog.refresh("other")

@@ -305,10 +305,7 @@ def test_file_with_an_unusual_name_is_read(tmp_path: Path, monkeypatch: pytest.M
     assert read_back(tmp_path / "gs:out").to_pylist() == [{"n": 1}]
 
 
-@pytest.mark.parametrize(
-    ("name", "told"), [("s3://bucket/x", "s3:/bucket/x is a URL"), (b"x\xe9", "is a name that is not UTF-8")]
-)
-def test_output_path_that_is_a_url_is_refused(tmp_path: Path, name: str | bytes, told: str) -> None:
+def test_output_path_that_is_a_url_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"n": 1}\n')
-    with pytest.raises(ImportRefused, match=told):
-        imported(Path(os.fsdecode(name)), tmp_path / "x.jsonl")
+    with pytest.raises(ImportRefused, match="s3:/bucket/x is a URL"):
+        imported(Path("s3://bucket/x"), tmp_path / "x.jsonl")
