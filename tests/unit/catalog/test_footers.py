@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -64,7 +64,7 @@ def opened() -> Iterator[list[str]]:
     names: list[str] = []
     original = Path.open
 
-    def counted(path: Path, *args: Any, **options: Any) -> IO[Any]:
+    def counted(path: Path, *args: Any, **options: Any) -> Any:
         names.extend([path.name] * (path.suffix == ".parquet"))
         return original(path, *args, **options)
 
@@ -187,7 +187,7 @@ def test_note_that_cannot_be_stored_is_logged(data: Path, caplog: pytest.LogCapt
 def test_shard_that_changes_while_it_is_read_is_invalid(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Path.open
 
-    def overtaken(path: Path, *args: Any, **options: Any) -> IO[Any]:
+    def overtaken(path: Path, *args: Any, **options: Any) -> Any:
         file = original(path, *args, **options)
         if path.suffix == ".parquet":
             copy = path.with_suffix(".copy")
