@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,6 @@ _ENDINGS = {
     ".parquet": "parquet",
     **dict.fromkeys((".bin", ".npy", ".ds"), "tokens"),
 }
-_OTHER_LOADERS = re.compile(r"\.(mds|tar|tfrecord|array_record)s?(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +52,6 @@ class Import:
         """
         old_shards(self.out_dir, overwrite=self.overwrite)
         formats = {path: _format(path) for path in self.files}
-        self._check_options(set(formats.values()))
         readers = self._readers(formats)
         with tqdm(desc="find types", unit=" rows", unit_scale=True, disable=None) as bar:
             schemas: dict[Path, pa.Schema] = {}
@@ -69,24 +66,6 @@ class Import:
             except IdsTooLarge:  # rare, so no earlier pass looks for such numbers
                 bar.reset()
                 return self._write(files, storable(schema, narrow=False), bar)
-
-    def _check_options(self, formats: set[str]) -> None:
-        """Raise ImportRefused if an option has no effect on these formats."""
-        for name in self.text:
-            if self.columns is not None and name not in self.columns:
-                raise ImportRefused(f"--text names {name!r}, which --columns leaves out. Name it in both, or in neither.")
-        documents = self.documents
-        for option, is_given, applies_to in (
-            ("--delimiter", self.delimiter is not None, {"csv"}),
-            ("--quoting", self.quoting != "doubled", {"csv"}),
-            ("--text", bool(self.text), {"csv", "json"}),
-            ("--ids", documents.type is not None, {"tokens"}),
-            ("--document-start", documents.start is not None, {"tokens"}),
-            ("--document-end", documents.end is not None, {"tokens"}),
-        ):
-            if is_given and not formats & applies_to:
-                endings = ", ".join(ending for ending, format_ in _ENDINGS.items() if format_ in applies_to)
-                raise ImportRefused(f"{option} applies to {endings}, and no file has such an ending. Leave it out.")
 
     def _readers(self, formats: Mapping[Path, str]) -> dict[str, Reader]:
         """Return a reader for each format."""
@@ -104,66 +83,40 @@ class Import:
 
     def _write(self, files: Sequence[tuple[Path, Reader]], schema: pa.Schema, bar: tqdm[NoReturn]) -> Imported:
         """Write the rows in these types. Raises IdsTooLarge: a number needs a wider type."""
-        filled, num_rows = defaultdict[Path, set[str]](set), Counter[Path]()
 
         def tables() -> Iterator[pa.Table]:
             for path, reader in files:
                 for rows in reader.tables(path, schema.names):
-                    table = conform(path, rows, schema)
-                    filled[path] |= {name for name in schema.names if table[name].null_count < table.num_rows}
-                    num_rows[path] += table.num_rows
-                    bar.update(table.num_rows)
-                    yield table
+                    yield conform(path, rows, schema)
+                    bar.update(rows.num_rows)
 
         with staged(self.out_dir, overwrite=self.overwrite) as folder:
             written = write_shards(row_groups(tables(), self.shape), folder, schema, self.shape)
             if not written.num_rows:
                 raise ImportRefused(f"{listed([*map(str, self.files)])}: there is no row to import. Nothing was written.")
-        return Imported(
-            schema=schema,
-            null_in={name: [path for path in num_rows if num_rows[path] and name not in filled[path]] for name in schema.names},
-            streams=[path for path, reader in files if isinstance(reader, TokenReader) and path in reader.streams],
-            written=written,
-        )
+        streams = [path for path, reader in files if isinstance(reader, TokenReader) and path in reader.streams]
+        return Imported(schema=schema, streams=streams, written=written)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """Result of an import.
-
-    null_in  for each column the files whose rows all have null there
-    streams  files of token ids without document borders
-    """
+    """Result of an import. `streams` are the files of token ids without document borders."""
 
     schema: pa.Schema
-    null_in: Mapping[str, Sequence[Path]]
     streams: Sequence[Path]
     written: Written
 
 
 def _format(path: Path) -> str:
     """Return the format of a file by its ending. Raises ImportRefused: it is not a file, or has another ending."""
-    ending = path.suffix.lower()
-    if ending in _COMPRESSED:
-        ending = Path(path.stem).suffix.lower()
-        format_ = _TEXT_ENDINGS.get(ending)
-    else:
-        format_ = _ENDINGS.get(ending)
-    if not path.exists():
-        raise ImportRefused(f"{path} does not exist.")
-    if path.is_dir():
-        raise ImportRefused(f"{path} is a folder. Name its files, such as {path}/*.jsonl.")
     if not path.is_file():
-        raise ImportRefused(f"{path} is not a regular file, and files are read twice.")
-    if _OTHER_LOADERS.search(path.name):
-        raise ImportRefused(
-            f"{path} is a file of another loader. Read it in Python, and write its rows as Parquet: "
-            f"docs/guides/import.md shows how."
-        )
+        raise ImportRefused(f"{path} does not exist, or is not a file. Name files, such as FOLDER/*.jsonl.")
+    ending, format_ = path.suffix.lower(), _ENDINGS.get(path.suffix.lower())
+    if ending in _COMPRESSED:
+        format_ = _TEXT_ENDINGS.get(Path(path.stem).suffix.lower())
     if format_ is None:
         raise ImportRefused(
-            f"{path}: its ending is not {', '.join(_TEXT_ENDINGS)} (also with {' or '.join(_COMPRESSED)}), "
-            f"{', '.join(ending for ending in _ENDINGS if ending not in _TEXT_ENDINGS)}. Write plain text as JSON lines, a "
-            f'document a line: {{"text": "..."}}.'
+            f"{path}: its ending is not {', '.join(_ENDINGS)}; only text may end with {' or '.join(_COMPRESSED)}. Write plain "
+            f'text as JSON lines, a document a line: {{"text": "..."}}. For other formats see docs/guides/import.md.'
         )
     return format_

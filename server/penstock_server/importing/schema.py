@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 
-from penstock.text import cut, did_you_mean, listed, one_line
+from penstock.text import cut, listed, one_line
 from penstock_server.arrow import holds_json
 from penstock_server.recipes.fields import is_tokens
 
@@ -26,26 +26,25 @@ def plain(schema: pa.Schema) -> pa.Schema:
     return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
 
 
-def merge(files: Iterable[tuple[Path, pa.Schema]], columns: Sequence[str] | None) -> pa.Schema:
+def merge(files: Sequence[tuple[Path, pa.Schema]], columns: Sequence[str] | None) -> pa.Schema:
     """Merge the schemas of all files: the columns named, or all; integers mixed with decimals become float64.
 
     Raises ImportRefused: a column is in no file, twice in one, or has types without a common type.
     """
-    files = list(files)
     check_names("--columns", columns or (), files)
     merged = pa.schema([])
     for path, schema in files:
         chosen = pa.schema([field for field in schema if columns is None or field.name in columns])
-        if columns and schema.names and not chosen.names:
+        for name in chosen.names:
+            if chosen.names.count(name) > 1:
+                raise ImportRefused(f"{path}: {chosen.names.count(name)} columns are called {name!r}. Rename one.")
+        try:
+            merged = pa.unify_schemas([merged, chosen], promote_options="permissive")
+        except pa.ArrowException as error:
             raise ImportRefused(
-                f"{path} has none of the columns {', '.join(columns)}, only {listed(schema.names)}. Leave it out."
-            )
-        for field in chosen:
-            if chosen.names.count(field.name) > 1:
-                raise ImportRefused(f"{path}: {chosen.names.count(field.name)} columns are called {field.name!r}. Rename one.")
-            if field.name in merged.names:
-                _check_mergeable(path, field, merged.field(field.name))
-        merged = pa.unify_schemas([merged, chosen], promote_options="permissive")
+                f"{path} differs from an earlier file: {one_line(error)}. Convert one, choose other columns with --columns, or "
+                f"import the files into separate folders."
+            ) from error
     if not merged.names:
         raise ImportRefused(f"{listed([str(path) for path, _ in files])}: no column holds a value. Nothing was written.")
     return pa.schema([merged.field(name) for name in columns or merged.names])
@@ -56,9 +55,7 @@ def check_names(option: str, columns: Sequence[str], files: Sequence[tuple[Path,
     known = list(dict.fromkeys(name for _, schema in files for name in schema.names))
     for name in columns:
         if name not in known:
-            raise ImportRefused(
-                f"{option}: no file has a column {name!r}.{did_you_mean(name, known)} The columns are {listed(known)}."
-            )
+            raise ImportRefused(f"{option}: no file has a column {name!r}. The columns are {listed(known)}.")
 
 
 def storable(schema: pa.Schema, *, narrow: bool) -> pa.Schema:
@@ -86,20 +83,10 @@ def conform(path: Path, table: pa.Table, schema: pa.Schema) -> pa.Table:
             if _storable(_plain(column.type), narrow=True) == field.type != _plain(column.type):
                 raise IdsTooLarge from error
             raise ImportRefused(
-                f"{path}: column {field.name!r} does not fit {_short(field.type)}: {one_line(error)}. Nothing was written. "
-                f"Leave it out with --columns."
+                f"{path}: column {field.name!r} does not fit {cut(str(field.type), 60)}: {one_line(error)}. "
+                f"Nothing was written. Leave it out with --columns."
             ) from error
     return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def _check_mergeable(path: Path, new: pa.Field, known: pa.Field) -> None:
-    try:
-        pa.unify_schemas([pa.schema([known]), pa.schema([new])], promote_options="permissive")
-    except pa.ArrowException as error:
-        raise ImportRefused(
-            f"{path}: column {new.name!r} is {_short(new.type)}, but {_short(known.type)} in an earlier file. Convert one, "
-            f"choose other columns with --columns, or import the files into separate folders."
-        ) from error
 
 
 def _plain(type_: pa.DataType) -> pa.DataType:
@@ -141,7 +128,3 @@ def _rebuilt(type_: pa.DataType, convert: Callable[[pa.DataType], pa.DataType]) 
     if types.is_map(type_):
         return pa.map_(convert(type_.key_type), convert(type_.item_type))
     return type_
-
-
-def _short(type_: pa.DataType) -> str:
-    return cut(str(type_), 60)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from secrets import token_hex
 
@@ -19,10 +17,8 @@ import pyarrow.parquet as pq
 
 from penstock.syncing import sync_folder
 from penstock_server.catalog.scan import list_folder
-from penstock_server.files import check_is_here, may_be_there
+from penstock_server.files import check_is_here
 from penstock_server.importing.schema import ImportRefused
-
-log = logging.getLogger("penstock.import")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,12 +131,9 @@ def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
         check_is_here(out_dir)
     except ValueError as error:
         raise ImportRefused(f"{error}") from error
-    try:
-        old = [out_dir / name for name in list_folder(out_dir).shards] if may_be_there(out_dir) else []
-    except NotADirectoryError as error:
-        raise ImportRefused(f"{out_dir} is a file, not a folder. The last name given is the folder to write to.") from error
-    except OSError as error:
-        raise _unwritable(out_dir, error) from error
+    if out_dir.is_file():
+        raise ImportRefused(f"{out_dir} is a file, not a folder. The last name given is the folder to write to.")
+    old = [out_dir / name for name in list_folder(out_dir).shards] if out_dir.exists() else []
     if old and not overwrite:
         raise ImportRefused(
             f"{out_dir} holds Parquet files already, such as {old[0].name}. Name another folder, or replace them: --overwrite."
@@ -150,13 +143,12 @@ def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
 
 @contextmanager
 def staged(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a hidden folder; when the block ends, its files replace the shards in `out_dir`.
+    """Yield a hidden folder; when the block ends, its files are synced and replace the shards in `out_dir`.
 
-    They are synced to disk first. An exception in the block leaves `out_dir` unchanged.
-    Raises ImportRefused: as `old_shards`, or the disk is full or cannot be written to.
+    An exception in the block leaves `out_dir` unchanged. Raises ImportRefused: as `old_shards`, or the disk fails or is full.
     """
     try:
-        home = out_dir if may_be_there(out_dir) else out_dir.parent
+        home = out_dir if out_dir.exists() else out_dir.parent
         home.mkdir(parents=True, exist_ok=True)
         staging = home / f".import-{token_hex(4)}"  # the server ignores hidden folders
         staging.mkdir()
@@ -170,58 +162,31 @@ def staged(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
                 _exchange(old_shards(out_dir, overwrite=overwrite), staging, out_dir)
             else:
                 staging.rename(out_dir)
-                try:
-                    sync_folder(home)
-                except BaseException:
-                    out_dir.rename(staging)
-                    raise
+            sync_folder(home)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-            if may_be_there(staging):
-                log.warning("%s is left over, and cannot be removed now: delete it", staging)
     except OSError as error:
-        raise _unwritable(out_dir, error) from error
-
-
-def _unwritable(out_dir: Path, error: OSError) -> ImportRefused:
-    full = error.errno in (ENOSPC, EDQUOT)
-    advice = "Free some space, or name a folder on another disk" if full else "Check the folder, or name another"
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    return ImportRefused(f"{out_dir} cannot be written: {reason}. Nothing was changed there. {advice}.")
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ImportRefused(
+            f"{out_dir} cannot be written: {reason}. Free some disk space, check the folder, or name another."
+        ) from error
 
 
 def _exchange(old: list[Path], staging: Path, out_dir: Path) -> None:
-    """Move old shards away and new ones in. Shards that could not be moved back are never removed.
-
-    Raises OSError: the exchange failed and was undone. Raises ImportRefused: it could not be undone.
-    """
+    """Move old shards away and new ones in. If that stops halfway, the message names the folder with the old shards."""
     new = sorted(staging.iterdir())
     for path in new:
         path.touch()  # a server that watches the folder waits until its files are older
     aside = staging.with_name(f"{staging.name}-old")
     aside.mkdir()
-    moves = [(path, aside / path.name) for path in old] + [(path, out_dir / path.name) for path in new]
-    begun: list[tuple[Path, Path]] = []
     try:
-        for source, target in moves:
-            begun.append((source, target))
-            source.rename(target)
-        sync_folder(out_dir)
+        for path in old:
+            path.rename(aside / path.name)
+        for path in new:
+            path.rename(out_dir / path.name)
     except BaseException as error:
-        try:
-            for source, target in reversed(begun):
-                with suppress(OSError):
-                    if not may_be_there(source):
-                        target.rename(source)
-        finally:
-            with suppress(OSError):
-                aside.rmdir()  # if it is empty
-            if may_be_there(aside) or not all(map(may_be_there, new)):
-                raise ImportRefused(
-                    f"{out_dir} cannot be written ({error}), nor be put back as it was: shards that were there are in {aside}, "
-                    f"and some that are new may be in their place. Repair the disk and import again with --overwrite; then "
-                    f"delete {aside}."
-                ) from error
-        raise
-    with suppress(OSError):
-        aside.rename(staging / "old")  # from here on the old shards are discarded
+        raise ImportRefused(
+            f"{out_dir}: replacing its shards stopped halfway ({error!r}). The old ones are in {aside}, and new ones may be in "
+            f"their place. Repair the disk and import again with --overwrite; then delete {aside}."
+        ) from error
+    shutil.rmtree(aside)

@@ -51,7 +51,9 @@ def refusing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else one_line(error)
-        raise ImportRefused(f"{path} cannot be read: {reason}. Check the path, or copy the file again.") from error
+        raise ImportRefused(
+            f"{error.filename or path} cannot be read: {reason}. Check the path, or copy the file again."
+        ) from error
     except (pa.ArrowException, ValueError) as error:
         raise ImportRefused(
             f"{path} cannot be imported: {one_line(error)}. Nothing was written. Write the file again, or change the options."
@@ -149,9 +151,6 @@ class CsvReader:
                 f"{path}, header: it has one column, {header[0][:80]!r}. Name the delimiter: --delimiter {others[0]!r}, or "
                 f"--delimiter {delimiter!r} if the file has one column."
             )
-        for name in header:
-            if header.count(name) > 1:
-                raise ImportRefused(f"{path}, header: {header.count(name)} columns are called {name!r}. Rename one.")
 
 
 def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> pa.Table:
@@ -215,9 +214,6 @@ class JsonReader:
         chosen = [name for name in names if name in self._columns]
         if not chosen:
             return
-        for name in chosen:
-            if [other.lower() for other in chosen].count(name.lower()) > 1:
-                raise ImportRefused(f"{path}: there are two columns {name!r} in different case. Choose one with --columns.")
         columns = ", ".join(f"{_literal(name)}: {_literal(self._columns[name])}" for name in chosen)
         values = ", ".join(
             f"{_quoted(name)} ->> '$' AS {_quoted(name)}" if name in self._text else _quoted(name) for name in chosen
@@ -331,8 +327,6 @@ class ArrowReader:
                 batches = iter(reader)
             for batch in batches:
                 yield from portions(batch.select([name for name in batch.schema.names if name in names]))
-            if isinstance(reader, pa.ipc.RecordBatchStreamReader) and mapped.tell() < mapped.size():
-                raise ValueError("bytes follow the end of its stream, as if two files were joined; import each one")
 
 
 def _open_ipc(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
@@ -358,18 +352,13 @@ class ParquetReader:
     def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of all row groups."""
         with refusing(path), _open_parquet(path) as file:
-            num_rows, columns = 0, [name for name in file.schema_arrow.names if name in names]
+            columns = [name for name in file.schema_arrow.names if name in names]
             # Group by group: pyarrow cannot read a batch of nested columns across two.
             for group in range(file.num_row_groups):
                 footer = file.metadata.row_group(group)
                 batch_rows = _rows_of(_TABLE_BYTES, footer.num_rows, footer.total_byte_size)
                 for batch in file.iter_batches(batch_rows, [group], columns=columns):
                     yield from portions(batch.select(columns))
-                    num_rows += batch.num_rows
-            if num_rows < file.metadata.num_rows:
-                raise ValueError(
-                    f"it is damaged: its footer has {file.metadata.num_rows:,} rows, but only {num_rows:,} can be read"
-                )
 
 
 @contextmanager

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from errno import EIO
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,21 +161,6 @@ def test_staged_changes_nothing_when_stopped(tmp_path: Path, error: type[BaseExc
     assert names_in(tmp_path) == []
 
 
-def test_staged_undoes_an_exchange_that_fails(tmp_path: Path) -> None:
-    put(tmp_path, "old")
-    (tmp_path / "part-00001.parquet").mkdir()  # a folder is no shard, and in the way of one
-    (tmp_path / "part-00001.parquet" / "x").touch()
-    before = names_in(tmp_path)
-
-    def write(folder: Path) -> None:
-        write_shards([table_of(["a"]), table_of(["b"])], folder, SCHEMA, Shape(shard_bytes=1))
-
-    with pytest.raises(ImportRefused, match="cannot be written: .*Nothing was changed there. Check the folder"):
-        stage(tmp_path, write, overwrite=True)
-    assert names_in(tmp_path) == before
-    assert pq.read_table(tmp_path / "part-00000.parquet").column("text").to_pylist() == ["old"]
-
-
 def fail_from(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: int) -> None:
     """Each call from this one on fails, as on a disk that went away."""
     real, calls = getattr(module, name), iter(range(number))
@@ -189,8 +173,10 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: i
     monkeypatch.setattr(module, name, call)
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_staged_keeps_shards_that_it_cannot_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+@pytest.mark.parametrize("number", range(4))
+def test_staged_names_the_folder_of_old_shards_when_stopped_halfway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     write_shards([table_of(["a"]), table_of(["b"])], tmp_path, SCHEMA, Shape(shard_bytes=1))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -198,50 +184,17 @@ def test_staged_keeps_shards_that_it_cannot_put_back(tmp_path: Path, monkeypatch
         write_shards([table_of(["new"]), table_of(["newer"])], folder, SCHEMA, Shape(shard_bytes=1))
         fail_from(monkeypatch, Path, "rename", number)
 
-    told = ""
-    try:
+    with pytest.raises(ImportRefused, match="The old ones are in") as refusal:
         stage(tmp_path, write, overwrite=True)
-    except ImportRefused as error:
-        told = str(error)
     monkeypatch.undo()
-    if number > 3:  # two were moved away by then, and two in
-        assert (sorted(read_back(tmp_path).column("text").to_pylist()), told) == (["new", "newer"], "")
-        return
-    assert told
-    for aside in tmp_path.glob(".import-*"):
-        assert f"shards that were there are in {aside}, and some that are new" in told
-        for path in aside.iterdir():
-            path.rename(tmp_path / path.name)
-        aside.rmdir()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    [aside] = tmp_path.glob(".import-*")
+    assert str(aside) in str(refusal.value)
+    for path in aside.iterdir():
+        path.rename(tmp_path / path.name)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.parquet")} == before
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_staged_leaves_old_or_new_shards_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    put(tmp_path, "old")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    real, calls = Path.rename, count()
-
-    def rename(path: Path, target: Path) -> Path:
-        moved = real(path, target)
-        if next(calls) == number:
-            raise KeyboardInterrupt
-        return moved
-
-    def write(folder: Path) -> None:
-        put(folder, "new")
-        monkeypatch.setattr(Path, "rename", rename)
-
-    with pytest.raises(KeyboardInterrupt) if number < 3 else nullcontext():
-        stage(tmp_path, write, overwrite=True)
-    assert names_in(tmp_path) == ["part-00000.parquet"]
-    if number < 2:
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    else:
-        assert read_back(tmp_path).column("text").to_pylist() == ["new"]
-
-
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(2))  # the sync of the shard, and of the hidden folder
 @pytest.mark.parametrize("new", [True, False])
 def test_staged_changes_nothing_when_the_disk_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, new: bool
@@ -256,12 +209,9 @@ def test_staged_changes_nothing_when_the_disk_fails(
         put(folder, "new")
         fail_from(monkeypatch, os, "fsync", number)
 
-    with nullcontext() if number > 2 else pytest.raises(ImportRefused, match="Input/output error. Nothing was changed there"):
+    with pytest.raises(ImportRefused, match="out cannot be written: Input/output error"):
         stage(out_dir, write, overwrite=True)
-    if number > 2:  # of the shard, of the hidden folder, and of the one that it was moved to
-        assert read_back(out_dir).column("text").to_pylist() == ["new"]
-    else:
-        assert (names_in(tmp_path), [path.read_bytes() for path in out_dir.glob("*")]) == before
+    assert (names_in(tmp_path), [path.read_bytes() for path in out_dir.glob("*")]) == before
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -272,7 +222,7 @@ def test_staged_changes_nothing_when_the_disk_is_full(tmp_path: Path) -> None:
         (folder / "part-00001.parquet").symlink_to("/dev/full")
         write_shards([table_of(["a"]), table_of([os.urandom(9_000).hex()])], folder, SCHEMA, Shape(shard_bytes=1))
 
-    with pytest.raises(ImportRefused, match=r"No space left on device. Nothing was changed there. Free some space"):
+    with pytest.raises(ImportRefused, match="cannot be written: No space left on device"):
         stage(tmp_path, write, overwrite=True)
     assert names_in(tmp_path) == ["part-00000.parquet"]
     assert read_back(tmp_path).column("text").to_pylist() == ["old"]
@@ -282,8 +232,6 @@ def test_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").touch()
     with pytest.raises(ImportRefused, match="is a file, not a folder. The last name"):
         old_shards(tmp_path / "x.jsonl", overwrite=True)
-    with pytest.raises(ImportRefused, match="cannot be written"):
-        old_shards(tmp_path / ("long" * 100), overwrite=True)
     with pytest.raises(ImportRefused, match="cannot be written"):
         stage(tmp_path / "x.jsonl" / "y", put)
 
