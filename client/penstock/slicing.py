@@ -64,10 +64,6 @@ class Slicing:
         """Number of samples from the epoch's start that fill the last step under drop_last=false."""
         return max(0, self.num_left_out + self.num_steps * self.samples_per_step - self.num_samples)
 
-    def counts_like(self, other: Slicing) -> bool:
-        """Whether each step begins at the same sample in both slicings."""
-        return (self.offset, self.samples_per_step, self.skipped) == (other.offset, other.samples_per_step, other.skipped)
-
     def position(self, step: int) -> int:
         """Return the position where a step begins, or the epoch's end."""
         return min(position_after(self.skipped, self.offset, step * self.samples_per_step), self.num_positions)
@@ -75,10 +71,6 @@ class Slicing:
     def num_steps_before(self, position: int) -> int:
         """Count the steps that begin before a position."""
         return max(0, -(-self._number(position) // self.samples_per_step))
-
-    def num_steps_within(self, position: int) -> int:
-        """Count the steps that lie completely before a position."""
-        return max(0, self._number(position) // self.samples_per_step)
 
     def step_of(self, position: int) -> tuple[int, int]:
         """Return the (step, rank) of a position, which must not be before `offset` or skipped."""

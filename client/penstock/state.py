@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import SpecError, StateMismatch
+from penstock.errors import StateMismatch
 from penstock.mix import first_other, parse_mix
-from penstock.numbers import is_whole, plain
-from penstock.skip import Ranges, first_new, kept_runs, parse_skip, position_after, spell_skip
+from penstock.skip import first_new, parse_skip, position_after, spell_skip
 from penstock.spec import MAX_COUNT, Spec
 
 if TYPE_CHECKING:  # the audit needs neither torch nor a transport
@@ -26,9 +23,7 @@ _ORDER = "snapshot seed shuffle window split packing overflow length_bucket_size
 _AT_TIMES = ("window", "seq_len", "task")
 # Parameters that may change after the consumed samples.
 OF_MIXTURES = ("mix", "snapshot")
-# The integers of a state, each with its minimum.
-_COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}
-_ID = re.compile("[0-7][0-9a-f]{15}")
+_COUNTS = ("epoch", "step", "offset", "batch_size", "world_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,20 +89,17 @@ def resume(
     Raises what Client.resolve raises.
     """
     spec, num_steps = resolved.spec, resolved.num_steps
-    position = read_state(
-        state, client.dataset, spec, num_samples=resolved.num_samples, by_worker=worker is not None, strict=strict
-    )
+    num_samples, by_worker = resolved.num_samples, worker is not None
+    position = read_state(state, client.dataset, spec, num_samples=num_samples, by_worker=by_worker, strict=strict)
     _, consumed = _read_counts(state)
     if worker and not _counts_like(state, spec):
         _check_is_over(state, client, spec, worker)
         position = replace(position, offset=MAX_COUNT)
     if position.offset:
         # A last step that drop_last=false fills counts samples past the epoch's end.
-        position = replace(position, offset=min(position.offset, resolved.num_samples))
+        position = replace(position, offset=min(position.offset, num_samples))
         num_steps = client.resolve(replace(spec, offset=position.offset)).num_steps
-    if position.step > num_steps + 1:  # + 1: the state's run may have filled a last step that this one drops
-        raise StateMismatch(f"this state is damaged: it is at step {position.step:,} of {num_steps:,}.")
-    origin = Origin(state.get("run"), state.get("start"), position.epoch, min(consumed, resolved.num_samples))
+    origin = Origin(state.get("run"), state.get("start"), position.epoch, min(consumed, num_samples))
     return StepRange(position=position, num_steps=num_steps), origin
 
 
@@ -122,8 +114,6 @@ def read_state(
     Raises StateMismatch: it is no state, or it belongs to another order; the message lists the differences.
     """
     at, consumed = _read_counts(state)
-    if at.offset > num_samples and strict and all(state.get(name) == getattr(spec, name) for name in OF_MIXTURES):
-        raise StateMismatch(f"this state is damaged: it begins after sample {at.offset:,} of {num_samples:,}.")
     here = {"dataset": dataset, **order_of(spec)}
     # Only epoch 0: the start of a later epoch depends on the mix. Not in a loader worker: it counts steps of other workers,
     # too. Only with drop_last: otherwise the last step may repeat samples that were trained on already.
@@ -133,20 +123,25 @@ def read_state(
         here |= {name: state[name] for name in OF_MIXTURES}
         differing = _differing(state, here)
     if differing and strict:
-        way_back = _way_back(state, here, consumed if may_go_on else None)
+        may_change_mix = may_go_on and consumed and state.get("mix") and here["mix"] not in (None, state["mix"])
+        mix_hint = f", or let the mix be another from sample {consumed:,} on" if may_change_mix else ""
         raise StateMismatch(
             f"this state belongs to another order of samples ({'; '.join(differing)}); going on from it would repeat some and "
-            f"skip others. Make the dataset with the same values{way_back}, or start the epoch anew without the state, or "
+            f"skip others. Make the dataset with the same values{mix_hint}, or start the epoch anew without the state, or "
             f"count as many samples as consumed: load_state_dict(state, strict=False)."
         )
     if differing:
         _warn(
             f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {at.epoch} after its "
             f"first {consumed:,} of {num_samples:,} samples, as this order counts them: some samples may come again, and "
-            f"others not at all{'' if consumed < num_samples else '; nothing is left of this epoch'}."
+            f"others not at all."
         )
-    if warning := _skip_warning(state, spec, consumed, is_inside=not (differing or by_worker) and consumed < num_samples):
-        _warn(warning)
+    skipped = parse_skip(state["skip"], _samples_per_step(state)) if state["skip"] else ()
+    if skipped and first_new(spec.skipped(), skipped) is not None:
+        _warn(
+            f"skip leaves out {spell_skip(spec.skipped())} now, and left out {spell_skip(skipped)} when this state was taken. "
+            f"Check the ranges: skip counts all steps of an epoch, those left out, too, in steps of the present size."
+        )
     if differing or not _counts_like(state, spec):
         return Position(epoch=at.epoch, offset=consumed)
     return at
@@ -172,38 +167,19 @@ def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> boo
     If so, the run may continue there with other weights or an additional dataset. Both have a `mix` and a `snapshot`.
     """
     try:
-        one, other = (parse_mix(str(order.get("mix"))) for order in (then, now))
-        return 0 < first_other(one, other) >= sample and not _changed_datasets(then, now)
+        mixes = [parse_mix(str(order.get("mix"))) for order in (then, now)]
+        # The snapshot of each dataset of a mixture.
+        known, present = (
+            dict(zip(mix.datasets, str(order.get("snapshot")).split("+"), strict=True))
+            for mix, order in zip(mixes, (then, now), strict=True)
+        )
     except ValueError:  # one is no mixture
         return False
+    return 0 < first_other(*mixes) >= sample and all(present.get(name, known[name]) == known[name] for name in known)
 
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=5)  # the caller of load_state_dict
-
-
-def _skip_warning(state: Mapping[str, Any], spec: Spec, consumed: int, *, is_inside: bool) -> str | None:
-    """Warn of samples that only the spec skips: beside others that the state's run skipped, or consumed ones."""
-    skipped = parse_skip(state["skip"], _samples_per_step(state)) if state.get("skip") else ()
-    if skipped and first_new(spec.skipped(), skipped) is not None:
-        return (
-            f"skip leaves out {spell_skip(spec.skipped())} now, and left out {spell_skip(skipped)} when this state was taken. "
-            f"Check the ranges: skip counts all steps of an epoch, those left out, too, in steps of the present size."
-        )
-    # A loader worker counts steps of other workers, too, and may be at its end before the epoch is.
-    if is_inside and (passed := _only_in(spec.skipped(), skipped, consumed)):
-        return (
-            f"this state is past {passed}, which skip leaves out now and its run did not: they are trained on already. To "
-            f"leave them out, load a state from before them."
-        )
-    return None
-
-
-def _only_in(ranges: Ranges, known: Ranges, stop: int) -> str | None:
-    """Return what only the first ranges skip before sample `stop`, as a skip text; None without any."""
-    before = [(start, min(end, stop)) for start, end in ranges if start < stop]
-    new = [(max(start, first), min(end, last)) for start, end in before for first, last in kept_runs(known, end)]
-    return spell_skip(tuple(each for each in new if each[0] < each[1]))
 
 
 def _samples_per_step(state: Mapping[str, Any]) -> int:
@@ -234,67 +210,25 @@ def _check_is_over(state: Mapping[str, Any], client: Client, spec: Spec, worker:
         )
 
 
-def _changed_datasets(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return datasets of both mixtures whose snapshots differ. Raises ValueError: one is no mixture."""
-    known, present = _data_of(then), _data_of(now)
-    return [name for name in known if name in present and known[name] != present[name]]
-
-
-def _data_of(order: Mapping[str, Any]) -> dict[str, str]:
-    """Return the snapshot of each dataset of a mixture. Raises ValueError: the order is no mixture."""
-    return dict(zip(parse_mix(str(order.get("mix"))).datasets, str(order.get("snapshot")).split("+"), strict=True))
-
-
 def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
     """Return a state's position in its steps and in samples of its epoch. Raises StateMismatch: it is no state."""
     if not isinstance(state, Mapping) or "version" not in state:
-        kind = f"a mapping with the keys {list(state)[:10]!r}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise StateMismatch(f"this is not a state of a RemoteDataset, but {kind}. Load what state_dict returned.")
+        shown = list(state)[:10] if isinstance(state, Mapping) else type(state).__name__
+        raise StateMismatch(f"this is not a state of a RemoteDataset, but {shown}. Load what state_dict returned.")
     if state["version"] != _VERSION:
         raise StateMismatch(
             f"this is a state of version {state['version']!r}, and this penstock reads version {_VERSION}. Load it with the "
             f"penstock that saved it."
         )
-    counts = {name: plain(state.get(name)) for name in _COUNTS}
-    wrong = [
-        f"{name}={n!r} must be a whole number from {_COUNTS[name]} to {MAX_COUNT:,}"
-        for name, n in counts.items()
-        if not is_whole(n) or not _COUNTS[name] <= n <= MAX_COUNT
-    ]
-    ids = {name: state.get(name) for name in ("run", "start")}
-    wrong += [f"{name}={text!r} must be 16 hex digits, or None" for name, text in ids.items() if not _is_id(text)]
-    skip = state.get("skip")
-    if not isinstance(skip, str | None):
-        wrong.append(f"skip={skip!r} must be a text, or None")
-    if wrong:
-        raise StateMismatch(f"this state is damaged: {', '.join(wrong)}.")
-    epoch, step, offset, batch_size, world_size = counts.values()
-    samples_per_step = batch_size * world_size
     try:
-        skipped = parse_skip(skip, samples_per_step) if skip is not None else ()
-    except SpecError as error:
+        epoch, step, offset, batch_size, world_size = (int(state[name]) for name in _COUNTS)
+        if not (0 <= min(epoch, step, offset) and 1 <= min(batch_size, world_size)):
+            raise ValueError("a count is negative")
+        skipped = parse_skip(state["skip"], batch_size * world_size) if state["skip"] else ()
+    except (KeyError, TypeError, ValueError) as error:
         raise StateMismatch(f"this state is damaged: {error}.") from error
-    consumed = position_after(skipped, offset, min(step * samples_per_step, MAX_COUNT))
+    consumed = position_after(skipped, offset, min(step * batch_size * world_size, MAX_COUNT))
     return Position(epoch=epoch, offset=offset, step=step), consumed
-
-
-def _is_id(value: object) -> bool:
-    return value is None or (isinstance(value, str) and bool(_ID.fullmatch(value)))
-
-
-def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int | None) -> str:
-    """Suggest how to use a refused state: the old snapshot, or a mix that changes after the consumed samples."""
-    then, is_same = state.get("snapshot"), state.get("dataset") == here["dataset"]
-    # For mixtures: the old snapshot of each known dataset, the current one of each new dataset.
-    with suppress(ValueError):  # no mixtures
-        known, present = _data_of(state), _data_of(here)
-        then = "+".join(known.get(name, now) for name, now in present.items())
-    text = f" (snapshot={then!r}: the data as it was)" if is_same and isinstance(then, str) and then != here["snapshot"] else ""
-    if state.get("mix") and here["mix"] and state["mix"] != here["mix"] and consumed:
-        text += f", or let the mix be another from sample {consumed:,} on, and no earlier"
-        if "@" not in str(state["mix"]):
-            text += f": mix='{state['mix']};WEIGHTS@{consumed}'"
-    return text
 
 
 def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -302,8 +236,4 @@ def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     pairs = [(name, state.get(name), value) for name, value in here.items()]
     # If only one side has None, another parameter causes the difference, or it has no effect: do not list it.
     listed = [(n, then, now) for n, then, now in pairs if then != now and not (n in _AT_TIMES and None in (then, now))]
-    changed: list[str] = []
-    with suppress(ValueError):  # no mixture
-        changed = _changed_datasets(state, here) if listed else []
-    datasets = {"snapshot": f" (another of {', '.join(changed)})"} if changed else {}
-    return [f"{name}: {then!r} then, {now!r} now{datasets.get(name, '')}" for name, then, now in listed]
+    return [f"{name}: {then!r} then, {now!r} now" for name, then, now in listed]

@@ -303,7 +303,7 @@ def test_a_flipped_bit_is_no_proof(server: Server, ledger: Path) -> None:
     ("arguments", "message"),
     [
         (["{ledger}"], "is not a ledger"),
-        ([__file__], "test_ledger.py is no ledger: none of its first"),
+        ([__file__], "test_ledger.py is no ledger"),
         (["."], ". is not a ledger"),
         (["{ledger}", "--spot-check", "5"], "--spot-check and --rows ask a server: name it with --server URL"),
         (
@@ -319,7 +319,7 @@ def test_an_audit_that_cannot_be_made_says_why(ledger: Path, arguments: list[str
 
 
 def test_a_ledger_that_cannot_be_written_is_an_error_before_the_first_batch(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="No such file or directory; name a file in a folder that is there"):
+    with pytest.raises(LedgerError, match="No such file or directory"):
         dataset(server, tmp_path / "none" / "run.ledger")
     with pytest.raises(LedgerError, match="cannot be written: Is a directory"):
         dataset(server, tmp_path)

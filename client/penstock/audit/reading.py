@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from penstock.errors import LedgerError
 from penstock.ledger.begin import MAGIC, STEP_COLUMNS, Begin, check_of
+from penstock.ledger.file import check_head
 
 IntArray = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
 _CHUNK_BYTES = 4 << 20
-_MANY_LINES = 100  # more unreadable lines than killed processes leave
 _MAX_LINE = 1 << 16  # bytes
 _LOST = re.compile(rb"(lost \d{1,15}) ([0-9a-f]{8})")
 _NEWLINE, _SPACE = 10, 32
@@ -76,15 +76,14 @@ def _reading(path: Path) -> Iterator[None]:
 def rank_of(path: Path) -> int:
     """Return the rank that a file begins with; 0 if it holds none. Raises LedgerError: see read_ledger."""
     with _reading(path), path.open("rb") as file:
-        begin = _begin_of(path, file.readline(_MAX_LINE).rstrip(b"\n"))
+        line = file.readline(_MAX_LINE)
+    check_head(path, line)
+    begin = _begin_of(path, line.rstrip(b"\n"))
     return begin.rank if begin else 0
 
 
 def read_ledger(path: Path) -> Reading:
-    """Read a file. A file that is empty, or truncated in its first line, has no parts.
-
-    Raises LedgerError: the file cannot be read at all, is no ledger, or another version wrote it.
-    """
+    """Read a file. Raises LedgerError: the file cannot be read at all, or another version wrote it."""
     parser = _Parser(path)
     for first_line, lines in _chunks(path):
         parser.take(first_line, lines)
@@ -97,8 +96,6 @@ def _chunks(path: Path) -> Iterator[tuple[int, Bytes]]:
     with _reading(path), path.open("rb") as file:
         while content := file.read(_CHUNK_BYTES):
             body, newline, rest = (rest + content).rpartition(b"\n")
-            if len(rest) > _CHUNK_BYTES:
-                raise LedgerError(f"{path} is no ledger: it has lines of more than {_CHUNK_BYTES:,} bytes")
             if newline:
                 yield number, np.frombuffer(body + newline, np.uint8)
                 number += body.count(b"\n") + 1
@@ -124,8 +121,6 @@ class _Parser:
         ends = np.flatnonzero(content == _NEWLINE)
         starts = np.append(0, ends[:-1] + 1)
         is_batch = (ends - starts == _LINE_COLUMNS) & (content[starts] != MAGIC[0])
-        if not self._parts and len(ends) > _MANY_LINES and not is_batch.any() and MAGIC not in content.tobytes():
-            raise LedgerError(f"{self._path} is no ledger: none of its first {len(ends):,} lines is one of a ledger")
         done = 0
         for index in [*np.flatnonzero(~is_batch).tolist(), len(ends)]:
             if index > done:
@@ -136,16 +131,13 @@ class _Parser:
         self._last_line = first_line + len(ends) - 1
 
     def finish(self) -> Reading:
-        """Return the parsed contents. Raises LedgerError: the file is no ledger."""
+        """Return the parsed contents."""
         for begin, part in self._parts.items():
             if found := self._found[begin]:
                 part.steps = np.concatenate([steps for steps, _ in found])
                 part.digests = np.concatenate([digests for _, digests in found])
         self._torn_before.add(self._last_line + 1)
-        damages = self._damages()
-        if not self._parts and not all(damage.is_torn for damage in damages):
-            raise LedgerError(f"{self._path} is no ledger: it has no begin line that can be read")
-        return Reading(list(self._parts.values()), damages, self._num_lost)
+        return Reading(list(self._parts.values()), self._damages(), self._num_lost)
 
     @property
     def _check(self) -> str:

@@ -20,7 +20,7 @@ if sys.platform != "win32":
     import fcntl
 
 _RANK = "{rank}"
-_VERSION = re.compile(re.escape(MAGIC) + rb"(\d{1,9}),")
+_HEAD = MAGIC + b"%d, " % VERSION
 _SYNC_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 # Files of this process. One descriptor a file: a process that closes any descriptor of a file loses its lock on that file.
@@ -77,20 +77,19 @@ class LedgerFile:
             close.atexit = False  # a thread may still flush
             try:
                 self._lock(wait_seconds)
-                _check(self._fd, path)
+                check_head(path, os.pread(self._fd, len(_HEAD), 0))
                 if is_new:
                     sync_folder(path.parent)
             except BaseException:
                 close()
                 raise
         except OSError as error:
-            is_elsewhere = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
-            remedy = "; name a file in a folder that is there, and that this user may write to" if is_elsewhere else ""
-            raise LedgerError(f"{_cannot_be_written(path, error)}{remedy}") from error
+            raise LedgerError(_cannot_be_written(path, error)) from error
         self._writing = threading.RLock()
         self._begin = ""  # the last begin line
         self._num_lost = 0  # lines since the last one that was written
-        self._is_torn = os.fstat(self._fd).st_size > 0 and os.pread(self._fd, 1, os.fstat(self._fd).st_size - 1) != b"\n"
+        size = os.fstat(self._fd).st_size
+        self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         self._synced_at = time.monotonic()
         self._syncing: threading.Thread | None = None
 
@@ -119,7 +118,8 @@ class LedgerFile:
         with self._writing:
             lines = [line] if line else []
             if self._num_lost:
-                lines.insert(0, _lost(self._num_lost, begin))
+                text = f"lost {self._num_lost}"
+                lines.insert(0, f"{text} {check_of(text, begin[-8:])}")
             if begin != self._begin or self._num_lost:
                 lines.insert(0, begin)
             content = ("\n" if self._is_torn else "") + "".join(f"{each}\n" for each in lines)
@@ -139,10 +139,7 @@ class LedgerFile:
             return
         self._synced_at = time.monotonic()
         self._syncing = threading.Thread(target=self._sync, name="penstock-ledger", daemon=True)
-        try:
-            self._syncing.start()
-        except RuntimeError:  # no more threads can start
-            self._syncing = None
+        self._syncing.start()
 
     def _sync(self) -> None:
         try:
@@ -163,8 +160,8 @@ class LedgerFile:
             except (BlockingIOError, PermissionError):
                 if time.monotonic() >= deadline:
                     raise LedgerError(
-                        f"another process writes to the ledger {self.path}: is the run that it belongs to still there? Of "
-                        f"processes that share a rank, such as tensor-parallel peers, only one keeps the ledger"
+                        f"another process writes to the ledger {self.path}. Of processes that share a rank, such as "
+                        f"tensor-parallel peers, only one may keep a ledger"
                     ) from None
                 time.sleep(_POLL_SECONDS)
                 continue
@@ -173,23 +170,14 @@ class LedgerFile:
             return
 
 
-def _check(fd: int, path: Path) -> None:
-    """Raises LedgerError: the file holds other things, or another version began it."""
-    head = os.pread(fd, 4 * len(MAGIC), 0)
-    # A first line may have been cut off, and a begin line come after it.
-    if not all(line.startswith(MAGIC) or MAGIC.startswith(line) for line in head[: len(MAGIC)].strip(b"\0").split(b"\n")):
-        raise LedgerError(f"{path} is no ledger, and will not be written to: name another file")
-    begun = _VERSION.search(head)
-    if begun and int(begun[1]) != VERSION:
-        raise LedgerError(
-            f"{path} is a ledger of version {int(begun[1])}, and this penstock writes version {VERSION}. Name another file, "
-            f"and audit this one with the penstock that wrote it"
-        )
+def check_head(path: Path, head: bytes) -> None:
+    """Check the first bytes of a file. Its first line may be cut off, and then a begin line come after it.
 
-
-def _lost(num_lines: int, begin: str) -> str:
-    text = f"lost {num_lines}"
-    return f"{text} {check_of(text, begin[-8:])}"
+    Raises LedgerError: the file holds other things, or another version wrote it.
+    """
+    lines = head[: len(_HEAD)].strip(b"\0").split(b"\n")
+    if not all(line.startswith(_HEAD) or _HEAD.startswith(line) for line in lines):
+        raise LedgerError(f"{path} is no ledger of version {VERSION}. Name another file, or use the penstock that wrote it")
 
 
 def _cannot_be_written(path: Path, error: OSError) -> str:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import LedgerError, SpecError
+from penstock.errors import LedgerError
 from penstock.ledger.begin import STEP_COLUMNS, Begin, check_of
 from penstock.ledger.file import LedgerFile, ledger_path, open_ledger
 from penstock.logs import log
@@ -21,16 +21,11 @@ _OLD_WORKERS_SECONDS = 10.0  # the next epoch's loader workers may begin before 
 class Recorder:
     """Ledgers of one dataset: a file for this process's rank, and one more per loader worker.
 
-    Raises:
-        SpecError: `ledger` is no path.
-        LedgerError: the file cannot be written, is no ledger, or another process writes to it.
+    Raises LedgerError: the file cannot be written, is no ledger, or another process writes to it.
     """
 
     def __init__(self, ledger: str | os.PathLike[str], dataset: str, rank: int) -> None:
-        path = os.fspath(ledger) if isinstance(ledger, str | os.PathLike) else None
-        if not isinstance(path, str) or not path or "\0" in path or not _can_be_a_name(path):
-            raise SpecError(f"ledger must be the path of a file, not {ledger!r}", ("ledger",))
-        self._ledger = Path(path).absolute()  # os.chdir in the loop must not change the file
+        self._ledger = Path(ledger).absolute()  # os.chdir in the loop must not change the file
         self._dataset, self._rank = dataset, rank
         self._file: LedgerFile | None = open_ledger(ledger_path(self._ledger, rank))  # keeps it open, and other writers out
         self._process = os.getpid()
@@ -96,11 +91,3 @@ class Record:
 
     def _note(self, text: str) -> None:
         self._file.append(self._begin, f"{text} {check_of(text, self._check)}")
-
-
-def _can_be_a_name(path: str) -> bool:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-    return True

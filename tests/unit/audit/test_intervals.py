@@ -82,7 +82,6 @@ def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: S
     for position in range(schedule.num_positions):
         begun = {schedule.step_of(before)[0] for before in behind if before < position}
         assert schedule.num_steps_before(position) == len(begun)
-        assert schedule.num_steps_within(position) == sum(p < position for p in behind) // schedule.samples_per_step
     assert schedule.position(schedule.num_steps + 1) == schedule.num_positions
     for step in range(schedule.num_steps):
         assert schedule.num_steps_before(schedule.position(step)) == step

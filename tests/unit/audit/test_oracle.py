@@ -11,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +21,6 @@ from penstock.ledger.file import find_ledgers, ledger_path
 from penstock.state import Position, read_state, write_state
 from penstock_server.order.schedule import Schedule
 from support.ledgers import id_of
-
-pytestmark = pytest.mark.filterwarnings("ignore:this state is past")  # of ranges that are added
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Record = tuple[int, int, int, int]  # launch, epoch, step, rank

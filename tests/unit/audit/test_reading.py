@@ -8,7 +8,6 @@ import pytest
 
 from penstock.audit import reading
 from penstock.audit.report import as_json, audit
-from penstock.errors import LedgerError
 from penstock.ledger.file import find_ledgers
 from support.ledgers import append, begin_of, change, lines_of, report_on, words, write_run
 
@@ -86,13 +85,6 @@ def test_files_may_be_joined_into_one(ledger: Path) -> None:
 def test_a_ledger_without_a_batch_proves_nothing(ledger: Path) -> None:
     append(ledger, begin_of(), [])
     assert words(ledger).startswith("NOT PROVEN: no batch is recorded\n")
-
-
-def test_a_large_file_without_lines_is_not_read_to_its_end(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_CHUNK_BYTES", 1000)
-    ledger.write_bytes(bytes(2500))
-    with pytest.raises(LedgerError, match="is no ledger: it has lines of more than 1,000 bytes"):
-        report_on(ledger)
 
 
 def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> None:

