@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
@@ -23,11 +23,10 @@ from penstock.urls import batches_path, dataset_path
 
 _LENGTHS_SECONDS = 1.0
 _SAMPLED_ROWS = 64
-_MAX_QUERY = 60_000  # bytes; a request may have 64 KiB in all
 _ADDRESS = re.compile(
     r"https?://(?:[\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[\da-f:.%]+\])(?::(\d{1,5}))?(?:/[!-~]*)?", re.ASCII | re.IGNORECASE
 )
-_CACHE = "Does a cache between client and server ignore the query?"
+_CACHE = "Perhaps a cache between client and server ignores the query."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +54,7 @@ class Client:
     def __init__(self, servers: str | Sequence[str], dataset: str, *, rank: int, retry_seconds: float) -> None:
         if not isinstance(dataset, str) or dataset in ("", ".", "..") or "/" in dataset:
             raise SpecError(f"dataset must be a name (a folder a/b is the dataset a.b), not {dataset!r}", ("dataset",))
-        self.dataset = str.__str__(dataset)  # str() of a str enum's member would give another text
+        self.dataset = dataset
         self._addresses = _addresses(servers)
         self._servers = Servers(self._addresses, rank)  # kept here so that epochs share which servers fail
         self._buffers = Buffers()  # kept here so that epochs share their memory
@@ -157,15 +156,7 @@ def _query(spec: Spec, steps: range) -> str:
 
 @lru_cache(maxsize=8)  # all requests of an epoch have the same spec
 def _query_of(spec: Spec) -> str:
-    """Encode a spec as a query. Raises SpecError: it is longer than servers accept."""
-    query = urlencode(spec.to_query())
-    if len(query) > _MAX_QUERY:
-        raise SpecError(
-            f"skip and mix make URLs of {len(query):,} bytes, and servers take {_MAX_QUERY:,}: skip longer ranges, or "
-            f"change weights less often.",
-            ("skip", "mix"),
-        )
-    return query
+    return urlencode(spec.to_query())
 
 
 def decode_object(body: memoryview) -> dict[str, Any]:
@@ -201,37 +192,23 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
         raise VersionMismatch(
             f"the response is not a spec of this version of penstock ({error!r}). Does the server have the same version?"
         ) from error
-    if others := _unlike(asked, resolved.spec):
-        raise WireError(f"the response is for other parameters, {', '.join(others)}. {_CACHE}")
+    # Skips and mixes have several equal spellings. A requested None lets the server choose, except for skip.
+    given = {name: value for name, value in asked.to_dict().items() if value is not None and name not in ("skip", "mix")}
+    is_same = given.items() <= resolved.spec.to_dict().items() and asked.skipped() == resolved.spec.skipped()
+    if not is_same or (asked.mix and asked.mixed() != resolved.spec.mixed()):
+        raise WireError(f"the response is for other parameters. {_CACHE}")
     return resolved
-
-
-def _unlike(asked: Spec, resolved: Spec) -> list[str]:
-    """Return resolved parameters that differ from the requested ones. Skips and mixes have several equal spellings.
-
-    A requested None lets the server choose, except for skip: None means that nothing is skipped.
-    """
-    is_same = {"skip": asked.skipped() == resolved.skipped(), "mix": asked.mixed() == resolved.mixed()}
-    values = {field.name: getattr(resolved, field.name) for field in fields(Spec)}
-    given = {name: getattr(asked, name) for name in values if name == "skip" or getattr(asked, name) is not None}
-    return [f"{name}={values[name]}" for name, value in given.items() if not is_same.get(name, value == values[name])]
 
 
 def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
     """Normalize and deduplicate server addresses; http:// may be omitted."""
-    if isinstance(servers, set | frozenset):
-        raise SpecError("servers must be a list: a set has no order, by which ranks are spread over servers", ("servers",))
-    try:
-        named = [address.strip() for address in ((servers,) if isinstance(servers, str) else servers)]
-    except (TypeError, AttributeError):
-        named = []
-    addresses = [address if "://" in address else f"http://{address}" for address in named]
-    if any("@" in address for address in addresses):
+    named = [address.strip().rstrip("/") for address in ((servers,) if isinstance(servers, str) else servers)]
+    if any("@" in address for address in named):
         raise SpecError("an address of a server must not contain a user name or a password", ("servers",))
+    addresses = [address if "://" in address else f"http://{address}" for address in named]
     if not addresses or not all(map(is_address, addresses)):
         raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
-    parts = [address.rstrip("/").partition("://") for address in addresses]
-    return tuple(dict.fromkeys(f"{scheme.lower()}://{rest}" for scheme, _, rest in parts))
+    return tuple(dict.fromkeys(addresses))
 
 
 def is_address(text: str) -> bool:

@@ -21,7 +21,6 @@ from penstock.numbers import is_whole, plain
 from penstock.spec import Spec
 from penstock.text import listed
 
-MAX_WORKERS = 1024
 _REMEDY = "Make the dataset after torch.distributed is initialized, or pass rank and world_size"
 _FIRST_CHECK = 16  # batches before ranks are compared; doubled for each further check
 _MAX_LISTED = 4  # ranks
@@ -41,15 +40,8 @@ class Worker:
 
 
 def find_worker() -> Worker | None:
-    """Return the loader worker that this process is; None in the training loop's process.
-
-    Raises PenstockError: the DataLoader has more than 1,024 workers.
-    """
+    """Return the loader worker that this process is; None in the training loop's process."""
     info = get_worker_info()
-    if info and info.num_workers > MAX_WORKERS:
-        raise PenstockError(
-            f"num_workers={info.num_workers:,} exceeds the limit of {MAX_WORKERS:,}. Use num_workers=0: a thread fetches ahead."
-        )
     if info is None:
         return None
     # The loader's seed would not tell loaders apart: a loop may give torch one seed before each, and so does torchdata.
@@ -83,23 +75,18 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def _rank_of_environment() -> tuple[int, int]:
-    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        _check_single_process()
-        return 0, 1
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None and world_size == "1":
+    if rank is None and world_size is None:
+        _check_single_process()
+    if rank is None and world_size in (None, "1"):
         return 0, 1
-    if not (_is_number(rank) and _is_number(world_size) and int(rank or 0) < int(world_size or 0)):
+    if rank is None or world_size is None or not 0 <= int(rank) < int(world_size):
         raise SpecError(
             f"the environment has RANK={rank} and WORLD_SIZE={world_size}. Both must be set, with 0 <= RANK < WORLD_SIZE. "
             f"Start with torchrun, or pass rank and world_size.",
             ("rank", "world_size"),
         )
-    return int(rank or 0), int(world_size or 0)
-
-
-def _is_number(text: str | None) -> bool:
-    return text is not None and text.isascii() and text.isdigit()
+    return int(rank), int(world_size)
 
 
 def _check_single_process() -> None:
@@ -107,8 +94,6 @@ def _check_single_process() -> None:
 
     The launchers' own variables do not give the rank: mpirun's processes inherit those of a Slurm batch script.
     """
-    if "SLURM_PTY_PORT" in os.environ and os.environ.get("SLURM_PROCID") == "0":
-        return  # the terminal of srun --pty, which only the first task has
     for name, launcher in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun"), ("PMI_SIZE", "mpirun")):
         number = os.environ.get(name, "1")
         if number not in ("0", "1"):

@@ -31,7 +31,6 @@ MAX_BUFFER = 16 << 20  # larger than most bodies
 _KEPT_BUFFERS = 12  # one receives, the others hold frames that wait for the loop
 _SPARE_BYTES = 32 << 20  # kept between epochs: a loop that waits for data cycles through three ranges
 _READ_BYTES = 1 << 20  # per read: small enough that the next reader finds the bytes in the CPU cache
-_MAX_BODY = 2 << 30  # twice the largest batch
 _CONNECT_SECONDS = 4.0  # less than a loop that ends waits for its thread
 _PAUSE_SECONDS = 60.0  # without requests ahead, after one failed
 _HEADERS = {
@@ -86,7 +85,7 @@ class HttpClient:
             reason = str(error) or type(error).__name__
             if hint := tls_remedy(server, reason):
                 raise UnexpectedServer(hint) from error
-            raise TransientError(reason + by_proxy(server), is_silence=isinstance(error, OSError)) from error
+            raise TransientError(reason + by_proxy(server)) from error
         finally:
             if response:
                 response.close()
@@ -174,13 +173,12 @@ class HttpClient:
 
 
 def _receive(response: HTTPResponse, allocate: Callable[[int], memoryview]) -> memoryview:
-    """Return the body. Raises TransientError: it is incomplete. Raises HTTPException: its length is unknown or too large."""
+    """Return the body. Raises TransientError: it is incomplete. Raises HTTPException: its length is unknown."""
     if response.chunked:
         return _receive_pieces(response)
     length = response.length
     if length is None:  # http.client takes a truncated head for a whole one
         raise HTTPException("the response does not state its length, or is cut short")
-    _check_size(length)
     memory = allocate(length)
     num_bytes = 0
     while num_bytes < length:
@@ -201,18 +199,12 @@ def _receive_pieces(response: HTTPResponse) -> memoryview:
     try:
         while piece := response.read(_READ_BYTES):
             body += piece
-            _check_size(len(body))
     except IncompleteRead as error:
         body += error.partial
         raise TransientError("the connection ended before the last chunk", received=memoryview(body)) from error
     except OSError as error:
         raise TransientError(str(error), received=memoryview(body)) from error
     return memoryview(body)
-
-
-def _check_size(num_bytes: int) -> None:
-    if num_bytes > _MAX_BODY:
-        raise HTTPException(f"the response has {num_bytes:,} bytes or more, and no batch has")
 
 
 def _shut_down(opened: socket.socket) -> None:

@@ -20,8 +20,6 @@ _MAX_CHECKED = 64  # batches of an iteration, checked for a token with loss
 # Text seldom repeats one token more than 8 times, and such repeats never make up 20 % of it.
 _RUN, _RUNS_SHARE = 8, 0.2  # tokens, share of the tokens with loss
 _SAMPLES_CHECKED = 16  # samples of a batch, checked for repeated tokens
-# A few samples without loss may be chance: warn above both limits.
-_UNLEARNED_SHARE, _FEW_UNLEARNED = 0.25, 2  # share of a batch's samples, samples
 
 
 class Advice:
@@ -46,7 +44,6 @@ class Advice:
         if self._client and number == self._checked:
             self._check_rows(self._client, batch)
             self._check_runs(batch)
-            self._check_lines(batch)
         if self._peers and (differences := self._peers.differences(number)):
             self._check_peers(differences)
         if self._had_place:
@@ -93,18 +90,6 @@ class Advice:
             told += advice_on_prompts(spec, rows, batch.keys())
         for text in told:
             _warn(f"{data}: {text}")
-
-    def _check_lines(self, batch: Batch) -> None:
-        """Warn if many samples hold only prompts: they waste GPU time. For cut rows, `_check_rows` warns."""
-        labels = batch.get("labels")
-        if self._spec.cuts_rows or not self._had_labels or not isinstance(labels, torch.Tensor) or labels.is_cuda:
-            return
-        num_without_loss = int((labels == IGNORED).all(1).sum())
-        if num_without_loss > max(_FEW_UNLEARNED, _UNLEARNED_SHARE * len(labels)):
-            _warn(
-                f"no token has loss in {num_without_loss:,} of the {len(labels):,} samples of a batch: prompts fill them. "
-                f"Raise seq_len={self._spec.seq_len:,}, or train on prompts, too, with loss_on='all'."
-            )
 
     def _check_runs(self, batch: Batch) -> None:
         """Warn if tokens repeat: the model would learn padding that was stored with the rows."""

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import sys
-from contextlib import suppress
+from shutil import get_terminal_size
 from typing import TextIO
 
 log = logging.getLogger("penstock")
@@ -44,24 +44,18 @@ class StatusLine:
     @property
     def is_seen(self) -> bool:
         """Whether a terminal shows the line."""
-        try:
-            return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        except (AttributeError, ValueError):  # stderr is missing, closed or replaced
-            return False
+        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def draw(self, text: str) -> None:
         """Draw or redraw the line."""
         if self.is_seen:
-            stream = self._drawn_on = sys.stderr
-            with suppress(OSError, ValueError):  # unknown width: a long line wraps
-                text = text[: max(0, os.get_terminal_size(stream.fileno()).columns - 1) or None]
-            stream.write(f"\r{text}\x1b[K")
-            stream.flush()
+            self._drawn_on = sys.stderr
+            sys.stderr.write(f"\r{text[: get_terminal_size().columns - 1]}\x1b[K")
+            sys.stderr.flush()
 
     def clear(self) -> None:
         """Clear the line, if it is drawn."""
-        if stream := self._drawn_on:
+        if self._drawn_on:
+            self._drawn_on.write("\r\x1b[K")
+            self._drawn_on.flush()
             self._drawn_on = None
-            with suppress(ValueError):  # the stream was closed since
-                stream.write("\r\x1b[K")
-                stream.flush()

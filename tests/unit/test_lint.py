@@ -170,18 +170,6 @@ def test_repeated_tokens_are_warned_of(row: list[int], share: str | None, name: 
     assert [text.partition(" of the tokens")[0] for text in said] == ([f"more than {share}"] if share else [])
 
 
-@pytest.mark.parametrize(
-    ("num_without_loss", "num_lines", "is_told"), [(2, 8, False), (3, 8, True), (8, 8, False), (5, 20, False), (6, 20, True)]
-)
-def test_packed_samples_without_loss_are_warned_of(num_without_loss: int, num_lines: int, is_told: bool) -> None:
-    labels = torch.tensor([[IGNORED, IGNORED]] * num_without_loss + [[3, IGNORED]] * (num_lines - num_without_loss))
-    said = said_of([{"labels": LEARNED}, {"labels": labels}], packing="best_fit")
-    of_lines = f"no token has loss in {num_without_loss} of the {num_lines} samples of a batch"
-    assert [text.startswith(of_lines) for text in said] == [True] * is_told + [False] * (num_without_loss == num_lines)
-    in_rows = said_of([{"labels": LEARNED}, {"labels": labels}], packing="rows", loss_on="all")
-    assert in_rows == said * (num_without_loss == num_lines)
-
-
 def test_evaluation_may_repeat_its_epoch() -> None:
     for spec, is_told in ((Spec(), True), (Spec(shuffle="none"), False), (Spec(split="validation"), False)):
         assert len(said_by(lambda spec=spec: warn_of_repetition(spec, 0))) == is_told  # type: ignore[misc]

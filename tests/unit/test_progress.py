@@ -7,13 +7,11 @@ from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkServerContext
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from penstock import distributed
 from penstock.distributed import Worker, find_worker
 from penstock.errors import PenstockError
 from penstock.progress import Pass, Progress
@@ -235,12 +233,6 @@ def test_a_process_that_did_not_make_it_has_workers_that_move_nobody_elses(conte
     assert [step for step, _ in here.recv()] == [7, 7]
     other.join()
     assert not progress.is_resumed
-
-
-def test_more_workers_than_supported_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=1025, seed=8))
-    with pytest.raises(PenstockError, match="num_workers=1,025"):
-        find_worker()
 
 
 def test_only_workers_are_refused_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,3 @@
-import enum
 import inspect
 import math
 import re
@@ -86,20 +85,6 @@ def test_spec_takes_integers_of_numpy_and_torch() -> None:
     assert spec.to_query() == Spec(batch_size=3, seq_len=7, target_seq_len=5, task="seq2seq").to_query()
     with pytest.raises(SpecError, match="batch_size must be a whole number"):
         Spec(batch_size=np.float64(3))  # type: ignore[arg-type]
-
-
-class Shuffle(str, enum.Enum):  # noqa: UP042 (StrEnum spells its members as their values)
-    GLOBAL = "global"
-
-
-class Size(int, enum.Enum):
-    SMALL = 4
-
-
-def test_spec_keeps_enum_members_as_their_values() -> None:
-    spec, same = Spec(batch_size=Size.SMALL, shuffle=Shuffle.GLOBAL), Spec(batch_size=4, shuffle="global")  # type: ignore[arg-type]
-    assert (spec, spec.to_query(), spec.digest) == (same, same.to_query(), same.digest)
-    assert (type(spec.batch_size), type(spec.shuffle)) == (int, str)
 
 
 def test_remote_dataset_has_the_specs_defaults() -> None:

@@ -19,7 +19,7 @@ import pytest
 import penstock.transport
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, VersionMismatch, WireError
 from penstock.http import HttpClient
-from penstock.responses import NotReady, TransientError
+from penstock.responses import NotReady
 from penstock.transport import RetryLog, Servers, Transport
 from support.processes import without_process
 from support.servers import pages, problem, response, server
@@ -483,17 +483,6 @@ def test_alternating_failures_do_not_fill_the_log(caplog: pytest.LogCaptureFixtu
             assert transport.get("/", bytes) == b"here"
         assert transport.num_retries == 50
     assert len([record for record in caplog.records if record.name == "penstock"]) <= 4
-
-
-def test_first_failure_at_first_contact_doubts_the_address(caplog: pytest.LogCaptureFixture) -> None:
-    doubt = "Is it started (penstock serve DATA_DIR), and is this its address?"
-    for first_contact, failure in (
-        (True, TransientError("refused", is_silence=True)),
-        (True, TransientError("busy")),
-        (False, TransientError("refused")),
-    ):
-        RetryLog(600.0, first_contact=first_contact).failed("http://a", failure, "http://a")
-    assert [doubt in line for line in caplog.messages] == [True, False, False]
 
 
 def test_progress_bar_is_drawn_and_cleared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

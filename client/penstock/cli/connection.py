@@ -140,7 +140,7 @@ def greet(server: str) -> dict[str, Any]:
         ) from error
     status = response.status_code
     if status in (401, 407):
-        raise PenstockError(f"{server} answers {status}. {remedy(server, status)}")
+        raise PenstockError(f"{server} answers {status}. {remedy(status)}")
     with suppress(ValueError):
         if status == 200 and "wire" in (greeting := response.json()):
             return dict(greeting)

@@ -127,16 +127,12 @@ def _summary(
 
 
 def _advice(spec: Spec, batch: Mapping[str, Any], lines: Sequence[LineView]) -> Iterator[str]:
-    """Yield advice on padding and on cut rows, for each parameter that limits lines."""
+    """Yield a line for each parameter that cuts rows."""
     names = {name for name, *_ in batch["tensors"]}
     may_pack = "input_ids" in names and "labels" not in names  # neither a preference pair nor an encoder's input
-    for limit in dict.fromkeys(line.limit for line in lines):
+    packing = ": --overflow split, --packing best_fit or concat keeps them" if may_pack else ""
+    for limit in dict.fromkeys(line.limit for line in lines if spec.cuts_rows):
         limited = [line for line in lines if line.limit == limit]
-        if padding_of(limited) >= _MUCH_PADDING and spec.packing == "rows" and spec.pad == "seq_len":
-            packing = ", or --packing best_fit or concat" if may_pack else ""
-            yield f"for less padding use a smaller --{limit.replace('_', '-')}, or --pad longest{packing}"
-        if spec.cuts_rows and (num_cut := sum(line.num_cut > 0 for line in limited)):
-            num_lost = counted(sum(line.num_cut for line in limited), "token")
-            packing = ": --overflow split, --packing best_fit or concat keeps them" if may_pack else ""
-            num_lines = counted(len(limited), limited[0].noun)
-            yield f"{limit} cuts {num_lost} off {num_cut} of {num_lines}, and no batch holds them{packing}"
+        if num_cut := sum(line.num_cut > 0 for line in limited):
+            num_lost, num_lines = sum(line.num_cut for line in limited), counted(len(limited), limited[0].noun)
+            yield f"{limit} cuts {counted(num_lost, 'token')} off {num_cut} of {num_lines}, and no batch holds them{packing}"
