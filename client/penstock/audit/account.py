@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.audit.intervals import clip, covered, intervals, join, positions_of, size, without
 from penstock.audit.lineage import Lineage, Start, place_of
@@ -36,13 +36,8 @@ class Leg:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the leg."""
+        """Epoch that the start trained on."""
         return self.begin.epoch
-
-    @property
-    def has_last_step(self) -> bool:
-        """Whether it recorded the last step of the epoch."""
-        return any(len(runs) and int(runs[-1, 1]) == self.slicing.num_steps for runs in self.runs.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,6 @@ class Epoch:
     twice        samples that were trained on more than once
     num_repeated samples from the epoch's start that filled the last step under drop_last=false; they do not count as trained
                  on twice
-    num_ahead    samples that only some ranks had taken when the run ended
     is_finished  the run came to the epoch's end, or left it for another epoch or order
     steps_done   step that all ranks reached, in steps of the last leg
     gaps         steps and ranks without records, for the missing samples
@@ -80,7 +74,6 @@ class Epoch:
     num_skipped: int
     num_dropped: int
     num_repeated: int
-    num_ahead: int
     is_finished: bool
     steps_done: int
     due: IntArray
@@ -119,7 +112,20 @@ def legs_of(lineage: Lineage) -> list[Leg]:
                 leg.has_end = leg.has_end or (segment.has_end and until == _OPEN)
         legs = [*found.values(), *legs]
         stop = min(stop, start.place) if start.place else (_OPEN, 0)
-    return [leg for leg in legs if leg.first or leg.has_end or any(map(len, leg.runs.values()))]
+    legs = [leg for leg in legs if leg.first or leg.has_end or any(map(len, leg.runs.values()))]
+    return [*_lost_legs(lineage, {leg.epoch for leg in legs}), *legs]
+
+
+def _lost_legs(lineage: Lineage, recorded: set[int]) -> Iterator[Leg]:
+    """Yield legs without steps: of the unrecorded epochs that a state was in."""
+    for start in lineage.kept:
+        epoch, position = start.place or (0, 0)
+        if start.parent and position and epoch not in recorded:
+            recorded.add(epoch)
+            begin = start.parent.begin
+            begin = replace(begin, epoch=epoch, step=0, spec=replace(begin.spec, offset=0))
+            slicing = Slicing.of(begin.spec, begin.num_samples)
+            yield Leg(start.parent, begin, slicing, first=0, stop=position, has_end=True)
 
 
 def account_for(legs: Sequence[Leg], last: Leg | None, present: Sequence[int]) -> Iterator[Epoch]:
@@ -154,8 +160,7 @@ def _account(epoch: int, legs: list[Leg], present: Sequence[int] | None) -> Epoc
         num_samples=last.slicing.num_positions,
         num_skipped=size(skipped) + size(rest) - size(dropped),
         num_dropped=size(dropped),
-        num_repeated=sum(leg.slicing.num_repeated for leg in legs if leg.has_last_step) if is_finished else 0,
-        num_ahead=0 if is_finished or len(twice) else size(clip(trained, end, last.slicing.num_positions)),
+        num_repeated=sum(leg.slicing.num_repeated for leg in legs if _has_last_step(leg)) if is_finished else 0,
         is_finished=is_finished,
         steps_done=done,
         due=due,
@@ -164,6 +169,10 @@ def _account(epoch: int, legs: list[Leg], present: Sequence[int] | None) -> Epoc
         gaps=list(_gaps(epoch, legs, runs, end)) if len(missing) else [],
         legs=legs,
     )
+
+
+def _has_last_step(leg: Leg) -> bool:
+    return any(len(runs) and int(runs[-1, 1]) == leg.slicing.num_steps for runs in leg.runs.values())
 
 
 def _runs(legs: Sequence[Leg]) -> dict[Slicing, dict[int, IntArray]]:

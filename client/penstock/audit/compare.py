@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.audit.reading import read_ledger
+import numpy as np
+
+from penstock.audit.reading import IntArray, read_ledger
 from penstock.audit.report import Report
 from penstock.client import Client
 from penstock.errors import DataError, OutOfRange, SnapshotGone, UnknownDataset
@@ -48,7 +49,8 @@ def compare(paths: Sequence[Path], num_batches: int, servers: Sequence[str], sam
 
     Raises ServerUnavailable: no server answers. Raises LedgerError: see read_ledger.
     """
-    chosen = None if sample is None or sample >= num_batches else sorted(random.sample(range(num_batches), sample))
+    size = num_batches if sample is None else min(sample, num_batches)
+    chosen = np.array(sorted(random.sample(range(num_batches), size)), np.int64)
     count = 0
     differing: list[Differing] = []
     for begin, digests in _runs(paths, chosen):
@@ -84,16 +86,16 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
                 yield name, {"reason": str(error)}
 
 
-def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Begin, dict[int, str]]]:
+def _runs(paths: Sequence[Path], chosen: IntArray) -> Iterator[tuple[Begin, dict[int, str]]]:
     """Yield digests of consecutive steps, a few at a time; of the chosen batches, by their number in all ledgers together."""
     first = 0
     for path in paths:
         for part in read_ledger(path).parts:
-            own = range(first, first + len(part.steps))
-            numbers = own if chosen is None else chosen[bisect_left(chosen, own.start) : bisect_left(chosen, own.stop)]
-            first = own.stop
+            stop = first + len(part.steps)
+            numbers = chosen[(first <= chosen) & (chosen < stop)] - first
+            first = stop
             digests: dict[int, str] = {}
-            for number in (number - own.start for number in numbers):
+            for number in numbers.tolist():
                 step = int(part.steps[number])
                 if digests and (step - 1 not in digests or len(digests) == _STEPS_AT_ONCE):
                     yield part.begin, digests

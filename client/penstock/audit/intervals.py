@@ -41,7 +41,7 @@ def runs_of(numbers: IntArray) -> IntArray:
 
 def clip(found: IntArray, start: int, stop: int) -> IntArray:
     """Return the parts of the intervals in [start, stop)."""
-    return not_empty(np.clip(found, start, stop))
+    return _not_empty(np.clip(found, start, stop))
 
 
 def covered(found: IntArray, times: int = 1) -> IntArray:
@@ -59,7 +59,7 @@ def without(found: IntArray, others: IntArray) -> IntArray:
     return covered(join([covered(found), between]), 2)
 
 
-def not_empty(found: IntArray) -> IntArray:
+def _not_empty(found: IntArray) -> IntArray:
     """Return the intervals that are not empty."""
     kept: IntArray = found[found[:, 0] < found[:, 1]]
     return kept
@@ -71,7 +71,7 @@ def positions_of(slicing: Slicing, runs: Mapping[int, IntArray]) -> IntArray:
     `runs` holds the steps of each rank, sorted and disjoint intervals. The samples from the epoch's start that fill the last
     step under drop_last=false are left out. Steps that all ranks have are one interval, others one or more a step.
     """
-    return not_empty(_unskipped(slicing, join([_samples(slicing, *group) for group in _groups(slicing.world_size, runs)])))
+    return _not_empty(_unskipped(slicing, join([_samples(slicing, *group) for group in _groups(slicing.world_size, runs)])))
 
 
 def _groups(world_size: int, runs: Mapping[int, IntArray]) -> Iterator[tuple[IntArray, IntArray, IntArray, IntArray]]:

@@ -71,11 +71,6 @@ class Start:
         """Whether any rank recorded a step of it."""
         return any(len(segment.runs) for segments in self.segments.values() for segment in segments)
 
-    @property
-    def is_orphan(self) -> bool:
-        """Whether it loaded the state of a start that is not in the ledgers."""
-        return self.place is not None and self.parent is None
-
 
 @dataclass(frozen=True, slots=True)
 class Lineage:

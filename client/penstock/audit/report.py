@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.audit.account import Epoch, Leg, account_for, legs_of
+from penstock.audit.account import Epoch, account_for, legs_of
 from penstock.audit.intervals import NONE, covered, join, size, without
 from penstock.audit.lineage import Lineage, RankRecord, Start, lineage_of, record_of
 from penstock.audit.reading import Damage, IntArray, Part, rank_of, read_ledger
@@ -33,20 +33,11 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOver:
-    """An epoch without records, although a start loaded a state that had consumed a part of it."""
-
-    epoch: int
-    resumed: Start
-
-
-@dataclass(frozen=True, slots=True)
 class Discarded:
     """Steps [start, stop) whose trained weights were discarded, and the start that resumed before them."""
 
     epoch: int
     steps: tuple[int, int]
-    slicing: Slicing
     start: Start
     resumed: Start | None
 
@@ -67,9 +58,7 @@ class Order:
 
     ranks    ranks whose ledgers are there; `absent` took part, but have no ledger
     apart    ranks that did not resume from the state of the last start
-    passed   unrecorded epochs; a start resumed after them
     orphan   the oldest start of the lineage, if it loaded the state of a start that is not in the ledgers
-    left_by  the start that continued in another order of the dataset
     """
 
     key: OrderKey
@@ -77,23 +66,15 @@ class Order:
     ranks: list[int]
     absent: list[int]
     apart: list[Apart]
-    passed: list[PassedOver]
     orphan: Start | None
-    left_by: Start | None
     epochs: list[Epoch]
     discarded: list[Discarded]
     changed: list[Changed]
 
     @property
-    def dataset(self) -> str:
-        """Name of the dataset on the server."""
-        return self.starts[0].begin.dataset
-
-    @property
     def is_proven(self) -> bool:
         """Whether each due sample was trained on exactly once per epoch, with the same content each time."""
-        faults = (self.changed, self.apart, self.passed, self.orphan)
-        return all(epoch.is_proven for epoch in self.epochs) and not any(faults)
+        return all(epoch.is_proven for epoch in self.epochs) and not (self.changed or self.apart or self.orphan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +178,7 @@ def _orders(lineage: Lineage, ranks: list[int], changed: dict[OrderKey, list[Cha
         by_order.setdefault(aliases.get(key, key), []).append(start)
     for key, starts in by_order.items():
         own = [leg for leg in legs if leg.start in starts]
-        kept = [start for start in starts if start in lineage.kept]
         oldest = lineage.kept[0]
-        later = lineage.kept[lineage.kept.index(kept[-1]) + 1 :] if kept else []
         took_part = {rank for start in starts for rank in range(start.begin.spec.world_size)}
         yield Order(
             key=key,
@@ -207,9 +186,7 @@ def _orders(lineage: Lineage, ranks: list[int], changed: dict[OrderKey, list[Cha
             ranks=[rank for rank in ranks if any(rank in start.segments for start in starts)],
             absent=sorted(took_part - {*ranks}),
             apart=list(_apart(lineage, ranks)) if last in starts else [],
-            passed=list(_passed_over(kept, legs)),
-            orphan=oldest if oldest in starts and oldest.is_orphan else None,
-            left_by=later[0] if later else None,
+            orphan=oldest if oldest in starts and oldest.place and not oldest.parent else None,
             epochs=list(account_for(own, legs[-1] if legs else None, ranks)),
             discarded=[found for start in starts for found in _discarded(lineage, start)],
             changed=[found for raw, of_key in changed.items() if aliases.get(raw, raw) == key for found in of_key],
@@ -239,13 +216,6 @@ def _apart(lineage: Lineage, ranks: Sequence[int]) -> Iterator[Apart]:
             yield Apart(rank, own, last)
 
 
-def _passed_over(kept: Sequence[Start], legs: Sequence[Leg]) -> Iterator[PassedOver]:
-    epochs = {leg.epoch for leg in legs}
-    for start in kept:
-        if start.place and start.parent and start.place[1] and start.place[0] not in epochs:
-            yield PassedOver(start.place[0], start)
-
-
 def _discarded(lineage: Lineage, start: Start) -> Iterator[Discarded]:
     resumed = lineage.next_of(start)
     runs: dict[tuple[int, Slicing], IntArray] = {}
@@ -254,8 +224,8 @@ def _discarded(lineage: Lineage, start: Start) -> Iterator[Discarded]:
             lost = without(segment.runs, lineage.kept_runs(start, rank, segment))
             key = segment.begin.epoch, segment.slicing
             runs[key] = join([runs.get(key, NONE), lost])
-    for (epoch, slicing), lost in runs.items():
-        yield from (Discarded(epoch, (first, stop), slicing, start, resumed) for first, stop in covered(lost).tolist())
+    for (epoch, _), lost in runs.items():
+        yield from (Discarded(epoch, (first, stop), start, resumed) for first, stop in covered(lost).tolist())
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -278,7 +248,6 @@ def _order_as_json(order: Order) -> dict[str, Any]:
         "ranks": order.ranks,
         "absent_ranks": order.absent,
         "apart": [{"rank": apart.rank, "start": apart.start.number, "last_start": apart.last.number} for apart in order.apart],
-        "passed_over": [{"epoch": passed.epoch, "resumed_by": passed.resumed.number} for passed in order.passed],
         "unknown_parent": order.orphan.begin.parent if order.orphan else None,
         "starts": [_start_as_json(start) for start in order.starts],
         "discarded": [
@@ -314,11 +283,11 @@ def _start_as_json(start: Start) -> dict[str, Any]:
 
 
 def _epoch_as_json(epoch: Epoch) -> dict[str, Any]:
-    counts = ("num_samples", "num_due", "num_skipped", "num_dropped", "num_repeated", "num_ahead")
+    counts = ("num_samples", "num_due", "num_skipped", "num_dropped", "num_repeated", "is_finished", "steps_done")
     return {
         "epoch": epoch.epoch,
         "proven": epoch.is_proven,
-        **{name: getattr(epoch, name) for name in (*counts, "is_finished", "steps_done")},
+        **{name: getattr(epoch, name) for name in counts},
         "missing": _samples_as_json(epoch.missing),
         "twice": _samples_as_json(epoch.twice),
         "gaps": [

@@ -19,7 +19,7 @@ def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_
     report = report_on(ledger)
     assert not report.is_proven
     assert not len(report.orders[0].epochs[0].missing)
-    assert words(ledger).startswith("NOT PROVEN: 1 line cannot be read\n")
+    assert words(ledger).startswith("NOT PROVEN: lines that cannot be read: 1\n")
     assert f"{ledger}, line 8 cannot be read: the file was damaged or edited" in words(ledger)
 
 

@@ -33,10 +33,9 @@ def test_an_epoch_left_for_another_order_lacks_its_rest(ledger: Path, order: dic
         begin_of(start=1, parent=parent, step=10, **order) if parent is not None else begin_of(start=1, parent=None, **order)
     )
     append(ledger, replace(left_at, epoch=1, step=0), range(20), ends=True)
-    assert words(ledger).startswith("NOT PROVEN: 50 samples not trained on\n")
+    assert words(ledger).startswith("NOT PROVEN: samples not trained on: 50\n")
     place = "steps 10-19 of start 1, rank 0: 50 samples" if parent is None else "50 samples"
     assert f"MISSING epoch 0, {place} at positions 50-99" in words(ledger)
-    assert "LEFT    epoch 0 for another order of this dataset: start 2, 2025-01-01 01:00:00" in words(ledger)
     assert ("If its weights were new: --assume-fresh-weights" in words(ledger)) == (parent is None)
     assert report_on(ledger, assume_fresh_weights=True).is_proven == (parent is None)
 
@@ -94,10 +93,6 @@ def test_a_mix_that_changes_after_the_consumed_samples_is_one_order(ledger: Path
     assert report.is_proven
     [order] = report.orders
     assert [(epoch.num_due, epoch.num_samples, epoch.is_finished) for epoch in order.epochs] == [(120, 120, True)]
-    assert (
-        f"snapshot=one+two+three, seed=0, shuffle=window, packing=rows, mix={third}, stopping_strategy=first_exhausted\n"
-        in words(ledger)
-    )
 
 
 def test_a_mix_that_was_tried_and_given_up_is_discarded(ledger: Path) -> None:
