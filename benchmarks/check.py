@@ -1,4 +1,4 @@
-"""Is what a loader gives the corpus, and is it shuffled? Checked before anything is timed."""
+"""Checks, before a loader is timed, that it gives the corpus, and that it shuffles."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from corpus import BATCH_SIZE, SEQ_LEN, Corpus, numbers_of
 if TYPE_CHECKING:
     import torch
 
-_NEAR = 2  # so that what comes backwards, every second, or with neighbours changed about is in order, too
+_NEAR = 2  # samples this near to their predecessor are in order: also reversed, every second one, or swapped neighbours
 _MAX_IN_ORDER = 0.05
 
 
 class CheckFailed(Exception):
-    """A loader gives something else than shuffled samples of the corpus."""
+    """A loader does not give shuffled samples of the corpus."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """How the first `num_samples` of an epoch lie.
+    """The order of the first `num_samples` of an epoch.
 
-    in_order  share of them that are near their predecessor in the corpus, too
-    spread    mean distance in the corpus of what is neighbours in the epoch, as a share of what it is in a uniform shuffle
+    in_order  share of samples that are near their predecessor in the corpus
+    spread    mean distance in the corpus between neighbours in the epoch, divided by that of a uniform shuffle
     """
 
     num_samples: int
@@ -37,10 +37,9 @@ class Order:
 
 
 def check(batches: Iterable[torch.Tensor], corpus: Corpus, num_samples: int) -> Order:
-    """Looks at the first `num_samples` of an epoch: int64 on the CPU, as generated, none twice, not in order.
+    """Check the first `num_samples` of an epoch: int64 on the CPU, equal to the corpus, none twice, not in order.
 
-    Each batch is looked at once the next has come, and has to be whole until then. Raises CheckFailed: one of these does not
-    hold.
+    A batch is checked after the next one has arrived, so it must stay intact until then. Raises CheckFailed: a check failed.
     """
     seen: list[npt.NDArray[np.int64]] = []
     for batch, _ in pairwise(chain(batches, [None])):
@@ -57,7 +56,7 @@ def check(batches: Iterable[torch.Tensor], corpus: Corpus, num_samples: int) -> 
 
 
 def check_batch(batch: torch.Tensor, corpus: Corpus) -> npt.NDArray[np.int64]:
-    """The numbers of a batch's samples. Raises CheckFailed: it is not of the corpus."""
+    """Return the numbers of a batch's samples. Raises CheckFailed: the batch is not from the corpus."""
     found = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)} on {batch.device}"
     wanted = f"int64 {[BATCH_SIZE, SEQ_LEN]} on cpu"
     if found != wanted:

@@ -1,4 +1,4 @@
-"""The loaders, one after the other and round by round, each in a process of its own."""
+"""Measures the loaders in turn, round by round, each in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_CHECKED = 32_768  # samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contest:
-    """Which loaders are measured on which corpus: for `seconds` in each of `num_rounds` rounds, after `warm_up_seconds`."""
+    """The loaders, their corpus, and the time: `seconds` in each of `num_rounds` rounds, after `warm_up_seconds`."""
 
     corpus: Corpus
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class Contest:
     tell: Callable[[str], None]
 
     def run(self) -> list[Loader]:
-        """The figures of each; one that fails says why, and the others go on."""
+        """Return the figures of each loader. A loader that fails has the reason instead."""
         loaders = {name: self._prepared(name, load(name)) for name in self.names}
         settings = [(loader, load(name), n) for name, loader in loaders.items() for n in load(name).workers]
         settings = [setting for setting in settings if not setting[0].failures and self._is_sound(*setting)]
@@ -55,7 +55,7 @@ class Contest:
         return loader
 
     def _is_sound(self, loader: Loader, peer: Peer, num_workers: int) -> bool:
-        """Whether what it gives is the corpus, shuffled; else it says so, and is not timed."""
+        """Return whether the loader gives the shuffled corpus. If not, record the reason."""
         self.tell(f"checking {_spell(loader, num_workers)}")
         checked = min(self.corpus.num_samples // 2, _MAX_CHECKED)
         try:
@@ -90,7 +90,7 @@ class Contest:
 
     @contextmanager
     def _served(self, loader: Loader, peer: Peer) -> Iterator[list[str]]:
-        """With the server of the peer, if it has one: the flags that tell of it."""
+        """Run the server of a peer that has one, and yield the flags with its address."""
         if not peer.serve:
             yield []
             return
@@ -108,7 +108,7 @@ class Contest:
 
 
 def _python(environment: str) -> Path:
-    """The interpreter of an environment. Raises ProcessFailed: it was not made."""
+    """Return the interpreter of an environment. Raises ProcessFailed: the environment does not exist."""
     folders = {"peers": _HERE / ".venv", "mosaicml": _HERE / ".venv-mosaicml"}
     if environment == "product":
         return Path(sys.executable)
@@ -118,7 +118,7 @@ def _python(environment: str) -> Path:
 
 
 def _environment(work: Path) -> Mapping[str, str]:
-    """Libraries neither ask anything of the internet nor write to the user's home."""
+    """Return an environment in which libraries use neither the internet nor the user's home."""
     (home := work / "home").mkdir(exist_ok=True)
     return {
         "HOME": str(home),

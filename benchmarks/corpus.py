@@ -1,8 +1,8 @@
-"""The corpus that every loader reads: samples of token ids, each with its own number in its first two tokens.
+"""The corpus that every loader reads: samples of token ids, whose first two tokens hold the sample's number.
 
-folder/tokens.bin                      uint16 [num_samples, SEQ_LEN], the corpus as it is; what is read is checked by it
+folder/tokens.bin                      uint16 [num_samples, SEQ_LEN], the corpus; every loader's samples are compared with it
 folder/parquet/tokens/part-*.parquet   the same as lists of uint16, zstd, for the loaders that read Parquet
-folder/<peer>/                         the same as that peer wants it
+folder/<peer>/                         the same in the format of that peer
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Tokens = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """`num_samples` samples in `folder`; a multiple of BATCH_SIZE * NUM_SHARDS, so that shards are of one size.
+    """A corpus in `folder`. `num_samples` is a multiple of BATCH_SIZE * NUM_SHARDS, so that shards are equal.
 
-    Raises ValueError: it is none.
+    Raises ValueError: it is not such a multiple.
     """
 
     folder: Path
@@ -39,37 +39,37 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path) -> Corpus:
-        """The corpus that lies in a folder."""
+        """Return the corpus in a folder."""
         return cls(folder, (folder / "tokens.bin").stat().st_size // (2 * SEQ_LEN))
 
     @property
     def tokens_file(self) -> Path:
-        """Where all of it lies."""
+        """Path of the file with all tokens."""
         return self.folder / "tokens.bin"
 
     @property
     def tokens(self) -> Tokens:
-        """All of it, mapped: shape [num_samples, SEQ_LEN]."""
+        """All tokens, mapped: shape [num_samples, SEQ_LEN]."""
         return np.memmap(self.tokens_file, np.uint16, "r", shape=(self.num_samples, SEQ_LEN))
 
     @property
     def parquet(self) -> Path:
-        """The folder that has the dataset `tokens` in it."""
+        """The folder that contains the dataset `tokens`."""
         return self.folder / "parquet"
 
     def shards(self) -> Iterator[Tokens]:
-        """The corpus in NUM_SHARDS parts of one size, for formats that have shards."""
+        """Yield the corpus in NUM_SHARDS equal parts, for formats with shards."""
         yield from np.split(self.tokens, NUM_SHARDS)
 
 
 def numbers_of(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The numbers that samples carry; shape [samples]."""
+    """Return the numbers in the first two tokens of samples; shape [samples]."""
     numbers: npt.NDArray[np.int64] = tokens[:, 0] | tokens[:, 1] << 16
     return numbers
 
 
 def warm(file_or_folder: Path) -> None:
-    """Reads a file, or every file below a folder, so that it lies in the page cache."""
+    """Read a file, or every file below a folder, into the page cache."""
     buffer = bytearray(8 << 20)
     for path in [file_or_folder, *sorted(file_or_folder.rglob("*"))]:
         if path.is_file():

@@ -1,4 +1,4 @@
-"""The folders that ratios are measured on, written when they are first asked for."""
+"""The datasets for the ratios, written when they are first needed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ratios import Scale
 LONGEST = 1_500
 _SHORTEST = 20
 _LENGTH_SHARDS = _TEXT_SHARDS = 8
-_LOG_STORIES = 1.4  # of a document, at the median
+_LOG_STORIES = 1.4  # median of a document
 
 
 def corpus(scale: Scale) -> Corpus:
-    """The corpus of equal samples."""
+    """Return the corpus of equal samples."""
     found = Corpus(scale.work / f"corpus-{scale.num_samples}", scale.num_samples)
     write_corpus(found)
     return found
 
 
 def warm_cache(scale: Scale) -> Path:
-    """A cache with every block of the corpus, which the loaders' comparison uses, too."""
+    """Return a cache folder with every block of the corpus. The comparison of loaders uses it, too."""
     found = corpus(scale)
     folder = found.folder / "penstock_http"
     servers.prepare(found.parquet, folder)
@@ -37,16 +37,16 @@ def warm_cache(scale: Scale) -> Path:
 
 
 def texts(scale: Scale) -> Path:
-    """A folder with the dataset `stories`, texts of some hundred tokens, and their tokenizer."""
+    """Return a folder with a tokenizer and the dataset `stories`: texts of about a hundred tokens."""
     folder = scale.work / f"text-{scale.text_rows}"
-    if not (folder / "questions").exists():  # the last that is written
+    if not (folder / "questions").exists():  # the file that is written last
         for _ in write_sample(folder, rows=scale.text_rows, seed=0):
             pass
     return folder
 
 
 def documents(scale: Scale) -> Path:
-    """A folder with the dataset `documents`, texts of some 350 tokens and very different lengths, and their tokenizer."""
+    """Return a folder with a tokenizer and the dataset `documents`: texts of very different lengths, about 350 tokens."""
     stories = texts(scale)
     folder = scale.work / f"documents-{scale.num_documents}"
     if not folder.exists():
@@ -68,7 +68,7 @@ def documents(scale: Scale) -> Path:
 
 
 def lengths(scale: Scale) -> Path:
-    """A folder with the dataset `tokens`, lists of 20 to 1,500 ids."""
+    """Return a folder with the dataset `tokens`: lists of 20 to 1,500 ids."""
     folder = scale.work / f"lengths-{scale.length_rows}"
     if not folder.exists():
         unfinished = folder.with_suffix(".unfinished")

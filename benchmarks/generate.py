@@ -1,4 +1,4 @@
-"""Writes what is measured on: the corpus of equal samples, and lists of ids of other lengths."""
+"""Writes the data of the benchmarks: the corpus of equal samples, and lists of ids of other lengths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 from corpus import SEQ_LEN, Corpus, Tokens
 
 _VOCAB_SIZE = 50_257
-_GROUP_ROWS = 2_048  # of the corpus: 4 MiB of ids a row group
+_GROUP_ROWS = 2_048  # samples in a row group: 4 MiB of ids
 _BLOCK = 4_096
 
 
 def write_corpus(corpus: Corpus) -> None:
-    """Writes the corpus, unless it is there."""
+    """Write the corpus, unless it exists."""
     if corpus.parquet.exists():
         return
     corpus.folder.mkdir(parents=True, exist_ok=True)
@@ -34,14 +34,14 @@ def write_corpus(corpus: Corpus) -> None:
 
 
 def random_ids(*, seed: int, count: int) -> Tokens:
-    """Ids that are as frequent as words are: the nth one 1/n times the first; so they compress as text does."""
+    """Return ids with the frequencies of words: the nth is 1/n times as frequent as the first. They compress like text."""
     random = np.random.default_rng(seed).random(count, np.float32)
     ids: Tokens = np.exp(random * np.float32(np.log(_VOCAB_SIZE))).astype(np.uint16) - np.uint16(1)
     return ids
 
 
 def write_lists(path: Path, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
-    """A Parquet file with the column `tokens`: lists of uint16, one after the other in `tokens`; zstd."""
+    """Write a zstd Parquet file with the column `tokens`: lists of uint16, which follow each other in `tokens`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))

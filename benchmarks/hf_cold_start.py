@@ -1,4 +1,4 @@
-"""HF datasets from Parquet text to batches, as its documentation has it: streamed, shuffled in a buffer, tokenized by map.
+"""HF datasets from Parquet text to batches, as its documentation advises: streamed, shuffled in a buffer, tokenized by map.
 
 python benchmarks/hf_cold_start.py FOLDER DATASET BATCH_SIZE SEQ_LEN [N]     prints {"first": seconds, "last": seconds}
 """

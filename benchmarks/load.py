@@ -1,8 +1,8 @@
-"""Many ranks that ask one server for batches, one after the other and without a pause, from one process.
+"""Simulates many ranks in one process. Each requests batches from one server, one after the other, without a pause.
 
     python benchmarks/load.py http://127.0.0.1:8000 1000 --world-size 1000 --seconds 30
 
-Tells what they got, as JSON. The first batch of each rank is looked at: it must be that rank's.
+Prints the figures of all ranks as JSON. The first batch of each rank is checked: it must be that rank's.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from penstock.spec import Spec
 
 @dataclass(slots=True)
 class Rank:
-    """What one rank got."""
+    """The batches of one rank."""
 
     num_batches: int = 0
     num_errors: int = 0
-    seconds: list[float] = field(default_factory=list)  # that it waited for each
+    seconds: list[float] = field(default_factory=list)  # wait for each batch
 
 
 class Load:
-    """Ranks of `spec` on one server, from a common start until `seconds` later."""
+    """Ranks of `spec` on one server, which start together and run for `seconds`."""
 
     def __init__(self, address: str, spec: Spec, seconds: float) -> None:
         self._address, self._seconds = address, seconds
@@ -46,7 +46,7 @@ class Load:
         self._end = 0.0
 
     async def run(self, num_ranks: int) -> tuple[list[Rank], float]:
-        """What each rank got, and how long it took until the last had its last batch."""
+        """Return the result of each rank, and the seconds until the last batch of the last rank."""
         ready = asyncio.Semaphore(0)
         tasks = [asyncio.create_task(self._rank(number, ready)) for number in range(num_ranks)]
         for _ in range(num_ranks):
@@ -96,7 +96,7 @@ async def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     asked = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection a rank
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one connection per rank
     spec = Spec(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, world_size=asked.world_size, shuffle="global", drop_last=False)
     ranks, took = await Load(asked.address, spec, asked.seconds).run(asked.num_ranks)
     counts = [rank.num_batches for rank in ranks]

@@ -1,10 +1,10 @@
-"""One loader in a process of its own: prepares its data, checks it, times it, or is its server. Started by run.py.
+"""Prepares, checks, times or serves one loader in a separate process, which run.py starts.
 
     python benchmarks/loader.py prepare|serve PEER CORPUS
     python benchmarks/loader.py check PEER CORPUS --workers N [--address A] --samples N
     python benchmarks/loader.py time PEER CORPUS --workers N [--address A --server-pid P] --seconds S --warm-up S
 
-The last line of what it prints is its result, as JSON.
+The last printed line is the result, as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from processes import adopt_orphans, cpu_seconds, end_below
 if TYPE_CHECKING:
     from torch import Tensor
 
-_KEPT_SECONDS = 0.25  # between the batches that are checked once the time is taken
+_KEPT_SECONDS = 0.25  # between batches that are kept, and checked after the timing
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=0)
     asked = parser.parse_args()
     adopt_orphans()
-    warnings.simplefilter("ignore")  # the peers' own
+    warnings.simplefilter("ignore")  # of the peers' libraries
     peer = load(asked.peer)
     corpus = corpora.Corpus.open(asked.corpus)
     folder = asked.corpus / asked.peer
@@ -72,21 +72,21 @@ def main() -> None:
         traceback.print_exc()
         status = 1
     end_below(os.getpid())
-    # What libraries tear down at an interpreter's end is not what is measured, and some of them never end.
+    # Skip the cleanup of libraries at exit: it is not measured, and some of them never finish.
     os._exit(status)
 
 
 def timed(
     batches: Iterator[Tensor], seconds: float, warm_up_seconds: float, server_pid: int
 ) -> tuple[dict[str, Any], list[Tensor]]:
-    """Consumes batches for a while, touching nothing but their shape; what it took, and a batch now and then, to be checked.
+    """Consume batches for a while, reading only their shape. Return the figures, and some batches to check.
 
-    CPU time is of this process and of all below it, that of the server apart; what it took before is left out.
+    CPU time is that of this process and its descendants since the start of the measurement, with the server's apart.
     """
     began = time.perf_counter()
     next(batches)
     first = time.perf_counter() - began
-    warm = began + first + warm_up_seconds  # a shuffle buffer is full once the first batch comes
+    warm = began + first + warm_up_seconds  # the first batch waits until a shuffle buffer is full
     while time.perf_counter() < warm:
         next(batches)
     cpu, server, start = cpu_seconds(os.getpid()), _server_seconds(server_pid), time.perf_counter()
@@ -115,7 +115,7 @@ def _server_seconds(pid: int) -> float:
 
 
 def _prepare(peer: Peer, corpus: corpora.Corpus, folder: Path) -> dict[str, Any]:
-    """Writes the peer's data, once; a file beside it says that it is whole."""
+    """Write the peer's data once. A file beside it marks it as complete."""
     done = folder.with_suffix(".prepared")
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)

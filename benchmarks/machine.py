@@ -1,4 +1,4 @@
-"""The machine that a run is of, in sentences; and whether it is quiet enough for figures that hold."""
+"""Describes the machine of a run in sentences, and says whether it was quiet enough for reliable figures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _QUIET = 0.5  # load average
 
 
 def describe() -> list[str]:
-    """Processor, memory, system, versions, and the commit that is measured."""
+    """Return sentences with processor, memory, system, versions, and the measured commit."""
     said = [
         f"{len(os.sched_getaffinity(0))} cores of {_processor()}, {_memory_gigabytes():.0f} GB of memory, {platform.system()} "
         f"{platform.release()}, Python {platform.python_version()}, {_commit()}."
     ]
     load = os.getloadavg()[0]
     if load > _QUIET:
-        said.append(f"**The machine was busy with other things when it began (load average {load:.1f}).**")
+        said.append(f"**The machine was busy when the run began (load average {load:.1f}).**")
     return said
 
 

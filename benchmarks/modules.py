@@ -1,8 +1,8 @@
-"""Counts the modules that a batch passes through: in the server, warm and cold; in the client, from the socket to a tensor.
+"""Counts the modules that a batch passes through: in the server, warm and cold, and in the client, from socket to tensor.
 
 python benchmarks/modules.py [--names]
 
-A module counts if one of its functions is called. Threads are traced from their start, so each case has a process of its own.
+A module counts if one of its functions is called. Threads are traced from their start, so each case runs in a separate process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FOLDERS = {"server": f"{_ROOT / 'server'}/", "client": f"{_ROOT / 'client'}/"}
 
 @contextmanager
 def traced(folder: str) -> Iterator[set[str]]:
-    """Collects the files below a folder whose functions are called, in this thread and in threads that begin now."""
+    """Collect the files below a folder whose functions are called, in this thread and in threads that begin now."""
     called = set[str]()
     is_on = True
 
@@ -51,7 +51,7 @@ def traced(folder: str) -> Iterator[set[str]]:
 
 
 def server_modules(work: Path, case: str) -> set[str]:
-    """The modules of the server that one request for a batch calls, through the application without a socket."""
+    """Return the server's modules that one request for a batch calls, through the app without a socket."""
     from fastapi.testclient import TestClient
 
     from penstock_server.api.service import InFlight
@@ -68,14 +68,14 @@ def server_modules(work: Path, case: str) -> set[str]:
         if case == "a warm batch":
             client.get(f"{address}?{query}").raise_for_status()  # the whole epoch
             client.get(f"{address}/0?{query}").raise_for_status()
-            time.sleep(2.0)  # for what is still made in the background
+            time.sleep(2.0)  # until background work has finished
         called.clear()
         client.get(f"{address}/1?{query}").raise_for_status()
         return set(called)
 
 
 def client_modules(work: Path, case: str) -> set[str]:
-    """The modules of the client that a loop calls after its first batches, or that a state passes through."""
+    """Return the client's modules that a loop calls after its first batches, or that a state passes through."""
     from penstock import RemoteDataset
 
     with penstock(work / "data", work / "client") as server, traced(_FOLDERS["client"]) as seen:

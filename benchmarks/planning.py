@@ -1,10 +1,10 @@
-"""What an epoch of a million blocks costs before a byte is read: planning it, and addressing one batch in it.
+"""Measures the planning of an epoch of a million blocks, and the look-up of one batch in it, without reading data.
 
     python benchmarks/planning.py [--blocks 1000000]
 
-The snapshot is synthetic, 100 row groups a shard; the code that plans is the server's. Times are of this machine, so each is
-also told as a ratio to a numpy sort of as many numbers, measured beside it. Memory is the most that Python and numpy hold at a
-time while they plan, over what they held before.
+The snapshot is synthetic, with 100 row groups per shard; the planning code is the server's. Times depend on the machine, so
+each is also given as a multiple of a numpy sort of as many numbers. Memory is the peak of Python and numpy during planning,
+minus their memory before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_BATCHES = 300
 
 
 def synthetic(num_blocks: int) -> Snapshot:
-    """A snapshot of shards that are nowhere, with about `ROWS` rows a row group."""
+    """Return a snapshot of shards that do not exist, with about `ROWS` rows per row group."""
     sizes = np.random.default_rng(0).integers(ROWS // 2, ROWS * 3 // 2, (num_blocks // GROUPS, GROUPS))
     shards = [
         Shard(

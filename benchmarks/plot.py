@@ -1,4 +1,4 @@
-"""The loaders as a picture: tokens a second, and what they take of the trainer's CPU."""
+"""Draws tokens per second and the trainer's CPU of each loader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECONDS_TO_MS_PER_MILLION = 1e9
 
 
 def draw(results: Results, path: Path) -> None:
-    """Writes a PNG; loaders without figures are left out."""
+    """Write a PNG, without the loaders that have no figures."""
     loaders = [loader for loader in reversed(results.by_speed()) if loader.samples]
     picture = Picture(figsize=(11, 1.2 + 0.36 * len(loaders)), dpi=120, layout="constrained")
     left, right = picture.subplots(1, 2, sharey=True)

@@ -1,4 +1,4 @@
-"""Processes: what they use of the CPU, everything below them included, and how they are started and ended."""
+"""Starts and ends processes, and measures their CPU time and memory, with all their descendants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ProcessFailed(Exception):
-    """A process ended otherwise than it should; the message is the last that it said."""
+    """A process failed; the message is its last line of output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,44 +33,44 @@ class Server:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of those below it whose own parent ends, so that their CPU time is not lost."""
+    """Make this process adopt descendants whose parent ends, so that their CPU time is not lost."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of all that ever ran below it, up to now."""
+    """Return the CPU time of a process and of all its descendants until now, in seconds."""
     table = _table()
     return sum(table[each][1] for each in (pid, *_below(pid, table)) if each in table)
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process, and of all that run below it, that is backed by no file."""
+    """Return the anonymous memory of a process and of its descendants, in bytes."""
     total = own_anonymous_bytes(pid)
     for child in _below(pid, _table()):
-        with suppress(FileNotFoundError, ProcessLookupError, ValueError):  # it ended just now
+        with suppress(FileNotFoundError, ProcessLookupError, ValueError):  # the process has just ended
             total += own_anonymous_bytes(child)
     return total
 
 
 def own_anonymous_bytes(pid: int) -> int:
-    """Memory of a process alone that is backed by no file."""
+    """Return the anonymous memory of one process, in bytes."""
     text = Path(f"/proc/{pid}/status").read_text()
     [kilobytes] = re.findall(r"^RssAnon:\s+(\d+) kB", text, re.MULTILINE)
     return int(kilobytes) * 1024
 
 
 def end_below(pid: int) -> None:
-    """Kills all that runs below a process."""
+    """Kill the descendants of a process."""
     for each in _below(pid, _table()):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
 
 
 def run(command: Sequence[str], *, timeout_seconds: float, environment: Mapping[str, str] | None = None) -> str:
-    """Runs a command in a session of its own; what it wrote to stdout.
+    """Run a command in a new session, and return its stdout.
 
-    Raises ProcessFailed: it failed, or did not end in time; then all that it started is ended.
+    Raises ProcessFailed: it failed, or did not end in time. All processes that it started are then killed.
     """
     process = _start(command, environment, subprocess.PIPE)
     try:
@@ -90,9 +90,9 @@ def run(command: Sequence[str], *, timeout_seconds: float, environment: Mapping[
 def serving(
     command: Sequence[str], *, timeout_seconds: float = 120, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """A server that tells its address, as http://... or grpc://..., among the first that it writes to stdout.
+    """Run a server that prints its address, http://... or grpc://..., on stdout when it is ready.
 
-    Raises ProcessFailed: it ended before it did, or did not in time.
+    Raises ProcessFailed: it ended before it printed an address, or took too long.
     """
     with TemporaryFile("w+") as errors, _start(command, environment, errors) as process:
         try:
@@ -121,7 +121,7 @@ def _address(process: subprocess.Popen[str], errors: IO[str], timeout_seconds: f
 
 
 def last_words(errors: str) -> str:
-    """The last line that says what was wrong."""
+    """Return the last line of the error output."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|NotFound)\b", line)]
     return (named or lines or [""])[-1][:300]
@@ -150,13 +150,13 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _table() -> dict[int, tuple[int, float]]:
-    """Every process: its parent, and the CPU seconds of itself and of its children that ended."""
+    """Return, for every process, its parent and the CPU seconds of itself and its ended children."""
     found = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):
                 stat = Path(entry.path, "stat").read_text()
-                # The name, in brackets, may have blanks and brackets in it.
+                # The name, in brackets, may contain blanks and brackets.
                 fields = stat[stat.rindex(")") + 2 :].split()
                 found[int(entry.name)] = int(fields[1]), sum(map(int, fields[11:15])) / _TICKS
     return found

@@ -1,4 +1,4 @@
-"""One of the ratios in a process of its own; started by run.py. The last line that it prints is its rows, as JSON."""
+"""Measures one ratio in a separate process, which run.py starts. The last printed line is its rows, as JSON."""
 
 from __future__ import annotations
 

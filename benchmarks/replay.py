@@ -1,8 +1,8 @@
-"""A static server: sends from memory what a server upstream answered to the same URL before. The most that a client can get.
+"""A static server: replays, from memory, another server's responses to the same URLs. It shows the limit of a client.
 
     python benchmarks/replay.py http://127.0.0.1:8000
 
-An answer that it has not yet it fetches from there. `GET /misses` tells how many those were.
+It fetches a missing response from the server at that address. `GET /misses` returns the number of such responses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Answers:
 
 
 class Connection(asyncio.Protocol):
-    """One request after the other; requests have no body."""
+    """Serve one request after the other; requests have no body."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers

@@ -1,6 +1,6 @@
-"""The results as tables on a terminal, and as a page with what there is to say about them.
+"""Prints the results as tables, and writes them as a page with explanations.
 
-python benchmarks/report.py benchmarks/results.json     writes RESULTS.md and results.png beside it anew
+python benchmarks/report.py benchmarks/results.json     writes RESULTS.md and results.png beside it
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LOADER_HEAD = (
     "spread",
     "shuffle",
 )
-_REASON_WIDTH = 60  # in the table; all of it stands below
+_REASON_WIDTH = 60  # in the table; the whole reason is below it
 _RATIO_HEAD = ("what", "ours", "against", "theirs", "ratio")
 
 
 def terminal(results: Results) -> str:
-    """Both tables, and what failed, for a terminal."""
+    """Return both tables and the failures, for a terminal."""
     parts = [_aligned([_LOADER_HEAD, *map(_loader_row, results.by_speed())])]
     if results.ratios:
         parts.append(_aligned([_RATIO_HEAD, *map(_ratio_row, results.ratios)]))
@@ -37,7 +37,7 @@ def terminal(results: Results) -> str:
 
 
 def page(results: Results, picture: str) -> str:
-    """RESULTS.md."""
+    """Return RESULTS.md."""
     lines = [
         "# Results",
         "",
@@ -48,10 +48,10 @@ def page(results: Results, picture: str) -> str:
         *_markdown([_LOADER_HEAD, *map(_loader_row, results.by_speed())]),
         "",
         " ".join(results.settings),
-        "Figures are medians. CPU is that of the trainer's process and of its loader workers; a server's stands apart. First "
-        "batch is how long it takes to make the loader and get one, all servers running. In brackets is the number of loader "
-        "workers that gave the better figure, where several were tried. Spread is the mean distance in the corpus between "
-        "neighbours in the epoch, 1 in a uniform shuffle.",
+        "Figures are medians. CPU is that of the trainer's process and its loader workers; the server's is separate. First "
+        "batch is the time to create the loader and get a batch, with all servers running. In brackets is the best number of "
+        "loader workers, if several were tried. Spread is the mean distance in the corpus between neighbours in the epoch; it "
+        "is 1 in a uniform shuffle.",
         "",
         f"![tokens a second, and CPU of the trainer]({picture})",
         "",
@@ -96,7 +96,7 @@ def _settings(loaders: Sequence[Loader]) -> list[str]:
 
 
 def _not_first(results: Results) -> list[str]:
-    """A paragraph for each loader that is ahead of Penstock."""
+    """Return a paragraph for each loader that is ahead of Penstock."""
     ours = results.ours()
     if not ours:
         return []
@@ -158,7 +158,7 @@ def _markdown(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def write(results: Results, json_path: Path, page_path: Path) -> None:
-    """The results as JSON, as a picture beside that, and as a page."""
+    """Write the results as JSON, as a picture beside it, and as a page."""
     picture = json_path.with_suffix(".png")
     results.write(json_path)
     draw(results, picture)

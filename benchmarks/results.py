@@ -1,4 +1,4 @@
-"""What a run of the benchmarks found: the figures of each loader, the ratios, the machine; to JSON and back."""
+"""The results of a run: the figures of each loader, the ratios, the machine; to JSON and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """The median of some samples with `num_workers` workers, their least and their most."""
+    """Median, minimum and maximum of the samples with `num_workers` workers."""
 
     median: float
     low: float
@@ -40,7 +40,7 @@ def _median(figure: Figure) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class Loader:
-    """One loader: how it was set up, how its order lies, what it took, and what went wrong."""
+    """One loader: its setup, its order, its samples, and its failures."""
 
     key: str
     name: str
@@ -58,27 +58,27 @@ class Loader:
 
     @property
     def tokens_per_second(self) -> Figure | None:
-        """With the number of workers that gives the most."""
+        """Tokens per second, with the fastest number of workers."""
         return max(self._figures(lambda sample: sample.tokens_per_second), key=_median, default=None)
 
     @property
     def trainer_cpu(self) -> Figure | None:
-        """Seconds per token, with the number of workers that takes the least."""
+        """Seconds of trainer CPU per token, with the cheapest number of workers."""
         return min(self._figures(lambda sample: sample.trainer_cpu), key=_median, default=None)
 
     @property
     def server_cpu(self) -> Figure | None:
-        """Seconds per token, of those that have a server."""
+        """Seconds of server CPU per token, for loaders with a server."""
         return min(self._figures(lambda sample: sample.server_cpu), key=_median, default=None)
 
     @property
     def cpu(self) -> Figure | None:
-        """Seconds per token of trainer and server together, with the number of workers that takes the least."""
+        """Seconds of trainer and server CPU per token, with the cheapest number of workers."""
         return min(self._figures(lambda sample: sample.trainer_cpu + (sample.server_cpu or 0)), key=_median, default=None)
 
     @property
     def first_batch(self) -> Figure | None:
-        """Seconds until the first batch, with the number of workers that takes the least."""
+        """Seconds until the first batch, with the fastest number of workers."""
         return min(self._figures(lambda sample: sample.first_batch_seconds), key=_median, default=None)
 
     def _figures(self, value: Callable[[Sample], float | None]) -> Iterator[Figure]:
@@ -91,7 +91,7 @@ class Loader:
 
 @dataclass(kw_only=True, slots=True)
 class Results:
-    """All of a run. `settings` and `machine` are lines to print; `failures` what could not be measured beside loaders."""
+    """The results of a run. `settings` and `machine` are lines to print; `failures` are those of ratios and planning."""
 
     date: str
     command: str
@@ -103,11 +103,11 @@ class Results:
     failures: list[str] = field(default_factory=list)
 
     def by_speed(self) -> list[Loader]:
-        """The loaders, the fastest first, those without figures last."""
+        """Return the loaders, fastest first, those without figures last."""
         return sorted(self.loaders, key=lambda loader: -(loader.tokens_per_second.median if loader.tokens_per_second else 0))
 
     def ours(self) -> Loader | None:
-        """Penstock, if it was measured."""
+        """Return Penstock, if it was measured."""
         return next((loader for loader in self.loaders if loader.is_ours and loader.samples), None)
 
     def write(self, path: Path) -> None:
@@ -115,7 +115,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """What `write` wrote."""
+        """Return the results that `write` saved."""
         told: dict[str, Any] = json.loads(path.read_text())
         loaders = [
             Loader(**{**loader, "samples": [Sample(**sample) for sample in loader["samples"]]}) for loader in told["loaders"]

@@ -1,9 +1,9 @@
-"""The benchmarks: Penstock beside its peers, and against its own limits. `make bench`, or with QUICK=1 a first impression.
+"""Compares Penstock with its peers and with its own limits: `make bench`, or a short run with `make bench QUICK=1`.
 
     python benchmarks/run.py [--quick] [--peers NAME,NAME] [--no-ratios] [--samples N] [--rounds N] [--seconds S]
 
-A full run, of all loaders and ratios on the usual corpus, writes RESULTS.md, results.json and results.png beside this file; any
-other writes them to work/.
+A full run, with all loaders and ratios on the default corpus, writes RESULTS.md, results.json and results.png beside this
+file. Any other run writes them to work/.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
         machine=machine.describe(),
         settings=[
             f"Batches of 32 x 1,024 tokens as int64 tensors on the CPU, from {num_samples:,} samples in a warm page cache, "
-            f"one trainer; a loop touches nothing but each batch's shape. {rounds} rounds in turn, {seconds:g} seconds each."
+            f"one trainer; a loop reads only each batch's shape. {rounds} rounds in turn, {seconds:g} seconds each."
         ],
     )
     try:
@@ -71,16 +71,18 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small corpus, one round, few peers, nothing installed for it")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small corpus, one round, and only peers that need no installation"
+    )
     parser.add_argument("--peers", type=_names, metavar="NAME,NAME", help=f"only these, of {', '.join(peers.NAMES)}")
-    parser.add_argument("--no-ratios", action="store_true", help="the loaders only")
-    parser.add_argument("--samples", type=int, help="of the corpus that the loaders read")
+    parser.add_argument("--no-ratios", action="store_true", help="measure only the loaders")
+    parser.add_argument("--samples", type=int, help="samples of the loaders' corpus")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, help="for each loader in each round")
-    parser.add_argument("--minutes", type=float, help="that many ranks ask at once")
+    parser.add_argument("--minutes", type=float, help="duration of the measurement with many ranks")
     asked = parser.parse_args()
     if any(value is not None and value <= 0 for value in (asked.rounds, asked.seconds, asked.minutes)):
-        parser.error("--rounds, --seconds and --minutes have to be above 0")
+        parser.error("--rounds, --seconds and --minutes must be > 0")
     return asked
 
 
@@ -116,7 +118,7 @@ def _tell(what: str) -> None:
 
 
 def _end(number: int, _: object) -> None:
-    """Ends as an error does, so that what was started is ended, too."""
+    """Exit as an error does, so that started processes are ended, too."""
     sys.exit(f"ended by {signal.Signals(number).name}")
 
 

@@ -1,4 +1,4 @@
-"""`penstock serve` and `penstock prepare` as processes of their own, as a user runs them."""
+"""`penstock serve` and `penstock prepare` as separate processes, as a user runs them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _PENSTOCK = [sys.executable, "-m", "penstock"]
 
 
 def serve_command(data_dir: Path, cache_dir: Path) -> list[str]:
-    """`penstock serve` on any free port."""
+    """Return the command `penstock serve` on a free port."""
     return [*_PENSTOCK, "serve", str(data_dir), "--cache-dir", str(cache_dir), "--poll-seconds", "0", "--port", "0"]
 
 
 def penstock(
     data_dir: Path, cache_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
 ) -> AbstractContextManager[Server]:
-    """A server on a folder of datasets, with these variables beside those of this process."""
+    """Run a server on a folder of datasets, with additional environment variables."""
     return serving([*serve_command(data_dir, cache_dir), *flags], environment=environment)
 
 
 def prepare(data_dir: Path, cache_dir: Path, *flags: str) -> None:
-    """Fills the cache, and counts. Raises ProcessFailed: it could not."""
+    """Fill the cache and count tokens. Raises ProcessFailed: `penstock prepare` failed."""
     run([*_PENSTOCK, "prepare", str(data_dir), "--cache-dir", str(cache_dir), *flags], timeout_seconds=1800)

@@ -1,4 +1,4 @@
-"""What `tokenizers` takes for the texts of a dataset, and nothing else; a process of its own, so that its allocator is chosen.
+"""Times `tokenizers` alone on the texts of a dataset. It is a separate process, so that its allocator can be chosen.
 
 python benchmarks/tokenizers_alone.py FOLDER DATASET     prints {"seconds": ..., "tokens": ...}
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-_TEXTS = 1_000  # encoded in one call
+_TEXTS = 1_000  # texts per call
 
 
 def main(folder: Path, dataset: str) -> None:

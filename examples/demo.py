@@ -1,8 +1,8 @@
-"""The main job end to end: a generated corpus, a server, a trainer; the server is killed, the trainer stopped and resumed.
+"""Trains from a server that is killed, with a trainer that is stopped and resumed, on a generated corpus.
 
     make demo        or        python examples/demo.py [--out DIR] [--steps N]
 
-At the end every batch the trainer saw is fetched again from the server and compared. The last line is `demo: {json}`.
+At the end, the demo fetches every batch again and compares it with the trainer's batch. The last line is `demo: {json}`.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from matplotlib import pyplot
 
 PENSTOCK = [sys.executable, "-m", "penstock"]
 DATASET, BATCH_SIZE, SEQ_LEN, SEED = "stories", 16, 128, 7
-PREFETCH_BYTES = 400_000  # eight batches: half a second of training, so that the outage is felt and not hidden
+PREFETCH_BYTES = 400_000  # eight batches: with half a second of training, prefetching cannot hide the outage
 OUTAGE_SECONDS = 1.0
-MARK = ".penstock-demo"  # in folders that a demo wrote, and may remove
+MARK = ".penstock-demo"  # a file in each folder that the demo wrote and may remove
 
 
 class Demo:
@@ -49,9 +49,9 @@ class Demo:
         self.trainer: subprocess.Popen[bytes] | None = None
 
     def run(self) -> dict[str, Any]:
-        """Everything in turn. Returns the figures of the last line."""
+        """Run all stages in turn, and return the figures of the last line."""
         if self.out.exists() and not (self.out / MARK).exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise SystemExit(f"demo: {self.out} is or holds something else, which it would remove; name a folder with --out")
+            raise SystemExit(f"demo: {self.out} was not written by a demo; name another folder with --out")
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir(parents=True)
         (self.out / MARK).touch()
@@ -59,7 +59,7 @@ class Demo:
         subprocess.run([*PENSTOCK, "sample", self.out / "data"], check=True)
         self.start_server()
 
-        say(f"training a tiny GPT for {self.steps} steps, in a process of its own")
+        say(f"training a tiny GPT for {self.steps} steps, in another process")
         self.start_trainer()
         killed_at = self.wait_for_step(self.steps // 3)
         say(f"killing the server with SIGKILL at step {killed_at}")
@@ -68,7 +68,7 @@ class Demo:
         self.start_server()
 
         self.wait_for_step(self.steps * 2 // 3)
-        say("stopping the trainer; it saves a checkpoint in mid-epoch")
+        say("stopping the trainer; it saves a checkpoint within the epoch")
         self.stop_trainer()
         resumed_at = len(self.lines())
         say(f"starting the trainer again: it resumes at step {resumed_at}")
@@ -76,7 +76,7 @@ class Demo:
         if self.trainer is None or self.trainer.wait() != 0:
             raise SystemExit("demo: the trainer failed; see its message above")
 
-        say("comparing every batch the model saw with what the server says of it")
+        say("fetching every batch again, and comparing it with the one that the model saw")
         figures = self.check() | {"server_kills": 1, "resumed_at_step": resumed_at}
         self.plot(killed_at, resumed_at)
         return figures
@@ -84,7 +84,7 @@ class Demo:
     def start_server(self) -> None:
         command = [*PENSTOCK, "serve", str(self.out / "data"), "--port", str(self.port)]
         command += ["--cache-dir", str(self.out / "cache")]
-        # A session of its own: Ctrl-C reaches this process alone, which then stops the others.
+        # In a new session, Ctrl-C reaches this process alone, which then stops the others.
         with (self.out / "server.log").open("ab") as log:
             self.server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + 60
@@ -120,17 +120,17 @@ class Demo:
     def wait_for_step(self, step: int) -> int:
         while (reached := len(self.lines())) < step:
             if self.trainer is None or self.trainer.poll() is not None:
-                raise SystemExit("demo: the trainer ended before its time; see its message above")
+                raise SystemExit("demo: the trainer ended too early; see its message above")
             time.sleep(0.05)
         return reached
 
     def lines(self) -> list[dict[str, Any]]:
-        """What the trainer logged, a line a step; a line that is still being written does not count."""
+        """Return the lines of the trainer's log, one per step, without an incomplete last line."""
         text = self.log.read_text() if self.log.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def check(self) -> dict[str, Any]:
-        """Compares the trainer's log with the server: each batch once, none missing, each as the server gives it now."""
+        """Compare the trainer's log with the server: each batch occurs once, none is missing, and none has changed."""
         lines = self.lines()
         seen = Counter((line["epoch"], line["batch"]) for line in lines)
         query: dict[str, str | int] = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "seed": SEED}
@@ -146,7 +146,7 @@ class Demo:
                     rows.update((source["shard"], source["row_group"], source["row"]) for source in sample["sources"])
         repeated, lost = sum(seen.values()) - len(seen), len(expected - set(seen))
         say(f"{len(lines)} batches: {repeated} repeated, {lost} lost, {changed} changed; {len(rows):,} rows seen, "
-            f"none more often than {max(rows.values())} time(s)")  # fmt: skip
+            f"each at most {max(rows.values())} time(s)")  # fmt: skip
         if repeated or lost or changed or (self.steps <= per_epoch and max(rows.values()) > 1):
             raise SystemExit("demo: the trainer did not see each batch exactly once")
         runs = [last for last, line in zip(lines, [*lines[1:], {"tokens": 0}], strict=True) if line["tokens"] < last["tokens"]]
@@ -174,7 +174,7 @@ class Demo:
         say(f"the loss curve is in {self.out / 'loss.png'}")
 
     def stop(self) -> None:
-        """Stops what was started."""
+        """End the processes that still run."""
         for process in (self.trainer, self.server):
             if process and process.poll() is None:
                 process.kill()
@@ -182,7 +182,7 @@ class Demo:
 
 
 def say(text: str) -> None:
-    clear = "\r\033[K" if sys.stdout.isatty() else ""  # the trainer's bar may be on the line
+    clear = "\r\033[K" if sys.stdout.isatty() else ""  # clears the trainer's progress bar
     print(f"{clear}demo: {text}", flush=True)
 
 
@@ -194,7 +194,7 @@ def main() -> None:
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, not {args.steps}")
     demo = Demo(args.out, args.steps)
-    for ending in (signal.SIGTERM, signal.SIGHUP):  # the terminal is closed: the others must end, too
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # if the terminal closes, the other processes must end, too
         signal.signal(ending, lambda number, _: sys.exit(128 + number))
     try:
         figures = demo.run()

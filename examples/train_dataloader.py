@@ -2,8 +2,8 @@
 
     python examples/train_dataloader.py http://localhost:8000 stories --workers 2 --checkpoint gpt-workers.pt
 
-Workers are for what you do to batches yourself: the dataset fetches ahead in a thread of its own. The order is the same for
-any number of workers. Started again with the same checkpoint and workers it goes on at the very next batch.
+Use workers only for your own work on batches: the dataset prefetches in a thread. The order is the same for any number of
+workers. If the checkpoint exists, training continues with the next batch. The number of workers must be the same.
 """
 
 import argparse
@@ -21,8 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     data = RemoteDataset(args.server, args.dataset, batch_size=16, seq_len=128, seed=7)
 
-    # batch_size=None: batches come ready-made. Torch's own DataLoader takes the same arguments, but cannot tell where its
-    # workers are: with them, only this one can save its place.
+    # batch_size=None: batches are complete. torch's DataLoader takes the same arguments, but does not know the positions of its
+    # workers: with workers, only this loader can save a state.
     loader = StatefulDataLoader(data, batch_size=None, num_workers=args.workers, pin_memory=torch.cuda.is_available())
 
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", help="address of the server, http://host:port")
-    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("dataset", help="name of the dataset on the server")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
     parser.add_argument(
         "--checkpoint", type=Path, default=Path("gpt-workers.pt"), help="load it if it exists; save to it at the end"

@@ -1,8 +1,8 @@
-"""Trains a small GPT on several GPUs, or CPU processes: DistributedDataParallel under torchrun.
+"""Trains a small GPT on several GPUs or CPU processes, with DistributedDataParallel under torchrun.
 
     torchrun --nproc-per-node=2 examples/train_ddp.py http://localhost:8000 stories --checkpoint gpt-ddp.pt
 
-Started again with the same checkpoint it goes on at the very next sample, also on another number of ranks.
+If the checkpoint exists, training continues with the next sample, also on another number of ranks.
 """
 
 import argparse
@@ -22,10 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # otherwise each rank's pinned memory would need a context on the first GPU, too
+        torch.cuda.set_device(device)  # otherwise pinned memory would open a context on the first GPU in each rank
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
-    # Rank and world size come from the process group. A DistributedSampler would leave batches out: these are this rank's own.
+    # Rank and world size come from the process group. The dataset has only this rank's batches: use no DistributedSampler.
     data = RemoteDataset(args.server, args.dataset, batch_size=16, seq_len=128, seed=7)
 
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         saved = torch.load(args.checkpoint, map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        data.load_state_dict(saved["data"])  # the same for all ranks: a place in the order of samples, which they share
+        data.load_state_dict(saved["data"])  # the same for all ranks: a position in their common order of samples
         step = saved["step"]
 
     def save() -> None:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parallel = DistributedDataParallel(model)
     while step < args.steps:
-        for batch in data:  # every rank has the same number of batches, so none waits for another at the end
+        for batch in data:  # all ranks have the same number of batches, so none waits at the end
             loss = parallel(batch["input_ids"].to(device), batch["labels"].to(device))
             optimizer.zero_grad()
             loss.backward()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", help="address of the server, http://host:port")
-    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("dataset", help="name of the dataset on the server")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
     parser.add_argument("--checkpoint", type=Path, default=Path("gpt-ddp.pt"), help="load it if it exists; save to it")
     parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints; one is saved at the end, too")

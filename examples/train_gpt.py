@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py http://localhost:8000 --steps 300 --checkpoint gpt.pt
 
-Started again with the same checkpoint it goes on at the very next batch, in mid-epoch. Ctrl-C or SIGTERM saves and stops.
+If the checkpoint exists, training continues with the next batch, also within an epoch. Ctrl-C or SIGTERM saves and stops.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv: torch.Tensor = self.qkv(self.norm1(x))
         q, k, v = (t.view(*t.shape[:2], self.num_heads, -1).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
-        # Padding comes last in a line, so the causal mask already hides it from every token.
+        # Padding is at the end of a sample, so the causal mask already hides it from every token.
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         mixed: torch.Tensor = x + self.mlp(self.norm2(x))
@@ -51,7 +51,7 @@ class TinyGPT(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.tokens(input_ids) + self.positions.weight[: input_ids.shape[1]]
         x = self.norm(self.blocks(x))
-        # The label of a position is the next token. Lines of padding and prompts have label -100 and count for nothing.
+        # The target of a position is the next token. Padding and prompts have the label -100, which the loss ignores.
         logits = x[:, :-1] @ self.tokens.weight.T * x.shape[-1] ** -0.5
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
@@ -61,7 +61,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.checkpoint and not args.checkpoint.parent.is_dir():
-        raise SystemExit(f"there is no folder {args.checkpoint.parent} to save a checkpoint in")
+        raise SystemExit(f"--checkpoint: the folder {args.checkpoint.parent} does not exist")
     dataset = args.dataset or first_dataset(args.server)
     data = RemoteDataset(
         args.server, dataset, batch_size=args.batch_size, seq_len=args.seq_len, seed=7, prefetch_bytes=args.prefetch_bytes
@@ -75,9 +75,9 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         data.load_state_dict(saved["data"])
         step = saved["step"]
-        say(f"resumed at step {step:,}: epoch {data.epoch}, {len(data):,} batches of it left")
+        say(f"resumed at step {step:,}: {len(data):,} batches are left of epoch {data.epoch}")
         if step >= args.steps:
-            say(f"nothing to do: --steps is {args.steps:,}")
+            say(f"the checkpoint has reached --steps {args.steps:,} already")
             return
 
     def save() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
 
     def stop(*_: object) -> None:
         nonlocal stopping
-        if stopping:  # asked twice: it is waiting for a server that is away
+        if stopping:  # the second signal: the loop may be waiting for a server that is down
             raise KeyboardInterrupt
         stopping = True
 
@@ -136,12 +136,12 @@ def first_dataset(server: str) -> str:
 
 def vocab_size_of(data: RemoteDataset) -> int:
     if data.vocab_size is None:
-        raise SystemExit(f"{data.dataset} does not say how many token ids there are: set vocab_size in its penstock.toml")
+        raise SystemExit(f"{data.dataset} has no known vocabulary size: set vocab_size in its penstock.toml")
     return data.vocab_size
 
 
 def save_checkpoint(state: dict[str, Any], path: Path) -> None:
-    """Written beside the old one and then put in its place: a kill in the midst of that leaves the old one."""
+    """Write a checkpoint and rename it, so that a kill while it is written leaves the old one intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.new")
     torch.save(state, written)
@@ -153,7 +153,7 @@ def say(text: str) -> None:
 
 
 def fingerprint(batch: dict[str, torch.Tensor]) -> str:
-    """What the model saw, in 16 hex digits, to compare with what the server says of the same batch."""
+    """Return a hash of a batch as 16 hex digits, to compare it with the same batch fetched again."""
     content = b"".join(batch[name].numpy().tobytes() for name in ("input_ids", "labels"))
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
@@ -161,13 +161,13 @@ def fingerprint(batch: dict[str, torch.Tensor]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", help="address of the server, http://host:port")
-    parser.add_argument("dataset", nargs="?", help="its name on the server (default: the first one)")
+    parser.add_argument("dataset", nargs="?", help="name of the dataset (default: the first one on the server)")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--checkpoint", type=Path, help="load it if it exists; save to it at the end and as --save-every says")
+    parser.add_argument("--checkpoint", type=Path, help="load it if it exists; save to it at the end, and as --save-every says")
     parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints")
-    parser.add_argument("--log", type=Path, help="append a line of JSON a step")
+    parser.add_argument("--log", type=Path, help="append one line of JSON per step")
     parser.add_argument("--prefetch-bytes", type=int, default=64 << 20)
     return parser.parse_args()
 

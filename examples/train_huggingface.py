@@ -2,7 +2,7 @@
 
     python examples/train_huggingface.py http://localhost:8000 stories --out llama
 
-Started again with the same folder it goes on from the last checkpoint in it, at the very next batch.
+If the folder has a checkpoint, training continues from the last one, with the next batch.
 """
 
 import argparse
@@ -28,10 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save_steps=args.save_steps,
         logging_steps=10,
         report_to="none",
-        use_cpu=not torch.cuda.is_available(),  # unless it is said, Trainer makes no process group of CPUs
+        use_cpu=not torch.cuda.is_available(),  # without it, Trainer makes no process group of CPUs
     )
     data = RemoteDataset(args.server, args.dataset, batch_size=training.train_batch_size, seq_len=128, seed=7)
-    # A plain Trainer would shard the batches a second time and, resuming, fetch all those that it has seen.
+    # A plain Trainer would shard the batches again, and would resume by fetching all batches that it has seen.
     trainer = RemoteTrainer(model=small_llama(data), args=training, train_dataset=data)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if args.out.is_dir() else None)
 
@@ -54,7 +54,7 @@ def small_llama(data: RemoteDataset) -> LlamaForCausalLM:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", help="address of the server, http://host:port")
-    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("dataset", help="name of the dataset on the server")
     parser.add_argument("--epochs", type=float, default=1, help="how long to train; 0.2 is a fifth of an epoch")
     parser.add_argument("--out", type=Path, default=Path("llama"), help="folder for checkpoints")
     parser.add_argument("--save-steps", type=int, default=500, help="steps between checkpoints")

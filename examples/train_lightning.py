@@ -2,7 +2,7 @@
 
     python examples/train_lightning.py http://localhost:8000 stories --devices 2 --checkpoint gpt.ckpt
 
-Started again with the same checkpoint, on as many devices, it goes on at the very next batch.
+If the checkpoint exists, training continues with the next batch. The number of devices must be the same.
 """
 
 import argparse
@@ -24,12 +24,12 @@ class Data(lightning.LightningDataModule):
         self.server, self.dataset = server, dataset
 
     def setup(self, stage: str) -> None:  # noqa: ARG002
-        # Here, and not where Trainer is made: Lightning starts the other ranks in between, and a dataset made before would
-        # take each process for the only one.
+        # Create the loader here: Lightning starts the other ranks after the Trainer is made, and an earlier dataset would not
+        # know its rank.
         self.data = RemoteDataLoader(self.server, self.dataset, batch_size=16, seq_len=128, seed=7)
 
     def train_dataloader(self) -> RemoteDataLoader:
-        return self.data  # as it is: Lightning saves its state and shards nothing that is no DataLoader
+        return self.data  # without a DataLoader: Lightning saves its state, and does not shard it
 
 
 class Model(lightning.LightningModule):
@@ -48,7 +48,7 @@ class Model(lightning.LightningModule):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    # The newest is kept, under the one name. A checkpoint that is written after fit() would count its last epoch as done.
+    # Keep only the newest checkpoint, under one name. One saved after fit() would count the last epoch as finished.
     saver = ModelCheckpoint(
         args.checkpoint.parent,
         filename=args.checkpoint.stem,
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", help="address of the server, http://host:port")
-    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("dataset", help="name of the dataset on the server")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
-    parser.add_argument("--devices", type=int, default=1, help="GPUs, or CPU processes where there is none")
+    parser.add_argument("--devices", type=int, default=1, help="number of GPUs, or of CPU processes without a GPU")
     parser.add_argument("--checkpoint", type=Path, default=Path("gpt.ckpt"), help="load it if it exists; save to it")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     return parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""Trains a small GPT with its layers split over ranks, and each such group on batches of its own: a mesh under torchrun.
+"""Trains a small GPT with tensor parallelism within groups of ranks, and data parallelism between groups, under torchrun.
 
     torchrun --nproc-per-node=4 examples/train_tensor_parallel.py http://localhost:8000 stories --tensor-parallel 2
 
-The ranks of one group work on the same batch, so they ask for the batches of one data-parallel rank. For pipeline or context
-parallelism it is the same: `rank` and `world_size` are those of the data dimension alone.
+The ranks of one group work on the same batch, so they request the batches of one data-parallel rank. The same holds for
+pipeline and context parallelism: `rank` and `world_size` are those of the data dimension.
 """
 
 import argparse
@@ -24,14 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # otherwise each rank's pinned memory would need a context on the first GPU, too
+        torch.cuda.set_device(device)  # otherwise pinned memory would open a context on the first GPU in each rank
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if dist.get_world_size() % args.tensor_parallel:
         raise SystemExit(f"{dist.get_world_size()} ranks cannot be split into groups of {args.tensor_parallel}.")
     shape = (dist.get_world_size() // args.tensor_parallel, args.tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
 
-    # Without rank and world_size each process would get another batch, and a layer would be multiplied with halves of two.
+    # Without rank and world_size, the ranks of a group would get different batches, and a layer would mix them.
     data = RemoteDataset(
         args.server,
         args.dataset,
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", help="address of the server, http://host:port")
-    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("dataset", help="name of the dataset on the server")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tensor-parallel", type=int, default=2, help="ranks that share a layer")
     return parser.parse_args(arguments)

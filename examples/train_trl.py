@@ -2,9 +2,9 @@
 
     python examples/train_trl.py http://localhost:8000 chats --model FOLDER --out lora
 
-`chats` are rows with the column messages, of which what the assistant says has loss. --model names a folder with a pretrained
-model of transformers and its tokenizer, the one that the server tokenizes with. Started again with the same folder it goes on
-from the last checkpoint in it, at the very next batch. Needs trl and peft.
+The rows of `chats` have the column messages; the assistant's messages have loss. --model names a folder with a pretrained
+model of transformers and its tokenizer, which the server must use, too. If the folder --out has a checkpoint, training
+continues from the last one, with the next batch. Needs trl and peft.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from penstock.huggingface import RemoteTrainer
 
 
 class ShownOneRow(SFTTrainer):
-    """TRL's trainers prepare a dataset of the library `datasets`, and refuse others: this one is shown a row of such a one."""
+    """An SFTTrainer that is shown one row of the library `datasets`, since TRL refuses other datasets."""
 
     def __init__(self, *args: Any, train_dataset: RemoteDataset, eval_dataset: Any = None, **options: Any) -> None:
         row = Dataset.from_list([{"input_ids": [0], "labels": [0]}])
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save_steps=args.save_steps,
         logging_steps=10,
         report_to="none",
-        dataset_kwargs={"skip_prepare_dataset": True},  # of rows that the server has tokenized there is nothing to prepare
+        dataset_kwargs={"skip_prepare_dataset": True},  # the server has tokenized the rows
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         use_cpu=not torch.cuda.is_available(),
     )
@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", help="address of the server, http://host:port")
-    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("dataset", help="name of the dataset on the server")
     parser.add_argument("--model", type=Path, required=True, help="folder of the model to fine-tune, and of its tokenizer")
     parser.add_argument("--batch-size", type=int, default=8, help="packed samples in a batch of one device")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a packed sample")
-    parser.add_argument("--learning-rate", type=float, default=2e-4, help="of LoRA")
+    parser.add_argument("--learning-rate", type=float, default=2e-4, help="learning rate of LoRA")
     parser.add_argument("--epochs", type=float, default=1, help="how long to train; 0.2 is a fifth of an epoch")
     parser.add_argument("--out", type=Path, default=Path("lora"), help="folder for checkpoints")
     parser.add_argument("--save-steps", type=int, default=500, help="steps between checkpoints")

@@ -488,7 +488,7 @@ def test_image_serves_a_sample_only_if_the_data_folder_is_empty(tmp_path: Path) 
         folder.chmod(mode)
         hidden = start()
         assert (hidden.returncode, hidden.stdout) == (2, "")
-        assert hidden.stderr == f"{folder} cannot be read by user {os.getuid()}: mend its permissions\n"
+        assert hidden.stderr == f"{folder} cannot be read by user {os.getuid()}: correct its permissions\n"
         folder.chmod(0o755)
     (data / "deep").mkdir()
     (data / "deep" / "lines.jsonl").touch()
