@@ -14,7 +14,6 @@ from penstock.batch import IGNORED
 from penstock.distributed import Worker
 from penstock.errors import PenstockError, SpecError
 from penstock.http import MAX_BUFFER
-from penstock.numbers import plain
 from penstock.prefetch import Prefetch
 from penstock.tensors import ALL, CPU, Batch, Item, Side, as_tensor, kind_of, received_arrays
 from penstock.text import counted
@@ -36,17 +35,13 @@ def check_device(device: str | int | torch.device | None) -> torch.device | None
     """
     if device is None:
         return None
-    number = plain(device)
-    name = f"cuda:{number}" if isinstance(number, int) else device
     try:
-        chosen = torch.device(name)
+        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError):
         chosen = None
     if chosen is None or chosen.type not in ("cpu", "cuda"):
         raise SpecError(f"device must be 'cpu', or a GPU such as 'cuda' or 'cuda:1', not {device!r}", ("device",))
-    # torch truncates large device numbers to others: compare the names, too.
-    is_there = (chosen.index or 0) < torch.cuda.device_count() and str(chosen) == str(name)
-    if chosen.type == "cuda" and not is_there:
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise SpecError(
             f"device={device!r}, but torch sees {counted(torch.cuda.device_count(), 'GPU')} here. Install a torch with CUDA, "
             f"check CUDA_VISIBLE_DEVICES, or leave device out: batches then lie in host memory.",

@@ -9,8 +9,7 @@ import atexit
 import os
 import signal
 import sys
-
-_NOT_WRITTEN = 120  # Python's own status if stdout cannot be flushed
+from contextlib import suppress
 
 
 class ExitWithoutTeardown:
@@ -27,10 +26,8 @@ class ExitWithoutTeardown:
 
     def _exit(self) -> None:
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with suppress(OSError, ValueError):
                 stream.flush()
-            except (OSError, ValueError):
-                self.status = self.status or _NOT_WRITTEN
         os._exit(self.status)
 
 

@@ -175,13 +175,7 @@ class RemoteTrainer(Trainer):
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
         if not self.args.remove_unused_columns:
             return batch
-        taken = {name: value for name, value in batch.items() if name in self._taken}
-        if not taken:
-            raise SpecError(
-                f"{type(self.model).__name__} takes none of {', '.join(batch)}. For preference pairs set "
-                "remove_unused_columns=False and override compute_loss, as examples/train_dpo.py does."
-            )
-        return taken
+        return {name: value for name, value in batch.items() if name in self._taken}
 
 
 class _StateCallback(TrainerCallback):

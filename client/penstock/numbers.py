@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from math import inf
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -40,7 +39,4 @@ def check_amount(name: str, value: object) -> float:
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     if not is_number or not number >= 0:
         raise SpecError(f"{name} must be >= 0, not {value!r}", (name,))
-    try:
-        return float(number)
-    except OverflowError:
-        return inf
+    return float(number)

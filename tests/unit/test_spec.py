@@ -74,7 +74,6 @@ def test_check_amount_refuses_other_types_and_negative_values(amount: object) ->
     for found in (0, 0.0, 1e9, math.inf, np.int64(3), np.float32(0.5), torch.tensor(3)):
         kept = check_amount("some", found)
         assert (type(kept), kept) == (float, found)
-    assert check_amount("some", 10**400) == math.inf
     with pytest.raises(SpecError, match=f"some must be >= 0, not {amount!r}"):
         check_amount("some", amount)
 

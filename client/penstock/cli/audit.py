@@ -14,10 +14,10 @@ from penstock.audit.compare import Comparison, Differing, compare, num_missing_b
 from penstock.audit.report import Report, as_json, audit
 from penstock.audit.text import lines_of
 from penstock.cli.connection import greet, parse_address, set_run
-from penstock.cli.output import tell
+from penstock.cli.output import report as show
 from penstock.errors import LedgerError, PenstockError, ServerUnavailable, SpecError
 from penstock.ledger.file import find_ledgers
-from penstock.text import counted, printable
+from penstock.text import counted
 
 _SPOT_CHECK = 100
 
@@ -72,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         silence = error
     num_left_out = num_missing_batches(report) - len(rows) if rows else 0
     if arguments.json:
-        tell(json.dumps(_as_json(report, comparison, rows, num_left_out), indent=2))
+        show(json.dumps(_as_json(report, comparison, rows, num_left_out), indent=2))
     else:
         for line in (*lines_of(report), *_compared(comparison), *_shown(rows, num_left_out)):
-            tell(printable(line))
+            show(line)
     if silence:
         raise ServerUnavailable(f"the report lacks what a server would say: {silence}")
     return 0 if report.is_proven else 1

@@ -189,8 +189,8 @@ def text_of(pieces: Sequence[Piece], columns: int, *, has_styles: bool) -> Text:
     num_shown = max(2, columns // _MIN_PIECE_COLUMNS) if columns else len(pieces)
     num_first = len(pieces) if len(pieces) <= num_shown else -(-num_shown // 2)
     last = pieces[max(num_first, len(pieces) - num_shown // 2) :]
-    shares = _shares([len(piece.text) for piece in (*pieces[:num_first], *last)], columns)
-    for number, (piece, share) in enumerate(zip((*pieces[:num_first], *last), shares, strict=True)):
+    share = columns // max(1, num_first + len(last))
+    for number, piece in enumerate((*pieces[:num_first], *last)):
         if number == num_first:
             text.append(f" [… {counted(len(pieces) - num_first - len(last), 'more turn')} …] ", "yellow")
         marks = ("", "") if piece.in_loss or has_styles else ("⟦", "⟧")
@@ -198,15 +198,6 @@ def text_of(pieces: Sequence[Piece], columns: int, *, has_styles: bool) -> Text:
         append_abridged(text, piece.text, share, "" if piece.in_loss else "dim")
         text.append(marks[1])
     return text
-
-
-def _shares(lengths: Sequence[int], columns: int) -> list[int]:
-    """Divide columns among texts of these lengths: what a short one leaves goes to longer ones."""
-    shares, left = [0] * len(lengths), columns
-    for place, index in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
-        shares[index] = left // (len(lengths) - place)
-        left -= min(shares[index], lengths[index])
-    return shares
 
 
 def append_abridged(text: Text, addition: str, columns: int, style: str = "") -> None:

@@ -57,16 +57,8 @@ def allow_closed_pipe() -> Iterator[None]:
         _discard_stdout()
 
 
-def tell(text: str) -> None:
-    """Print a line before the exit status; if the reader has closed the pipe, the command continues."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        _discard_stdout()
-
-
 def report(text: str) -> None:
-    """Print progress of a command that continues even if the pipe is closed or the disk is full."""
+    """Print lines of a command that continues even if the pipe is closed or the disk is full."""
     try:
         print(printable_lines(text), flush=True)
     except OSError:
