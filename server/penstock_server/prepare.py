@@ -40,7 +40,7 @@ def prepare(opened: OpenSnapshot, seq_lens: list[int]) -> Iterator[str]:
     opened.blocks.quarantine.check()
     index.rows.make(lambda _: None)  # cheap: follows from the lengths
     missing = _fill(opened)
-    has_failed = bool(missing) and (_num_fitting(opened, missing) > 0 or cache.budget_bytes < cache.configured_bytes)
+    has_failed = bool(missing) and (_num_fitting(opened, missing) > 0 or cache.room_bytes < cache.budget_bytes)
     reason = f": {_why_missing(opened, missing)}, or each use decodes the others" if missing else ""
     num_stored, num_blocks = snapshot.num_blocks - len(missing), counted(snapshot.num_blocks, "block")
     yield f"{name}: {num_stored:,} of {num_blocks} {'is' if snapshot.num_blocks == 1 else 'are'} in the cache{reason}"
@@ -85,7 +85,7 @@ def _missing(opened: OpenSnapshot) -> list[int]:
 def _num_fitting(opened: OpenSnapshot, missing: list[int]) -> int:
     """Return the number of these blocks that fit into the cache: beyond its budget they would evict each other."""
     needed, cache = np.cumsum(opened.index.bytes_per_block()[missing]), opened.blocks.cache
-    return int(np.searchsorted(needed, cache.budget_bytes - cache.used_bytes, side="right"))
+    return int(np.searchsorted(needed, cache.room_bytes - cache.used_bytes, side="right"))
 
 
 def _why_missing(opened: OpenSnapshot, missing: list[int]) -> str:
@@ -93,7 +93,7 @@ def _why_missing(opened: OpenSnapshot, missing: list[int]) -> str:
     if _num_fitting(opened, missing):
         return "some could not be stored there, for the reason above. Fix that"
     cache = opened.blocks.cache
-    return f"its budget, {cache.budget_bytes:,} bytes, is full. {cache.remedy}"
+    return f"its budget, {cache.room_bytes:,} bytes, is full. {cache.remedy}"
 
 
 @contextmanager

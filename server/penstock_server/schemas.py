@@ -59,7 +59,7 @@ class CacheInfo(TypedDict):
     used_bytes: int
     """Bytes of the cached blocks."""
     budget_bytes: int
-    """Bytes that the cache may take now: less than `configured_bytes` while the disk is full."""
+    """Bytes that the cache has room for now: less than `configured_bytes` if the disk is full."""
     configured_bytes: int
     """Bytes that the operator allows."""
     failure: str | None

@@ -44,8 +44,7 @@ _UNFINISHED = f"{_SUFFIX}{TEMPORARY}"
 _LOCK_FILE = ".lock"
 _COUNT = struct.Struct("<q")
 _KNOWN_FILES = 1 << 18  # files with a verified seal, some 60 bytes each: a terabyte of blocks
-_LOOK_SECONDS = 30.0  # interval of checks for free space after a full disk lowered the budget
-_SPARE = 32  # eviction frees a 32nd of the budget at once, since it scans all files to find the oldest
+_SPARE = 32  # eviction frees a 32nd at once, since it scans all files to find the oldest
 
 
 @dataclass(slots=True)
@@ -69,19 +68,17 @@ class CacheFolder:
         self._sound = Sound(_KNOWN_FILES)
         self._threads = threading.Lock()
         self._warnings = Seldom()
-        self._look_at: float | None = None  # time of the next check whether the budget can rise again
         with self._locked() as used:
             used.bytes = self._recount()
             free = shutil.disk_usage(folder).free
             self.budget_bytes = (free + used.bytes) // 2 if budget_bytes is None else budget_bytes
-            self.configured_bytes = self.budget_bytes  # a full disk lowers budget_bytes for a time
             if used.bytes > self.budget_bytes:
                 self._evict(used, self.budget_bytes)
 
     @property
     def remedy(self) -> str:
-        """Advice for a folder without room: its budget may be small, or lowered by a full disk."""
-        return "Raise --cache-bytes" if self.room_bytes == self.configured_bytes else "Free disk space"
+        """Advice for a folder without room."""
+        return "Raise --cache-bytes" if self.room_bytes == self.budget_bytes else "Free disk space"
 
     @property
     def room_bytes(self) -> int:
@@ -149,8 +146,6 @@ class CacheFolder:
         Raises OSError: the folder can no longer be written to.
         """
         nbytes = sum(map(len, pieces)) + SEAL_BYTES
-        if self._look_at is not None and time.monotonic() >= self._look_at:
-            self._grow()
         if nbytes > self.budget_bytes:
             return False
         path = self._path(name)
@@ -174,7 +169,15 @@ class CacheFolder:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 self.failure = error.strerror or str(error)
                 raise
-            self._shrink(error)
+            if self._warnings.is_due():
+                log.warning(
+                    "%s: %s; older blocks are removed to make room. Jobs go on; blocks that do not fit are decoded each time "
+                    "they are needed. Free disk space, or name another folder with --cache-dir.",
+                    self.folder,
+                    error.strerror,
+                )
+            with suppress(OSError), self._locked() as used:
+                self._evict(used, used.bytes - nbytes - used.bytes // _SPARE)
             return False
 
     def _reserve(self, temporary: Path, nbytes: int) -> bool:
@@ -211,28 +214,6 @@ class CacheFolder:
             size = _size(path)
             path.unlink(missing_ok=True)
             used.bytes -= size
-
-    def _shrink(self, error: OSError) -> None:
-        """Lowers the budget to the bytes in use after the disk filled up; jobs go on with fewer cached blocks."""
-        self.budget_bytes = min(self.budget_bytes, self.used_bytes)
-        self._look_at = time.monotonic() + _LOOK_SECONDS
-        if self._warnings.is_due():
-            log.warning(
-                "%s: %s; the budget of the block cache is lowered to %s bytes. Jobs go on; blocks that do not fit are decoded "
-                "each time they are needed. Free disk space, or name another folder with --cache-dir.",
-                self.folder,
-                error.strerror,
-                f"{self.budget_bytes:,}",
-            )
-
-    def _grow(self) -> None:
-        """Raises the budget again, by half of the free space, up to the configured budget."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # an operator who freed the disk may have removed it
-        room = self.used_bytes + shutil.disk_usage(self.folder).free // 2
-        self.budget_bytes = max(self.budget_bytes, min(self.configured_bytes, room))
-        self._look_at = time.monotonic() + _LOOK_SECONDS if self.budget_bytes < self.configured_bytes else None
-        if self._look_at is None:
-            log.warning("%s has room again; the budget of the block cache is %s bytes", self.folder, f"{self.budget_bytes:,}")
 
     def _evict(self, used: _Used, target_bytes: int) -> None:
         """Removes the least recently used files until at most `target_bytes` are in use."""

@@ -98,7 +98,8 @@ class Maps:
     def _map(self, key: str, content: pa.Buffer | None) -> Block | None:
         if content is None:
             return None
-        _expect_few(content)
+        if content.size:  # otherwise the kernel reads up to megabytes around each row, and evicts pages that others need
+            _advise(content.address, content.size, mmap.MADV_RANDOM)
         try:
             block = Block.of(pa.ipc.open_stream(content).read_next_batch())
         except MemoryError:
@@ -165,12 +166,6 @@ class Waits:
         yield
         if _num_waits() - before >= _MANY_WAITS:
             self._num_to_advise = _ADVISED_COPIES
-
-
-def _expect_few(content: pa.Buffer) -> None:
-    """Advises random access: otherwise the kernel reads up to megabytes around each row, and evicts pages that others need."""
-    if content.size:
-        _advise(content.address, content.size, mmap.MADV_RANDOM)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:

@@ -137,7 +137,6 @@ class RowsOnDemand:
         self._decoding: dict[str, Future[None]] = {}  # by the name of the row group
         self._idle = threading.Condition()
         self.num_requests = 0  # requests that wait for rows
-        self._relief: threading.Thread | None = None  # the thread that makes room while requests wait
         self._requests = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="penstock-rows")
         self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-decode")
 
@@ -158,18 +157,13 @@ class RowsOnDemand:
 
         Gives way to requests before each small part. Raises what RowGroupReader raises.
         """
-        try:
-            self._give_way()
-            name = reader.names.of(address.index)
+        self._give_way()
+        name = reader.names.of(address.index)
+        decoded = self._find(name)
+        if decoded is None and self._has_room(int(reader.snapshot.bytes_per_block[address.index])):
+            self._decode_group(reader, [_Request(address, np.zeros(0, np.int64))], "all")
             decoded = self._find(name)
-            if decoded is None and self._has_room(int(reader.snapshot.bytes_per_block[address.index])):
-                self._decode_group(reader, [_Request(address, np.zeros(0, np.int64))], "all")
-                decoded = self._find(name)
-            return self._complete(reader, decoded, gives_way=True) if decoded else None
-        finally:
-            with self._idle:
-                if self._relief is threading.current_thread():
-                    self._relief = None
+        return self._complete(reader, decoded, gives_way=True) if decoded else None
 
     def close(self) -> None:
         """Cancels the requests that have not started."""
@@ -177,13 +171,9 @@ class RowsOnDemand:
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
     def _give_way(self) -> None:
-        """Waits while requests wait for rows. If decoded rows fill their budget, one thread goes on to make room."""
-        thread = threading.current_thread()
+        """Waits while requests wait for rows, unless decoded rows fill their budget: completing blocks makes room."""
         with self._idle:
-            while self.num_requests:
-                if self.held_bytes >= _PRESSED * self.budget_bytes and self._relief in (None, thread):
-                    self._relief = thread
-                    return
+            while self.num_requests and self.held_bytes < _PRESSED * self.budget_bytes:
                 self._idle.wait(0.1)
 
     def _serve(self, reader: RowGroupReader, requests: list[_Request], split: str) -> None:

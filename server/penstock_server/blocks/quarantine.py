@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from penstock.urls import dataset_path
 from penstock_server.blocks.block import Block
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import BadRow, DatasetInvalid, ShardUnreadable
-from penstock_server.recipes.infer import way_without
 
 log = logging.getLogger("penstock.quarantine")
 
 _LISTED_ROWS = 100_000  # with reasons; further rows are only counted
-_LISTED_FOOTERS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +36,7 @@ class Quarantined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadGroup:
-    """A row group that cannot be read, or that has bad rows according to its footer."""
+    """A row group that cannot be read."""
 
     shard: str
     """The name of the Parquet file."""
@@ -125,21 +120,9 @@ class Quarantine:
             return [row for index in sorted(self._rows) for row in self._rows[index]]
 
     def groups(self) -> list[BadGroup]:
-        """Returns unreadable row groups, and up to a thousand whose footers count more bad rows than are listed."""
+        """Returns the unreadable row groups."""
         with self._lock:
-            groups = dict(self._groups)
-            listed = Counter((row.shard, row.row_group) for rows in self._rows.values() for row in rows)
-        for group in islice(self._known_by_footers(listed), _LISTED_FOOTERS):
-            groups.setdefault((group.shard, group.row_group), group)
-        return [groups[key] for key in sorted(groups)]
-
-    def _known_by_footers(self, listed: Counter[tuple[str, int]]) -> Iterator[BadGroup]:
-        columns = " or ".join(self._snapshot.recipe.token_columns)
-        for shard in self._snapshot.shards if self._num_in_footers else ():
-            for number, (nulls, num_rows) in enumerate(zip(shard.null_rows, shard.rows_per_group, strict=True)):
-                if nulls > listed[shard.path.name, number]:
-                    reason = f"{nulls:,} of its {num_rows:,} rows are null in {columns}; it is not read yet"
-                    yield BadGroup(shard=shard.path.name, row_group=number, reason=reason)
+            return [self._groups[key] for key in sorted(self._groups)]
 
     def check_block(self, block: Block, index: int) -> None:
         """Raises BadRow: block `index` has a bad row, and on_bad_row is "fail"."""
@@ -148,20 +131,13 @@ class Quarantine:
 
     def bad_row(self, block: Block, index: int, row: int) -> BadRow:
         """Returns the error for an unusable row of block `index`."""
-        address, recipe, reason = self._snapshot.block(index), self._snapshot.recipe, block.bad[row]
+        address, reason = self._snapshot.block(index), block.bad[row]
         number = address.first_row + int(block.stored_rows[row])
         place = f"row {number} of row group {address.row_group} in {address.shard.path.name}"
-        recipe_file = self._snapshot.folder / "penstock.toml"
-        remedy = f"Correct the shard, or the recipe in {recipe_file}."  # if no neighbour could replace the row
-        if block.has_good:
-            limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.has_too_many else ""
-            remedy = (
-                f'Correct the shard, or set on_bad_row = "replace"{limit} in {recipe_file} to serve a neighbour in place of '
-                f"each: no other batch changes, so a run can go on."
-            )
-        if recipe.calls_missing(reason) and recipe.filter_of_missing:
-            remedy += f" Before a run begins, such rows can be left out by {recipe.filter_of_missing}."
-        remedy += way_without(reason, recipe.masks, recipe.fields[0][1].text)
+        remedy = (
+            f'Correct the shard or {self._snapshot.folder / "penstock.toml"}; or set on_bad_row = "replace" there, to serve a '
+            f"neighbour in place of each, up to max_bad_share of the rows: no other batch changes, so a run can go on."
+        )
         return BadRow(
             f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there cannot be "
             f"used. {remedy}"

@@ -64,8 +64,8 @@ def describe_dataset(opened: OpenSnapshot) -> DatasetInfo:
         },
         "cache": {
             "used_bytes": cache.used_bytes,
-            "budget_bytes": cache.budget_bytes,
-            "configured_bytes": cache.configured_bytes,
+            "budget_bytes": cache.room_bytes,
+            "configured_bytes": cache.budget_bytes,
             "failure": cache.failure,
         },
         "columns": snapshot.recipe.encoded_columns,

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from penstock_server.files import is_there
-from penstock_server.problems import MORE_THREADS, IndexFailed, IndexNotReady, OutOfMemory, Problem, lacks_threads
+from penstock_server.problems import IndexFailed, IndexNotReady, OutOfMemory, Problem
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class Counting(Generic[T]):
             seconds_left = max(1, math.ceil((time.monotonic() - self._began_at) * (self.total - done) / done))
         progress = f"{done:,} of {self.total:,} blocks are done ({done / max(self.total, 1):.0%})"
         # The time comes first: a terminal truncates long lines.
-        left = f"about {_duration(seconds_left)} left, " if seconds_left else ""
+        left = f"about {timedelta(seconds=seconds_left)} left, " if seconds_left else ""
         raise IndexNotReady(
             f"{left}{self._what} are being counted: {progress}. This happens once.", done, self.total, seconds_left
         )
@@ -126,18 +127,9 @@ class Counting(Generic[T]):
         except MemoryError as error:
             failure = OutOfMemory(f"to count {self._what}", error, "write smaller row groups")
         except Exception as error:
-            if lacks_threads(error):
-                failure = OutOfMemory(f"to count {self._what}", error, MORE_THREADS)
-            else:
-                log.exception("%s cannot be counted", self._what)
-                failure = IndexFailed(f"{self._what} cannot be counted because of a fault in penstock: {error!r}.")
+            log.exception("%s cannot be counted", self._what)
+            failure = IndexFailed(f"{self._what} cannot be counted because of a fault in penstock: {error!r}.")
         self._failure = (failure, time.monotonic() + _FAILURE_SECONDS)
-
-
-def _duration(seconds: int) -> str:
-    if seconds < 120:
-        return f"{seconds} s"
-    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
 
 
 @contextmanager

@@ -55,11 +55,6 @@ class ShardLengths:
     words: npt.NDArray[np.uint32]
     prompts: npt.NDArray[np.uint32]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the per-row arrays."""
-        return self.words.nbytes + self.prompts.nbytes
-
 
 class Counts(NamedTuple):
     """Counts per block, shape [num_blocks] each. `rows` includes bad rows, which have no tokens."""
@@ -193,7 +188,7 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
                     shard = known[number] or _count_shard(
                         snapshot, number, paths[number], islice(loaded, len(indices)), advance
                     )
-                    if shard.nbytes <= _SMALL_BYTES:
+                    if shard.words.nbytes + shard.prompts.nbytes <= _SMALL_BYTES:
                         shard = replace(shard, words=shard.words.copy(), prompts=shard.prompts.copy())
                     shards.append(in_use.setdefault(paths[number], shard))
                     advance(indices.stop)

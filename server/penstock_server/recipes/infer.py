@@ -185,19 +185,6 @@ def mask_of(name: str) -> str | None:
     return next((role for role in MASKS if name in MASKS[role] or name.endswith(f"_{role}")), None)
 
 
-def way_without(reason: str, masks: Fields, ids: str) -> str:
-    """Return advice to disable the mask that makes a row with these `ids` bad; "" if no mask is the cause."""
-    for role, source in masks:
-        if reason.startswith((f"{source.text} is ", f"{source.text} has ")):
-            answers = f' If they are answers, set prompt = "{ids}" and response = "{source.text}".'
-            is_other = role == "labels" and " values for " in reason
-            return (
-                f" If no mask is meant, {role} = false does without, before a run begins: it makes another snapshot."
-                f"{answers if is_other else ''}"
-            )
-    return ""
-
-
 def check_tools(source: Field, schema: pa.Schema) -> None:
     """Check that a field can hold tool definitions. Raises FieldError: it is missing, or has an unsuitable type."""
     if not _may_be_tools(type_ := source.type(schema)):

@@ -146,11 +146,6 @@ class Recipe:
         kept = [f"({self.filter.text})"] if self.filter else []
         return f"filter = {json.dumps(' and '.join([*kept, *terms]), ensure_ascii=False)}" if terms else ""
 
-    def calls_missing(self, reason: str) -> bool:
-        """Return whether a row is bad because a value that its tokens are made of is missing or empty."""
-        names = ("", *(f"{source.text} " for _, source in self.fields))
-        return reason.startswith(tuple(f"{name}is {what}" for name in names for what in ("null", "empty")))
-
     @property
     def selecting_columns(self) -> list[str]:
         """Return the top-level stored columns that decide whether the filter keeps a row, and its split."""

@@ -64,7 +64,7 @@ def run(
         ).start()
     begin_log(logs_changes=greet)
     if ready:
-        ready(catalog.store.cache.configured_bytes)
+        ready(catalog.store.cache.budget_bytes)
     else:
         # After shutdown, uvicorn raises the stop signal again, and this process ends. A KeyboardInterrupt would first wait for
         # threads, and one may decode for minutes, or hang forever on a failed disk.

@@ -136,9 +136,9 @@ def test_global_shuffle_needs_room_for_all_datasets_of_a_mixture(catalog: Catalo
     for member in plan.members:
         member.index.lengths.make(lambda _: None)
     needed = sum(int(member.index.bytes_per_block().sum()) for member in plan.members)
-    cache.budget_bytes, cache.configured_bytes = 0, needed
+    cache.budget_bytes = needed
     check_room(plan)
-    cache.configured_bytes = needed - 1
+    cache.budget_bytes = needed - 1
     with pytest.raises(BadParameter, match=f"takes about {needed:,} bytes there, and the budget is {needed - 1:,}"):
         check_room(plan)
     check_room(catalog.plan("a", Spec(batch_size=10, mix="a:1,b:1")))
@@ -177,7 +177,7 @@ def test_advice_names_a_smaller_window_when_it_fits(
 ) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[rows_per_group] * 100]})
     cache = plan.members[0].blocks.cache
-    cache.budget_bytes = cache.configured_bytes = budget_mib << 20
+    cache.budget_bytes = budget_mib << 20
     assert [sentence.partition("for nearly every batch. ")[2] for sentence in advice_on_run(plan)] == told
 
 
@@ -185,7 +185,7 @@ def test_advice_names_a_smaller_window_when_it_fits(
 def test_advice_names_a_full_or_failing_cache_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: str) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[1000] * 10]}, shuffle=shuffle)
     cache = plan.members[0].blocks.cache
-    cache.budget_bytes = cache.configured_bytes = 1 << 30
+    cache.budget_bytes = 1 << 30
     assert [*advice_on_run(plan)] == []
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: Mock(free=0))

@@ -136,6 +136,6 @@ def test_room_is_estimated_from_a_few_blocks_before_counting(kind: str, open_all
     assert not member.index.lengths.is_ready
     assert 0.95 < needed / stored(whole) < 1.05
     check_room(plan)
-    member.blocks.cache.configured_bytes = stored(whole) * 85 // 100
+    member.blocks.cache.budget_bytes = stored(whole) * 85 // 100
     with pytest.raises(BadParameter, match=f"takes about {needed:,} bytes there"):
         check_room(plan)
