@@ -17,7 +17,11 @@ described = with_config(ConfigDict(use_attribute_docstrings=True))  # a docstrin
 
 
 @described
-class SplitInfo(TypedDict):
+class _Schema(TypedDict):
+    pass
+
+
+class SplitInfo(_Schema):
     """Size of one split of a dataset."""
 
     rows: int
@@ -28,8 +32,7 @@ class SplitInfo(TypedDict):
     """Those of these rows that cannot be used."""
 
 
-@described
-class IndexInfo(TypedDict):
+class IndexInfo(_Schema):
     """Progress of the token counts."""
 
     blocks_done: int
@@ -38,8 +41,7 @@ class IndexInfo(TypedDict):
     """Blocks to count."""
 
 
-@described
-class BadRowsInfo(TypedDict):
+class BadRowsInfo(_Schema):
     """Rows that cannot be used. The URL /quarantine lists them."""
 
     known: int
@@ -52,8 +54,7 @@ class BadRowsInfo(TypedDict):
     """Row groups that could not be read."""
 
 
-@described
-class CacheInfo(TypedDict):
+class CacheInfo(_Schema):
     """The block cache on disk, shared by all datasets."""
 
     used_bytes: int
@@ -66,8 +67,7 @@ class CacheInfo(TypedDict):
     """Why the last block could not be stored; null if it was stored, or did not fit the budget."""
 
 
-@described
-class SnapshotInfo(TypedDict):
+class SnapshotInfo(_Schema):
     """A snapshot that jobs can use."""
 
     snapshot: str
@@ -78,8 +78,7 @@ class SnapshotInfo(TypedDict):
     """Number of rows."""
 
 
-@described
-class DatasetInfo(TypedDict):
+class DatasetInfo(_Schema):
     """A dataset at its latest snapshot."""
 
     name: str
@@ -131,8 +130,7 @@ class DatasetInfo(TypedDict):
     """Why new data cannot be served; null without an error. Only in the response for a single dataset."""
 
 
-@described
-class MixtureInfo(TypedDict):
+class MixtureInfo(_Schema):
     """A mixture declared by a folder."""
 
     name: str
@@ -145,8 +143,7 @@ class MixtureInfo(TypedDict):
     """The datasets in the mixture."""
 
 
-@described
-class RefusedInfo(TypedDict):
+class RefusedInfo(_Schema):
     """A dataset or mixture that cannot be served."""
 
     name: str
@@ -155,8 +152,7 @@ class RefusedInfo(TypedDict):
     """The reason, and what to do."""
 
 
-@described
-class DatasetsInfo(TypedDict):
+class DatasetsInfo(_Schema):
     """Everything in the data folder."""
 
     datasets: list[DatasetInfo]
@@ -167,8 +163,7 @@ class DatasetsInfo(TypedDict):
     """Datasets and mixtures that cannot be served."""
 
 
-@described
-class TensorInfo(TypedDict):
+class TensorInfo(_Schema):
     """A tensor of a batch on the wire."""
 
     name: str
@@ -179,8 +174,7 @@ class TensorInfo(TypedDict):
     """The dimensions; null for a width that differs between batches."""
 
 
-@described
-class SpecInfo(TypedDict):
+class SpecInfo(_Schema):
     """A resolved spec."""
 
     snapshot: str
@@ -203,8 +197,7 @@ class SpecInfo(TypedDict):
     """Every parameter of the spec with its value."""
 
 
-@described
-class TurnInfo(TypedDict):
+class TurnInfo(_Schema):
     """A turn of a row, or the part of it in a sample: a prompt, a response, or a message of a chat."""
 
     in_loss: bool
@@ -215,8 +208,7 @@ class TurnInfo(TypedDict):
     """The decoded text. Missing without a tokenizer."""
 
 
-@described
-class RowInfo(TypedDict):
+class RowInfo(_Schema):
     """A row. A preference pair has the fields about tokens twice: `chosen_tokens`, `rejected_tokens` and so on."""
 
     row: int
@@ -247,8 +239,7 @@ class RowInfo(TypedDict):
     """Values of the passthrough columns."""
 
 
-@described
-class OccurrenceInfo(TypedDict):
+class OccurrenceInfo(_Schema):
     """A line of a batch that holds a row or a part of it."""
 
     epoch: int
@@ -261,8 +252,7 @@ class OccurrenceInfo(TypedDict):
     """The line of the batch."""
 
 
-@described
-class RowScheduleInfo(TypedDict):
+class RowScheduleInfo(_Schema):
     """When an epoch shows a row."""
 
     occurrences: list[OccurrenceInfo]
@@ -270,8 +260,7 @@ class RowScheduleInfo(TypedDict):
     epoch through the dataset, or fewer."""
 
 
-@described
-class QuarantineInfo(TypedDict):
+class QuarantineInfo(_Schema):
     """Bad rows and row groups of a dataset."""
 
     num_bad_rows: int
@@ -286,8 +275,7 @@ class QuarantineInfo(TypedDict):
     """Row groups that could not be read."""
 
 
-@described
-class SampleSources(TypedDict):
+class SampleSources(_Schema):
     """Rows that make up one sample of a batch."""
 
     index: int
@@ -296,8 +284,7 @@ class SampleSources(TypedDict):
     """The rows, or parts of rows, in order."""
 
 
-@described
-class ProvenanceInfo(TypedDict):
+class ProvenanceInfo(_Schema):
     """Rows that make up a batch."""
 
     step: int
@@ -308,8 +295,7 @@ class ProvenanceInfo(TypedDict):
     """The lines of the batch."""
 
 
-@described
-class SampleInfo(TypedDict):
+class SampleInfo(_Schema):
     """A sample of a batch, without padding.
 
     A preference pair has the fields about tokens twice: `chosen_input_ids`, `rejected_input_ids` and so on. A field is missing
@@ -350,8 +336,7 @@ class SampleInfo(TypedDict):
     """Values of the passthrough columns."""
 
 
-@described
-class BatchInfo(TypedDict):
+class BatchInfo(_Schema):
     """A batch as text for people."""
 
     dataset: str
@@ -376,8 +361,7 @@ class BatchInfo(TypedDict):
     """The lines of the batch."""
 
 
-@described
-class MeasureInfo(TypedDict):
+class MeasureInfo(_Schema):
     """A measure of the order, and its range in an exact uniform shuffle."""
 
     value: float
@@ -394,8 +378,7 @@ class MeasureInfo(TypedDict):
     """Whether `value` is in the range from `low` to `high`."""
 
 
-@described
-class MeasuresInfo(TypedDict):
+class MeasuresInfo(_Schema):
     """Measures of an order."""
 
     neighbour_distance_p1: NotRequired[MeasureInfo]
@@ -419,8 +402,7 @@ class MeasuresInfo(TypedDict):
     """Samples to move until each rank sees the same share of every part of the source. Missing with one rank."""
 
 
-@described
-class SampledInfo(TypedDict):
+class SampledInfo(_Schema):
     """How much of the epoch was measured."""
 
     samples: int
@@ -434,8 +416,7 @@ class SampledInfo(TypedDict):
     """Samples of the epoch."""
 
 
-@described
-class ShuffleReportInfo(TypedDict):
+class ShuffleReportInfo(_Schema):
     """How well the order of an epoch mixes the source."""
 
     dataset: str
@@ -452,8 +433,7 @@ class ShuffleReportInfo(TypedDict):
     """Every parameter of the spec with its value."""
 
 
-@described
-class HealthInfo(TypedDict):
+class HealthInfo(_Schema):
     """A process that is alive."""
 
     status: str
@@ -466,8 +446,7 @@ class HealthInfo(TypedDict):
     """The server's clock, in seconds since 1970."""
 
 
-@described
-class ReadyInfo(TypedDict):
+class ReadyInfo(_Schema):
     """A server that is ready."""
 
     status: str
@@ -478,8 +457,7 @@ class ReadyInfo(TypedDict):
     """Number of datasets that cannot be served."""
 
 
-@described
-class ProblemInfo(TypedDict):
+class ProblemInfo(_Schema):
     """An error as problem+json (RFC 9457)."""
 
     type: str
