@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable
 
@@ -23,10 +22,9 @@ def open_data(settings: Settings) -> Catalog:
     try:
         cache = CacheFolder(settings.cache_dir, settings.cache_bytes)
     except OSError as error:
-        remedy = "Give it to that user, or name" if error.errno in (errno.EACCES, errno.EPERM) else "Name"
         raise SettingsError(
-            f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. {remedy} another "
-            f"with --cache-dir."
+            f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. Name another with "
+            f"--cache-dir."
         ) from error
     store = BlockStore(cache, settings.num_decoders, settings.max_decoded_bytes)
     return open_catalog(settings.data_dir, settings.tokenizer, store)

@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,7 @@ class Settings:
             problems.append("no data folder is given: name it after the command, or set PENSTOCK_DATA_DIR")
         for name in ("data_dir", "tokenizer", "cache_dir"):
             if name in values:
-                try:
-                    values[name] = Path(values[name]).expanduser()
-                except RuntimeError:
-                    problems.append(
-                        f"{values[name]}: there is no such home. Name another folder with --{name.replace('_', '-')}"
-                    )
+                values[name] = Path(values[name]).expanduser()
         for name, (parse, wanted) in _NUMBERS.items():
             if name in given:
                 values[name] = parse(given[name])
@@ -105,24 +99,14 @@ class Settings:
         return max(1, min(num_cores(), affordable) // self.processes)
 
 
-_UNITS = {"": 1} | {f"{letter}{b}": 1000**power for power, letter in enumerate("KMGT", 1) for b in ("", "B")}
-
-
 def byte_count(text: str) -> int | None:
     """Parse a number of bytes such as 500000000 or 200GB; None if the text is invalid."""
-    return _number(text, _UNITS)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", text.strip(), re.IGNORECASE | re.ASCII)
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else None
 
 
 def _whole_number(text: str, least: int, most: int) -> int | None:
-    number = _number(text, {"": 1})
-    return number if number is not None and least <= number <= most else None
-
-
-def _number(text: str, units: Mapping[str, int]) -> int | None:
-    found = re.fullmatch(r"(\d+)(?:\.(\d+))? *([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII)
-    if not found or found[3].upper() not in units or (found[2] and not found[3]):
-        return None
-    return int(Decimal(f"{found[1]}.{found[2] or 0}") * units[found[3].upper()])
+    return int(text) if text.isdecimal() and least <= int(text) <= most else None
 
 
 def _seconds(text: str) -> float | None:

@@ -1,34 +1,21 @@
-import pwd
 import re
 from dataclasses import fields
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from penstock_server.settings import Settings, SettingsError
 
 
-def test_a_flag_wins_over_the_environment_and_both_over_the_default() -> None:
+def test_flag_wins_over_the_environment() -> None:
     environment = {"PENSTOCK_DATA_DIR": "/env", "PENSTOCK_PORT": "1", "PENSTOCK_TOKENIZER": "", "HOME": "/home/me"}
     settings = Settings.read({"port": "2", "data_dir": None}, environment)
     assert (settings.data_dir, settings.port, settings.host, settings.tokenizer) == (Path("/env"), 2, "127.0.0.1", None)
 
 
-def test_the_address_that_kubernetes_puts_in_place_of_the_port_is_passed_over() -> None:
+def test_address_of_kubernetes_is_not_a_port() -> None:
     """In each pod beside a service that is called penstock."""
     assert Settings.read({"data_dir": "d"}, {"PENSTOCK_PORT": "tcp://10.96.0.1:8000"}).port == 8000
-
-
-def test_who_has_no_home_names_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
-    with pytest.raises(
-        SettingsError, match=r"^~/\.cache/penstock: there is no such home\. Name another folder with --cache-dir$"
-    ):
-        Settings.read({"data_dir": "d"}, {})
-    assert Settings.read({"data_dir": "d", "cache_dir": "/c"}, {}).cache_dir == Path("/c")
 
 
 @pytest.mark.parametrize(
@@ -44,12 +31,12 @@ def test_who_has_no_home_names_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -
         ("7k", 7000),
     ],
 )
-def test_a_budget_may_have_a_unit(text: str, nbytes: int) -> None:
+def test_byte_count_may_have_a_unit(text: str, nbytes: int) -> None:
     assert Settings.read({"data_dir": "d", "cache_bytes": text}, {}).cache_bytes == nbytes
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("0.5", 0.5), ("60", 60.0)])
-def test_how_often_to_look_is_a_number_of_seconds(text: str, seconds: float) -> None:
+def test_poll_seconds_may_be_a_fraction(text: str, seconds: float) -> None:
     assert Settings.read({"data_dir": "d", "poll_seconds": text}, {}).poll_seconds == seconds
 
 
@@ -61,7 +48,6 @@ def test_how_often_to_look_is_a_number_of_seconds(text: str, seconds: float) -> 
         ({"data_dir": "d", "port": "70000"}, "--port must be a whole number"),
         ({"data_dir": "d", "cache_bytes": "a lot"}, "--cache-bytes must be a number such as 500000000 or 200GB"),
         ({"data_dir": "d", "inflight_bytes": "-1"}, "--inflight-bytes must be a number such as 500000000 or 200GB, not '-1'"),
-        ({"data_dir": "d", "inflight_bytes": "1.5"}, "--inflight-bytes must be a number such as 500000000 or 200GB, not '1.5'"),
         ({"data_dir": "d", "processes": "0"}, "--processes must be a whole number from 1 to 256, not '0'"),
         ({"data_dir": "d", "processes": "all"}, "--processes must be a whole number"),
         ({"data_dir": "d", "poll_seconds": "often"}, "--poll-seconds must be a number such as 30, or 0 for never, not 'often'"),
@@ -71,12 +57,12 @@ def test_how_often_to_look_is_a_number_of_seconds(text: str, seconds: float) -> 
         ({"port": "x", "cache_bytes": "-1"}, "no data folder(.|\n)*--port must be(.|\n)*--cache-bytes must be"),
     ],
 )
-def test_a_wrong_setting_is_named(flags: dict[str, str], message: str) -> None:
+def test_invalid_setting_is_named(flags: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Settings.read(flags, {})
 
 
-def test_a_wrong_variable_is_named() -> None:
+def test_invalid_variable_is_named() -> None:
     with pytest.raises(SettingsError, match="^PENSTOCK_POLL_SECONDS must be a number such as 30, or 0 for never, not 'often'$"):
         Settings.read({"data_dir": "d", "poll_seconds": None}, {"PENSTOCK_POLL_SECONDS": "often"})
 
@@ -84,7 +70,7 @@ def test_a_wrong_variable_is_named() -> None:
 COMPOSE = (Path(__file__).parents[2] / "docker-compose.yml").read_text()
 
 
-def test_docker_compose_hands_on_every_option() -> None:
+def test_docker_compose_passes_every_option() -> None:
     names = {f.name for f in fields(Settings)} - {"data_dir", "cache_dir"}  # which are volumes
     assert {name for name in names - {"published"} if f"${{PENSTOCK_{name.upper()}:-" not in COMPOSE} == set()
     assert "PENSTOCK_PUBLISHED: ${PENSTOCK_HOST:-127.0.0.1}:${PENSTOCK_PORT:-8000}" in COMPOSE
