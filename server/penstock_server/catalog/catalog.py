@@ -21,7 +21,6 @@ from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.dataset import Change, DatasetLoader, DatasetState, OpenSnapshot
 from penstock_server.catalog.history import drop_old_notes
 from penstock_server.catalog.scan import SETTLED_SECONDS, Scan, scan_folders
-from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.files import may_be_there
 from penstock_server.index.index import drop_old_counts
 from penstock_server.problems import BadParameter, Busy, DatasetInvalid, DatasetUnavailable, UnknownDataset
@@ -78,7 +77,6 @@ class Catalog:
         self.store = store
         self._data_dir, self._tokenizer = data_dir, tokenizer
         self._names = _Names()
-        self._specs = SpecResolver()
         self._loading = threading.Lock()
 
     @property
@@ -121,12 +119,14 @@ class Catalog:
             raise DatasetUnavailable(
                 f"snapshot {spec.snapshot} cannot be served now: {invalid} Runs on it wait, and continue after that is fixed."
             ) from invalid
-        spec = self._specs.resolve(spec, [opened.snapshot for opened in snapshots])
+        has_files = any(opened.snapshot.split_rule == "files" for opened in snapshots)
+        fingerprints = _JOINT.join(opened.snapshot.fingerprint for opened in snapshots)
+        spec = _resolved(spec, fingerprints, spec.split or ("train" if has_files else "all"))
         return make_plan(name, tuple(opened.member(spec) for opened in snapshots), spec)
 
     def may_block(self, name: str, spec: Spec) -> bool:
         """Return whether `plan` may wait for a poll: the spec names no snapshot, or one that this server does not know."""
-        _, names, fingerprints = self._specs.members(name, spec, self._names.mixtures.get(name))
+        _, names, fingerprints = self._members(name, spec)
         datasets = self._names.datasets
         pairs = zip(names, fingerprints, strict=False)
         return any(name in datasets and datasets[name].state.is_behind(fingerprint) for name, fingerprint in pairs)
@@ -167,10 +167,6 @@ class Catalog:
             loader = self._loader_of_folder(name, scan.folders[name])
             try:
                 return loader.refresh(scan.shards[name])
-            except DatasetInvalid as invalid:
-                opened = loader.state.opened
-                served = f"\nUntil then snapshot {opened.snapshot.fingerprint} is served." if opened else ""
-                raise DatasetInvalid(f"{invalid}{served}") from invalid
             finally:
                 self._names = self._names.followed_by(scan, [loader])
 
@@ -215,9 +211,8 @@ class Catalog:
         """Return the spec with the mix of this name filled in, and its snapshots."""
         if name in self._names.refused:  # the name may be a mixture whose datasets are unknown
             self._loader(name)  # raises the reason
-        declared = self._names.mixtures.get(name)
-        spec, names, fingerprints = self._specs.members(name, spec, declared)
-        if name not in names and not declared:
+        spec, names, fingerprints = self._members(name, spec)
+        if name not in names and name not in self._names.mixtures:
             raise BadParameter(f"mix={spec.mix} leaves out {name}, the dataset in the URL. Use one of {', '.join(names)}.")
         if len(fingerprints) != len(names):
             raise BadParameter(
@@ -230,6 +225,15 @@ class Catalog:
                 f"stopping_strategy={spec.stopping_strategy} is for mixtures, but {name} is not a mixture. Give a mix."
             )
         return spec, snapshots
+
+    def _members(self, name: str, spec: Spec) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
+        """Return the spec with the name's mix filled in, its datasets, and their snapshots, None for the latest."""
+        if (declared := self._names.mixtures.get(name)) and spec.mix is None:
+            strategy = spec.stopping_strategy or declared.stopping_strategy
+            spec = replace(spec, mix=str(declared.mix), stopping_strategy=strategy)
+        mix = spec.mixed()
+        names = mix.datasets if mix else (name,)
+        return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
 
     def _open_snapshot(self, name: str, fingerprint: str | None) -> OpenSnapshot:
         loader = self._loader(name)
@@ -293,24 +297,15 @@ class Catalog:
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
     """Return the opened catalog of a folder.
 
-    Raises DatasetInvalid: the folder cannot be read, the tokenizer file is invalid, or see Catalog.open.
+    Raises DatasetInvalid: the tokenizer file is invalid, or see Catalog.open.
     """
-    try:
-        next(data_dir.iterdir(), None)
-    except OSError as error:
-        raise DatasetInvalid(
-            f"the data folder {data_dir} cannot be read: {error.strerror}. Name a folder that holds Parquet files, or folders "
-            f"of them."
-        ) from error
     if tokenizer:
         load_tokenizer(tokenizer)  # report a wrong flag once, not once per dataset
-    cache = store.cache
-    with suppress(OSError):  # the cache folder cannot be listed now
-        drop_old_counts(cache.folder, time.time())
     catalog = Catalog(data_dir, tokenizer, store)
     catalog.open()
     with suppress(OSError):  # last: a served dataset may have been missing for long, or the clock was wrong
-        drop_old_notes(cache.folder, time.time())
+        drop_old_counts(store.cache.folder, time.time())
+        drop_old_notes(store.cache.folder, time.time())
     return catalog
 
 
@@ -350,34 +345,9 @@ def read_mixture(name: str, folder: Path, datasets: Collection[str]) -> Declared
     return DeclaredMixture(name, folder, mix, spec.stopping_strategy or "first_exhausted")
 
 
-class SpecResolver:
-    """Resolves specs. Recent results are cached: to check a spec anew takes as long as to find its plan."""
-
-    def __init__(self) -> None:
-        self._mixed, self._resolved = lru_cache(_CACHED_SPECS)(_mixed), lru_cache(_CACHED_SPECS)(_resolved)
-
-    def members(
-        self, name: str, spec: Spec, declared: DeclaredMixture | None
-    ) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
-        """Return the spec with the name's mix filled in, its datasets, and their snapshots, None for the latest."""
-        if declared and spec.mix is None:
-            spec = self._mixed(spec, str(declared.mix), declared.stopping_strategy)
-        mix = spec.mixed()
-        names = mix.datasets if mix else (name,)
-        return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
-
-    def resolve(self, spec: Spec, snapshots: Sequence[Snapshot]) -> Spec:
-        """Return the spec with every parameter resolved against these snapshots, in the order of the datasets' names."""
-        has_files = any(snapshot.split_rule == "files" for snapshot in snapshots)
-        split = spec.split or ("train" if has_files else "all")
-        return self._resolved(spec, _JOINT.join(snapshot.fingerprint for snapshot in snapshots), split)
-
-
-def _mixed(spec: Spec, mix: str, stopping_strategy: StoppingStrategy) -> Spec:
-    return replace(spec, mix=mix, stopping_strategy=spec.stopping_strategy or stopping_strategy)
-
-
+@lru_cache(_CACHED_SPECS)
 def _resolved(spec: Spec, snapshot: str, split: Split) -> Spec:
+    """Return the spec with every parameter resolved."""
     mix = spec.mixed()
     return replace(
         spec,

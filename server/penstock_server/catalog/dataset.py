@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.spec import Spec
-from penstock.text import counted
 from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
@@ -220,13 +219,10 @@ class Change:
 
     def __str__(self) -> str:
         """Return the change as a log message."""
-        counts = {"added": self.added, "removed": self.removed, "rewritten": self.rewritten}
-        parts = [f"{counted(number, 'shard')} {how}" for how, number in counts.items() if number]
-        parts += ["recipe changed"] * self.recipe
-        snapshot = f"snapshot {self.snapshot}"
-        if self.previous:
-            snapshot += f" follows {self.previous}" if self.changed else " stays"
-        return f"{', '.join(parts) or 'nothing changed'}; {snapshot}"
+        return (
+            f"snapshot {self.snapshot} follows {self.previous or 'none'}; shards: {self.added} added, {self.removed} removed, "
+            f"{self.rewritten} rewritten; recipe {'changed' if self.recipe else 'unchanged'}"
+        )
 
 
 class DatasetLoader:

@@ -18,7 +18,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.batch import IGNORED
 from penstock.text import counted
 from penstock_server.catalog.history import read_note, write_note
 from penstock_server.catalog.scan import FileStat, FolderState, is_settled, state_of_folder
@@ -186,24 +185,19 @@ def _check_ids(snapshot: Snapshot) -> None:
         low, high = shard.token_range or (0, 0)
         if low >= 0 and high < bound:
             continue
-        remedy = "set the right vocab_size" if high >= bound else 'set on_bad_row = "replace"'
-        padding = f" If {IGNORED} is padding, cut it off with a transform." if low == IGNORED else ""
-        columns = " or ".join(map(repr, recipe.token_columns))
         raise DatasetInvalid(
-            f"{shard.path}: column {columns} holds token ids from {low:,} to {high:,}; ids must be >= 0 and < {bound:,}. "
-            f"Correct the shard, or {remedy} in penstock.toml.{padding}"
+            f"{shard.path}: column {' or '.join(recipe.token_columns)} holds ids from {low:,} to {high:,}; ids must be >= "
+            f'0 and < {bound:,}. Correct the shard, or set vocab_size or on_bad_row = "replace" in penstock.toml.'
         )
 
 
 def _check_nulls(snapshot: Snapshot) -> None:
-    recipe, shards = snapshot.recipe, snapshot.shards
-    groups = ((shard, number, nulls) for shard in shards for number, nulls in enumerate(shard.null_rows) if nulls)
+    recipe = snapshot.recipe
+    groups = ((shard, number, nulls) for shard in snapshot.shards for number, nulls in enumerate(shard.null_rows) if nulls)
     if first := next(groups, None):
         shard, number, nulls = first
-        too_many = sum(sum(each.null_rows) for each in shards) > recipe.max_bad_share * snapshot.num_rows
-        limit = f" and a max_bad_share above {recipe.max_bad_share:g}" if too_many else ""
         raise DatasetInvalid(
             f"{shard.path}, row group {number}: {' or '.join(recipe.token_columns)} is null in {counted(nulls, 'row')}. Remove "
             f"these rows, or set in penstock.toml {recipe.filter_of_missing} to leave them out, or "
-            f'on_bad_row = "replace"{limit} to serve a neighbour instead.'
+            f'on_bad_row = "replace", with a max_bad_share above their share, to serve a neighbour instead.'
         )

@@ -58,13 +58,9 @@ def drop_old_notes(cache: Path, now: float) -> None:
 
 def write_note(path: Path, content: Any) -> None:
     """Write a note of a msgpack value. A failure is logged and has no other effect."""
-    try:
-        body = msgpack.packb(content)
-    except OverflowError:  # some file systems have times outside the years 1678 to 2554
-        return
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_sealed(path, [body], "this process forgets its content when it ends")
+    write_sealed(path, [msgpack.packb(content)], "this process forgets its content when it ends")
 
 
 def read_note(path: Path) -> Any | None:

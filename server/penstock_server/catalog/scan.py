@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from errno import EILSEQ
 from pathlib import Path
@@ -183,27 +183,16 @@ def state_of_folder(folder: Path, shards: Mapping[str, FileStat], default_tokeni
     """Return the state of a folder whose shards have these stats."""
     recipe = folder / FILE_NAME
     try:
-        texts = list(_texts(read_toml(recipe)))
-        # "clean:strip" is a function in clean.py.
-        named = [folder / name for text in texts for name in (text, f"{text.partition(':')[0]}.py")]
+        texts = [value for value in read_toml(recipe).values() if isinstance(value, str)]
     except DatasetInvalid:  # no recipe, or reading it as a recipe reports the error
-        named = []
+        texts = []
+    # Some texts are file names, and "clean:strip" is a function in clean.py; the others match no file.
+    named = [folder / name for text in texts for name in (text, f"{text.partition(':')[0]}.py")]
     if default_tokenizer:
         named.append(default_tokenizer)
     tokenizers = [path for path in named if path.suffix == ".json" or path == default_tokenizer]
     paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in (*TEMPLATE_FILES, *TOKEN_FILES))]
     return FolderState(shards, {str(path): date for path in paths if (date := _stat_of_file(path))})
-
-
-def _texts(document: object) -> Iterator[str]:
-    """Yield every text in a TOML document, since some are file names; the others match no file."""
-    pending = [document]  # no recursion: a key of thousands of parts makes thousands of nested tables
-    while pending:
-        value = pending.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict | list):
-            pending += value.values() if isinstance(value, dict) else value
 
 
 def _stat_of_file(path: Path) -> FileStat | None:

@@ -42,7 +42,7 @@ def test_each_server_logs_changes_of_the_other(folder: Path, open_all: Opener, c
     change = other.refresh("d")
     assert (change.previous, change.added) == (second, 1)
     follows = [f"snapshot {after} follows {before}" for before, after in ((first, second), (second, change.snapshot))]
-    told = [record.getMessage().partition("; ")[2] for record in caplog.records]
+    told = [record.getMessage().partition("; ")[0].removeprefix("d: ") for record in caplog.records]
     assert told == [follows[0], follows[0], follows[1]]
 
 
