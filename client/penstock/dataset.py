@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from penstock.client import Client
-from penstock.cuda import Destination, check_device, find_destination
+from penstock.cuda import check_device, find_destination
 from penstock.distributed import (
     PeerCheck,
     SnapshotConsensus,
@@ -297,7 +296,6 @@ class RemoteDataset(IterableDataset[Batch]):
         self._check_rank()
         if self._consensus and not worker:
             self._consensus.settle(self.snapshot)
-        destination = find_destination(self._device, worker)
         at = this.stretch.position
         spec = replace(self.spec, offset=at.offset)
         if this.is_repetition and self._replay is None:
@@ -305,14 +303,24 @@ class RemoteDataset(IterableDataset[Batch]):
         if this.is_stuck and self._replay is None:
             warn_of_same_batch(spec, at.epoch)
         record = self._recorder.open(spec, self._resolved.num_samples, this) if self._recorder else None
-        with self._fetching(spec, at.epoch, this.steps, destination) as items:
+        batches = BatchIterator(
+            self._client,
+            spec,
+            at.epoch,
+            this.steps,
+            prefetch_bytes=self._prefetch_bytes,
+            destination=find_destination(self._device, worker),
+            replay=self._replay,
+            tensors=self._tensors,
+        )
+        with self._stats.counting(batches):
             checks_rows = self.rank == 0 and (not worker or worker.first == 0) and not self._has_checked_rows
             self._has_checked_rows = True
             trains = self._replay is None and is_trained_on(spec) and not worker
             is_shared = self._rank_was_found and self.world_size > 1  # who names a rank may have others in this job
             peers = PeerCheck(self.dataset, spec, at.epoch, at.step, self.rank) if trains and is_shared else None
             advice = Advice(self._client if checks_rows else None, spec, at.epoch, peers, len(this.steps))
-            for number, item in enumerate(items, start=1):
+            for number, item in enumerate(batches, start=1):
                 if number == 1:
                     self._progress.take(this)
                 advice.look_at(item.batch, number, has_place=self._progress.counts(this))
@@ -339,33 +347,10 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._consensus and not find_worker():
             self._consensus.check(self.snapshot)
 
-    @contextmanager
-    def _fetching(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> Iterator[BatchIterator]:
-        """Open an iterator over these steps, and count it among this dataset's statistics."""
-        batches = BatchIterator(
-            self._client,
-            spec,
-            epoch,
-            steps,
-            prefetch_bytes=self._prefetch_bytes,
-            destination=destination,
-            replay=self._replay,
-            tensors=self._tensors,
-        )
-        with self._stats.counting(batches):
-            yield batches
-
     def __repr__(self) -> str:
         at = self._progress.position
-        step = f"at step {at.step} " + (f"behind {at.offset} samples" if at.offset else f"of {self.steps_per_epoch}")
-        place = "with loader workers" if self._progress.is_with_workers else f"epoch {at.epoch}, {step}"
+        place = f"epoch {at.epoch}, at step {at.step} of {self.steps_per_epoch}"
         return f"RemoteDataset({self.dataset!r}, rank {self.rank} of {self.world_size}, {place})"
-
-    def __getitem__(self, index: object) -> Batch:
-        """Raises TypeError: batches come in their order."""
-        raise TypeError(
-            "batches come in their order: take next(iter(data)), or see any with penstock peek URL/dataset --step N"
-        )
 
     def stats(self) -> Stats:
         """Batches, tokens, retries and waiting times of all iterations in this process."""

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.spec import Spec
-from penstock.text import counted
 
 # Share of cut tokens; fewer are probably cut on purpose. In seq2seq also the share of cut lines: a model learns how they end.
 _CUT_SHARE = 0.1
@@ -28,72 +27,46 @@ class RowLength(NamedTuple):
         return cls(tuple(map(int, sides)), int(source["prompt_tokens"]))
 
 
-class _Lines(NamedTuple):
-    """Lines of a tensor made from rows: their lengths before they are cut to `longest`, which the parameter `limit` sets."""
-
-    noun: str
-    plural: str
-    limit: str
-    longest: int
-    lengths: Sequence[int]
-
-    @property
-    def sample(self) -> str:
-        """Name of these lines in a sentence."""
-        return counted(len(self.lengths), f"sampled {self.noun}", f"sampled {self.plural}")
-
-
 def advice_on_lengths(spec: Spec, rows: Sequence[RowLength], tensors: Collection[str]) -> Iterator[str]:
     """Yield warnings about padding and cuts, for a loop with such rows whose batches have these tensors."""
-    for lines in _lines(spec, rows) if rows else []:
-        kept = sum(min(length, lines.longest) for length in lines.lengths)
-        padding = 1 - kept / max(len(lines.lengths) * lines.longest, 1)
-        if spec.pad == "seq_len" and padding > _PADDING_SHARE:
-            yield _padding_advice(spec, lines, padding, tensors)
-        num_long = sum(length > lines.longest for length in lines.lengths)
-        many_are_cut = spec.task == "seq2seq" and num_long > _CUT_SHARE * len(lines.lengths)
-        share = 1 - kept / max(sum(lines.lengths), 1)
-        if many_are_cut or share > _CUT_SHARE:
-            yield _cut_advice(spec, lines, num_long, share, tensors)
-
-
-def _lines(spec: Spec, rows: Sequence[RowLength]) -> list[_Lines]:
-    if not spec.cuts_rows:
-        return []
+    if not rows or not spec.cuts_rows:
+        return
     if spec.task == "causal":
-        noun, plural = ("side of a pair", "sides of pairs") if any(len(row.sides) > 1 for row in rows) else ("row", "rows")
-        return [_Lines(noun, plural, "seq_len", spec.seq_len, [side for row in rows for side in row.sides])]
-    prompts, responses = [row.prompt_tokens for row in rows], [sum(row.sides) - row.prompt_tokens for row in rows]
-    return [
-        _Lines("prompt", "prompts", "seq_len", spec.seq_len, prompts),
-        _Lines("response", "responses", "target_seq_len", spec.target_seq_len or spec.seq_len, responses),
-    ]
+        noun = "sides of pairs" if any(len(row.sides) > 1 for row in rows) else "rows"
+        yield from _advice_on(spec, noun, "seq_len", [side for row in rows for side in row.sides], tensors)
+        return
+    yield from _advice_on(spec, "prompts", "seq_len", [row.prompt_tokens for row in rows], tensors)
+    yield from _advice_on(spec, "responses", "target_seq_len", [sum(row.sides) - row.prompt_tokens for row in rows], tensors)
 
 
-def _padding_advice(spec: Spec, lines: _Lines, padding: float, tensors: Collection[str]) -> str:
-    batch = "a batch" if spec.task == "causal" else f"a batch's {lines.plural}"
-    # Passthrough columns need one row per sample, and an encoder's input cannot be packed.
-    may_pack = spec.task == "causal" and set(tensors) <= {"input_ids", "attention_mask", "labels", "dataset_index"}
-    or_packed = ", or put several into one sample with packing='best_fit'" if may_pack else ""
-    mean = sum(lines.lengths) / len(lines.lengths)
-    return (
-        f"{min(padding, 0.99):.0%} of the tokens of {batch} are padding: the mean of {lines.sample} is {mean:.0f} "
-        f"tokens, and each is padded to {lines.limit}={lines.longest:,}. Lower that, or pad only to the longest of a batch, "
-        f"with pad='longest'{or_packed}."
-    )
-
-
-def _cut_advice(spec: Spec, lines: _Lines, num_long: int, share: float, tensors: Collection[str]) -> str:
-    if spec.task == "seq2seq":
-        remedy = f"Whatever ends them is cut off, too. To keep all, raise {lines.limit}."
-    elif are_pairs(tensors):
-        remedy = "Preference pairs can be neither split nor packed: raise seq_len."
-    else:
-        remedy = "To keep them, use overflow='split' (several samples of a long row), packing='best_fit' or 'concat'."
-    return (
-        f"{num_long:,} of {lines.sample} {'is' if num_long == 1 else 'are'} longer than {lines.limit}={lines.longest:,}, and "
-        f"{share:.{0 if share >= 0.01 else 1}%} of the tokens of all are in no batch of any epoch. {remedy}"
-    )
+def _advice_on(spec: Spec, noun: str, limit: str, lengths: list[int], tensors: Collection[str]) -> Iterator[str]:
+    """Yield warnings about the lines of a tensor: their lengths before they are cut to the parameter `limit`."""
+    longest = getattr(spec, limit) or spec.seq_len
+    kept = sum(min(length, longest) for length in lengths)
+    padding = 1 - kept / max(len(lengths) * longest, 1)
+    if spec.pad == "seq_len" and padding > _PADDING_SHARE:
+        # Passthrough columns need one row per sample, and an encoder's input cannot be packed.
+        may_pack = spec.task == "causal" and set(tensors) <= {"input_ids", "attention_mask", "labels", "dataset_index"}
+        or_packed = ", or put several into one sample with packing='best_fit'" if may_pack else ""
+        yield (
+            f"{min(padding, 0.99):.0%} of the tokens of a batch's {noun} are padding: the mean of {len(lengths):,} sampled "
+            f"{noun} is {sum(lengths) / len(lengths):.0f} tokens, and each is padded to {limit}={longest:,}. Lower that, or "
+            f"pad only to the longest of a batch, with pad='longest'{or_packed}."
+        )
+    num_long = sum(length > longest for length in lengths)
+    many_are_cut = spec.task == "seq2seq" and num_long > _CUT_SHARE * len(lengths)
+    share = 1 - kept / max(sum(lengths), 1)
+    if many_are_cut or share > _CUT_SHARE:
+        if spec.task == "seq2seq":
+            remedy = f"Whatever ends them is cut off, too. To keep all, raise {limit}."
+        elif are_pairs(tensors):
+            remedy = "Preference pairs can be neither split nor packed: raise seq_len."
+        else:
+            remedy = "To keep them, use overflow='split' (several samples of a long row), packing='best_fit' or 'concat'."
+        yield (
+            f"{num_long:,} of {len(lengths):,} sampled {noun} are longer than {limit}={longest:,}, and {share:.1%} of the "
+            f"tokens of all are in no batch of any epoch. {remedy}"
+        )
 
 
 def advice_on_prompts(spec: Spec, rows: Sequence[RowLength], tensors: Collection[str]) -> Iterator[str]:
@@ -102,7 +75,7 @@ def advice_on_prompts(spec: Spec, rows: Sequence[RowLength], tensors: Collection
     has_loss = spec.task == "seq2seq" or spec.loss_on == "all" or not spec.cuts_rows
     if not has_loss and num_filled > _UNLEARNED_SHARE * len(rows):
         yield (
-            f"no token has loss in {num_filled:,} of {counted(len(rows), 'sampled row')}, since their prompts fill "
+            f"no token has loss in {num_filled:,} of {len(rows):,} sampled rows, since their prompts fill "
             f"seq_len={spec.seq_len:,}. {prompt_remedy(tensors)}"
         )
 
