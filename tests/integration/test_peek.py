@@ -208,9 +208,6 @@ def test_peek_reports_tokens_cut_off_prompts_and_responses(server: Server) -> No
         lost = [length - longest for length in lengths if length > longest]
         assert f"{limit} cuts {counted(sum(lost), 'token')} off {len(lost)} of 8 {noun}, and no batch holds them" in said
     assert "best_fit" not in said
-    assert "smaller --target-seq-len" in " ".join(
-        penstock("peek", url, "--seq-len", "64", "--target-seq-len", "64").stdout.split()
-    )
     whole = penstock("peek", url, "--seq-len", str(max(prompts)), "--target-seq-len", str(max(responses))).stdout
     assert "no batch holds" not in whole
 
