@@ -7,7 +7,6 @@ Whole numbers never wrap: a result that does not fit 64 bits is an error when it
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -155,8 +154,7 @@ def coerce(a: Term, b: Term) -> tuple[Term, Term]:
         return _cast(a, b.type), b
     if _can_become(b, a.type):
         return a, _cast(b, a.type)
-    hint = ". Write texts in single quotes, and numbers without" if {a.noun, b.noun} == {"a text", "a number"} else ""
-    raise Mismatch(f"compares {a.noun} with {b.noun}{hint}")
+    raise Mismatch(f"compares {a.noun} with {b.noun}. Write texts in single quotes, and numbers without")
 
 
 def calculated(by: Literal["add", "subtract", "multiply"], a: Term, b: Term) -> Term:
@@ -187,28 +185,15 @@ def negated(term: Term) -> Term:
     if term.literal is not None and term.type in _NUMBERS:
         return number(-term.literal.as_py())
     term = _number(term)
-    if term.type == pa.uint64():
-        raise Mismatch("puts a minus before a number that is never below zero")
     return Term(value=(pc.negate_checked if term.type in _WHOLE else pc.negate)(term.value), type=term.type)
 
 
 def like(term: Term, pattern: Term, *, ignore_case: bool = False) -> Term:
     """Test whether a text is LIKE a pattern. Raises Mismatch: they are not a text and a literal text."""
     value, text = _text(term), _pattern(pattern)
-    if (len(text) - len(text.rstrip("\\"))) % 2:
-        raise Mismatch(r"has a pattern that ends with \, which takes the next character as it is. Write \\ for one")
-    if "\\" in text:  # pyarrow does not treat it as an escape in an otherwise plain pattern, such as 'a\\\\%'
-        return _condition(pc.match_substring_regex(value, pattern=_as_regex(text), ignore_case=ignore_case))
+    if "\\" in text:  # pyarrow treats it as an escape in some patterns only
+        raise Mismatch(r"has a \ in its pattern. Use regexp_like")
     return _condition(pc.match_like(value, pattern=text, ignore_case=ignore_case))
-
-
-def _as_regex(pattern: str) -> str:
-    """Convert a LIKE pattern to RE2's syntax."""
-    parts = (
-        re.escape(escaped) if escaped else {"%": ".*", "_": "."}.get(plain) or re.escape(plain)
-        for escaped, plain in re.findall(r"\\(.)|(.)", pattern, re.DOTALL)
-    )
-    return rf"(?s)\A{''.join(parts)}\z"
 
 
 def starts_with(term: Term, pattern: Term) -> Term:
@@ -312,8 +297,9 @@ def _cast(term: Term, type_: pa.DataType) -> Term:
     try:
         return literal(pc.cast(term.literal, type_))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        zone = ". Write it with its zone, as '2024-01-01T00:00:00Z'" if getattr(type_, "tz", None) else ""
-        raise Mismatch(f"takes {term.literal.as_py()!r} for a {type_}, which it is not{zone}") from error
+        raise Mismatch(
+            f"takes {term.literal.as_py()!r} for a {type_}, which it is not. With a zone, write '2024-01-01T00:00:00Z'"
+        ) from error
 
 
 def _filled(term: Term, type_: pa.DataType) -> Term:
