@@ -59,12 +59,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close!r}?" if close else ""
 
 
-def perhaps(name: str, known: Iterable[str]) -> str:
-    """Return the same question in parentheses, for use inside a sentence."""
-    close = _closest(name, known)
-    return f" (did you mean {close!r}?)" if close else ""
-
-
 def _closest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(name, list(known), n=1)), None)
 

@@ -117,7 +117,7 @@ def test_wrong_labels_are_refused_with_a_remedy(server: Server) -> None:
     with pytest.raises(DataError, match=r"labels has \d+ at id \d+; .*on_bad_row") as told:
         next(iter(dataset(server, "shifted")))
     assert "Correct the shard" in str(told.value)
-    with pytest.raises(DataError, match='values for .* set prompt = "input_ids" and response = "labels"'):
+    with pytest.raises(DataError, match=r"labels has \d+ values for"):
         next(iter(dataset(server, "unnamed")))
 
 

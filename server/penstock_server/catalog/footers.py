@@ -196,8 +196,9 @@ def _check_nulls(snapshot: Snapshot) -> None:
     groups = ((shard, number, nulls) for shard in snapshot.shards for number, nulls in enumerate(shard.null_rows) if nulls)
     if first := next(groups, None):
         shard, number, nulls = first
+        present = " and ".join(f"{name} is not null" for name in recipe.token_columns)
         raise DatasetInvalid(
             f"{shard.path}, row group {number}: {' or '.join(recipe.token_columns)} is null in {counted(nulls, 'row')}. Remove "
-            f"these rows, or set in penstock.toml {recipe.filter_of_missing} to leave them out, or "
+            f'these rows, or set in penstock.toml filter = "{present}" to leave them out, or '
             f'on_bad_row = "replace", with a max_bad_share above their share, to serve a neighbour instead.'
         )

@@ -1,35 +1,4 @@
-r"""A dataset's recipe: penstock.toml decides, and for undeclared settings the columns' names and types.
-
-text = "content"                   # a column, a nested field "meta.body", or a template "{title}\n\n{body}"
-prompt = "question"                # or prompt and response, joined as they are
-response = "answer"
-messages = "conversation"          # or a chat: a list of role and content, rendered with the tokenizer's chat template
-chosen = "good"                    # or a preference pair: text or chats, with or without a prompt
-rejected = "bad"
-tokens = "input_ids"               # or token ids
-
-tokenizer = "../tokenizer.json"    # relative to the folder
-split_special_tokens = true        # a text that spells a special token becomes plain tokens; default: false, that token
-chat_template = "chat.jinja"       # default: the one beside the tokenizer
-tools = "functions"                # what its template is given as tools: lists, or JSON; false for none. Default: tools
-eos = "<|endoftext|>"              # a token or an id; false for none. Closes a text or a response
-bos = "<s>"                        # a token or an id; default: none. Opens a text or a prompt
-pad = "<pad>"                      # a token or an id; padding is masked, so it matters to people only
-labels = "labels"                  # of token ids: -100 where they have no loss; not shifted. Default: such a column
-loss_mask = "completion_mask"      # or 0 where they have no loss
-attention_mask = "attention_mask"  # 0 at padding, which is left out
-seq_lengths = "seq_lengths"        # the lengths of the documents that are packed into a row; default: such a column
-position_ids = "position_ids"      # or the position of each id in its document. Any of the five may be false for none
-vocab_size = 50257                 # of pre-tokenized data: ids must be below it
-columns = ["score", "meta.url"]    # travel with the tokens of their row
-filter = "lang = 'en' and score > 0.5"
-transform = "clean:strip_html"     # a function over record batches, of clean.py in the folder
-splits = "files"                   # train, validation and test by the shards' names, or "hash". Default: files, if names differ
-validation = 0.005                 # the share of rows in split=validation; with splits = "files" of train shards, default 0
-split_by = "document"              # rows of one value stay in one split; default: each row by its place
-on_bad_row = "replace"             # or "fail"
-max_bad_share = 0.01               # of the rows kept; with more bad ones the dataset is refused
-"""
+"""A dataset's recipe: penstock.toml decides, and for undeclared settings the columns' names and types."""
 
 from __future__ import annotations
 
@@ -42,7 +11,6 @@ from typing import Any, TypeGuard
 import pyarrow as pa
 
 from penstock.numbers import is_whole
-from penstock.text import perhaps
 from penstock_server.arrow import holds_json
 from penstock_server.files import may_be_there
 from penstock_server.problems import DatasetInvalid
@@ -66,14 +34,10 @@ from penstock_server.recipes.infer import (
 )
 from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, Recipe
 from penstock_server.recipes.tokenizer import TokenizerFile, load_special_tokens, load_tokenizer
-from penstock_server.recipes.transform import Transform, TransformError, load_transform
+from penstock_server.recipes.transform import TransformError, load_transform
 
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
-_OF_NO_ROWS = (
-    " The transform was called with no rows, to learn its columns: give them types, as in "
-    "pyarrow.RecordBatch.from_pylist(rows, schema=...)."
-)
 
 
 def _is_text(value: object) -> bool:
@@ -109,13 +73,10 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
     Raises DatasetInvalid: penstock.toml is wrong, no column can be used, or a tokenizer is missing or invalid.
     """
     given = _read_declaration(folder)
-    hint = _OF_NO_ROWS if "transform" in given else ""
     try:
         return _Reader(folder, given, schema, default_tokenizer).recipe()
-    except TransformError as error:
-        raise DatasetInvalid(f"{folder}: {error}.") from error
-    except (FieldError, FilterError, TemplateError) as error:
-        raise DatasetInvalid(f"{folder}: {str(error).rstrip('.')}. Correct {FILE_NAME}, or the data.{hint}") from error
+    except (FieldError, FilterError, TemplateError, TransformError, RecursionError) as error:
+        raise DatasetInvalid(f"{folder}: {str(error).rstrip('.')}. Correct {FILE_NAME}, or the data.") from error
 
 
 def _read_declaration(folder: Path) -> dict[str, Any]:
@@ -124,20 +85,14 @@ def _read_declaration(folder: Path) -> dict[str, Any]:
     if not may_be_there(path):  # a broken symlink is a missing recipe: without it other rows would be served
         return {}
     given = read_toml(path)
-    unknown = [key for key in given if key not in _KEYS]
-    problems = [f"unknown key {key!r}{perhaps(key, _KEYS)}" for key in unknown]
-    problems += [
-        f"{key} must be {_KEYS[key][1]}, not {value!r}"
-        for key, value in given.items()
-        if key in _KEYS and not _KEYS[key][0](value)
-    ]
-    if "max_bad_share" in given and "on_bad_row" not in given:
-        problems.append('max_bad_share limits what is replaced, but nothing is: set on_bad_row = "replace", or remove it')
-    if "mix" in unknown:
-        problems.append("a mixture is declared in another folder, without shards")
-    if problems:
-        known = f" Known keys: {', '.join(_KEYS)}; and, for a mixture, mix." if unknown else ""
-        raise DatasetInvalid(f"{path}: {'; '.join(problems)}.{known}")
+    for key, value in given.items():
+        if key not in _KEYS:
+            raise DatasetInvalid(
+                f"{path}: unknown key {key!r}. Known keys: {', '.join(_KEYS)}; and, for a mixture in another folder, mix."
+            )
+        is_valid, wanted = _KEYS[key]
+        if not is_valid(value):
+            raise DatasetInvalid(f"{path}: {key} must be {wanted}, not {value!r}.")
     return given
 
 
@@ -146,8 +101,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))  # editors on Windows write a byte order mark
     except (OSError, ValueError, RecursionError) as error:
-        quotes = " In TOML, texts need quotes." if str(error).startswith("Invalid value") else ""
-        raise DatasetInvalid(f"{path} cannot be read: {error}.{quotes}") from error
+        raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
 
 
 class _Reader:
@@ -156,7 +110,8 @@ class _Reader:
     def __init__(self, folder: Path, given: dict[str, Any], schema: pa.Schema, default_tokenizer: Path | None) -> None:
         self._path, self._folder, self._given, self._file_schema = folder / FILE_NAME, folder, given, schema
         self._transform = load_transform(given["transform"], folder) if "transform" in given else None
-        self._schema = _transformed(self._transform, schema) if self._transform else schema
+        # A transform shows its columns when it is called with no rows.
+        self._schema = self._transform(pa.RecordBatch.from_pylist([], schema=schema)).schema if self._transform else schema
         self._kind, self._fields = read_fields(folder, given, self._schema)
         self._are_chats = are_chats(self._kind, self._fields, given, self._schema)
         # Unresolved: a symlink may lead to a store without files beside the tokenizer.
@@ -217,7 +172,7 @@ class _Reader:
         return ()
 
     def _unused(self, chat: ChatTemplate | None, row_filter: Filter | None) -> tuple[str, ...]:
-        """Return unused tools of chats, or the unused label column that marks good and bad answers, as in KTO's data."""
+        """Return unused tools of chats, or the unused label of good and bad answers, as in KTO's data."""
         types = {field.name: field.type for field in self._schema}
         if chat and not chat.takes_tools and "tools" not in self._given and may_hold_tools(self._schema):
             return () if is_null(types["tools"]) else ("tools",)
@@ -358,14 +313,6 @@ class _Reader:
 
     def _id_of(self, token: str | None) -> int | None:
         return self._tokenizer.tokenizer.token_to_id(token) if self._tokenizer and token else None
-
-
-def _transformed(transform: Transform, schema: pa.Schema) -> pa.Schema:
-    """Return the columns that a transform makes. Raises TransformError: it fails."""
-    try:
-        return transform(pa.RecordBatch.from_pylist([], schema=schema)).schema
-    except TransformError as error:
-        raise TransformError(f"{error}. It was called with no rows, to learn its columns, and must bear that") from error
 
 
 def _is_id(value: object) -> TypeGuard[int]:

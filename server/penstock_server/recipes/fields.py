@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.batch import TENSOR_NAMES
-from penstock.text import listed, perhaps
+from penstock.text import listed
 from penstock_server.arrow import parsed_json, without_json_type
 
 _Path = tuple[str, ...]
@@ -103,15 +103,15 @@ def type_at(path: _Path, schema: pa.Schema) -> pa.DataType:
     if columns.count(column) > 1:
         raise FieldError(f"{columns.count(column)} columns are called {column!r}. Rename all but one")
     if column not in columns:
-        raise FieldError(f"there is no column {column!r}; there are: {listed(columns)}{perhaps(column, columns)}")
+        raise FieldError(f"there is no column {column!r}; there are: {listed(columns)}")
     type_ = schema.field(column).type
     for depth, name in enumerate(path[1:], 1):
         inside = ".".join(path[:depth])
         if not pa.types.is_struct(type_):
             raise FieldError(f"column {inside!r} is {type_}, which has no fields, so no {name!r}")
-        names = [type_.field(i).name for i in range(type_.num_fields)]
+        names = type_.names
         if name not in names:
-            raise FieldError(f"column {inside!r} has no field {name!r}; it has: {listed(names)}{perhaps(name, names)}")
+            raise FieldError(f"column {inside!r} has no field {name!r}; it has: {listed(names)}")
         type_ = type_.field(name).type
     return type_
 
@@ -195,16 +195,12 @@ def is_tokens(type_: pa.DataType) -> bool:
     return is_list(type_) and bool(pa.types.is_integer(type_.value_type))
 
 
-def is_list_of(type_: pa.DataType, names: set[str]) -> bool:
-    """Return whether a column of this type holds lists of structs that have fields of these names."""
-    if not (is_list(type_) and pa.types.is_struct(type_.value_type)):
-        return False
-    return names <= {type_.value_type.field(i).name for i in range(type_.value_type.num_fields)}
-
-
 def is_messages(type_: pa.DataType) -> bool:
     """Return whether a column of this type holds lists of messages: structs with role and content, or JSON values."""
-    return is_list_of(type_, {"role", "content"}) or (is_list(type_) and isinstance(type_.value_type, pa.JsonType))
+    if not is_list(type_):
+        return False
+    item = type_.value_type
+    return isinstance(item, pa.JsonType) or (pa.types.is_struct(item) and {"role", "content"} <= set(item.names))
 
 
 def is_null(type_: pa.DataType) -> bool:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from penstock.text import listed
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.fields import Field, FieldError, is_list, is_list_of, is_messages, is_null, is_text, is_tokens
+from penstock_server.recipes.fields import Field, FieldError, is_list, is_messages, is_null, is_text, is_tokens
 
 FILE_NAME = "penstock.toml"
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
@@ -95,10 +95,7 @@ def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None
     type_ = source.type(schema)
     fits, wanted = _FITTING[kind]
     if not fits(type_):
-        name, hint = source.text.strip("{}"), ""
-        if wanted == "text" and (pa.types.is_integer(type_) or pa.types.is_floating(type_)):
-            hint = f'. A template with other text beside the number prints it: {role} = " {{{name}}}"'
-        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted}{hint}")
+        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted}")
 
 
 def are_chats(kind: Kind, fields: Fields, given: Mapping[str, Any], schema: pa.Schema) -> bool:
@@ -130,20 +127,8 @@ def _guess(folder: Path, schema: pa.Schema) -> tuple[Kind, Fields]:
         f"{folder}: no column can be used. Expected input_ids or tokens (lists of integers), text (strings), prompt and "
         f"response or completion (strings), messages (lists of role and content), or chosen and rejected; there are: "
         f"{listed([f'{field.name} ({field.type})' for field in schema], most=8) or 'none'}. Name the columns in {FILE_NAME}, "
-        f'for example: text = "content", or prompt = "question" and response = "answer".{_hint(schema)}'
+        f'for example: text = "content", or prompt = "question" and response = "answer".'
     )
-
-
-def _hint(schema: pa.Schema) -> str:
-    """Return how to use a column that is not known by its name."""
-    for field in schema:
-        if is_list_of(field.type, {"from", "value"}):
-            return f" {field.name} has from and value: a transform makes messages of it, as docs/guides/your-data.md shows."
-        if is_list_of(field.type, {"role", "content"}):
-            return f' {field.name} has role and content: name it, messages = "{field.name}".'
-        if is_tokens(field.type):
-            return f' If {field.name} holds token ids, name it: tokens = "{field.name}".'
-    return ""
 
 
 def find_masks(given: Mapping[str, Any], schema: pa.Schema) -> Fields:
@@ -182,7 +167,7 @@ def _is_mask(role: str, type_: pa.DataType) -> bool:
 
 def mask_of(name: str) -> str | None:
     """Return the mask role of a column's name; None for any other name."""
-    return next((role for role in MASKS if name in MASKS[role] or name.endswith(f"_{role}")), None)
+    return next((role for role in MASKS if name in MASKS[role]), None)
 
 
 def check_tools(source: Field, schema: pa.Schema) -> None:
@@ -206,28 +191,22 @@ def _may_be_tools(type_: pa.DataType) -> bool:
 def unused_columns(kind: Kind, fields: Fields, masks: Fields, given: Mapping[str, Any], schema: pa.Schema) -> tuple[str, ...]:
     """Return the columns that, by name, select the tokens with loss of these rows, but are not used; tools excepted.
 
-    Beside ids they are masks; beside texts, whose tokens all have loss, chats or answers; in preference pairs, a prompt of
-    another type than the answers.
+    Beside ids they are masks; beside texts, whose tokens all have loss, chats or answers.
     """
-    is_guessed = not given.keys() & set(ROLES)
     types = {field.name: field.type for field in schema}
-    if kind == "tokens":
+    if "tokens" in dict(fields):
         return _unused_masks(fields, masks, given, schema)
-    if kind == "text" and is_guessed:
+    if kind == "text" and not given.keys() & set(ROLES):
         chats = ("messages",) if "messages" in types and _is_chats(types["messages"]) else ()
         texts = [name for name in ("prompt", *ANSWERS) if name in types and is_text(types[name])]
         pair = [name for name in ("chosen", "rejected") if name in types and _is_chats(types[name])]
         return (*chats, *(texts[:2] if "prompt" in texts[:-1] else ()), *(pair if len(pair) == 2 else ()))
-    # If the pairs had its type, it would be their prompt.
-    has_prompt = kind == "preference" and is_guessed and "prompt" in types and _is_chats(types["prompt"])
-    return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
+    return ()
 
 
 def _unused_masks(fields: Fields, masks: Fields, given: Mapping[str, Any], schema: pa.Schema) -> tuple[str, ...]:
     settled = {role for role in MASKS if role in given}
     used = {source.text for _, source in (*fields, *masks)}
-    if "tokens" not in dict(fields):  # prompts and answers of ids have no masks
-        return tuple(name for name in schema.names if mask_of(name) not in (None, *settled) and name not in used)
     for roles in _ALTERNATIVES:
         if roles[0] in dict(masks) or any(given.get(role) for role in roles):
             settled |= {*roles}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import pyarrow as pa
 
 from penstock.text import as_utf8, cut
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.fields import Column, Field, FieldError, is_bytes, is_text, passthrough_type
+from penstock_server.recipes.fields import Column, Field, FieldError, is_text, passthrough_type
 from penstock_server.recipes.filter import Filter
 from penstock_server.recipes.filter.sql import SHOWN
 from penstock_server.recipes.infer import (
@@ -39,26 +38,21 @@ DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: another value wou
 class Recipe:
     """Conversion of rows to tokens. Equal identities make equal tokens of equal rows.
 
-    kind, fields  the kind of row, and the fields that hold it, by their role: tokens, text, prompt, response, messages, chosen
-                  and rejected. Rows of ids are of kind "tokens" whatever the roles: a prompt and a response of ids, too
+    kind, fields  kind of row, and the fields that hold it, by role; rows of ids are of kind "tokens" whatever their roles
     masks         of pre-tokenized rows: by role, the fields that mark ids with loss, padding, and the start of documents
     vocab_size    bounds the ids of pre-tokenized rows; None if unknown
     bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
     eos_id        closes a text or a response, likewise
-    chat          renders messages
-    tools         the tool definitions for `chat`, if rows have any
-    columns       the passthrough columns
-    reads_json    whether columns that are read are of Parquet's JSON type, or hold it, in the first shard
-    first         the columns of the first shard: no other shard may have further columns that select the tokens with loss
+    columns       passthrough columns
+    reads_json    whether columns that are read hold Parquet's JSON type in the first shard
+    first         columns of the first shard: no other shard may have further columns that select the tokens with loss
     unused        unused columns that, by name, select the tokens with loss; see `infer.unused_columns`
-    unsaid_bos    the token that the tokenizer would open a text with, if penstock.toml does not set bos
+    unsaid_bos    token that the tokenizer would open a text with, if penstock.toml does not set bos
     guessed_eos   candidates for the EOS in the tokenizer, if no file names it; the first of several is taken
-    filter        selects the rows that are served; None for all
     splits        whether the shards' names give the splits, or a hash; None: the names decide
-    validation    the share of rows that are held out for validation, by the hash of `split_by`, a field, or of the row's place;
-                  None: the default of the rule that gives the splits
+    validation    share of rows held out by the hash of `split_by`, or of the row's place; None: the default of the rule
     split_type    type of `split_by` in the first shard
-    max_bad_share more bad rows than this share of those kept are not replaced: the dataset is refused
+    max_bad_share with a larger share of bad rows the dataset is refused
     """
 
     kind: Kind
@@ -130,23 +124,6 @@ class Recipe:
         return tuple(dict.fromkeys(column for _, source in self.fields for column in source.columns))
 
     @property
-    def filter_of_missing(self) -> str:
-        """Return the line of penstock.toml that drops rows with a missing or empty value that tokens are made of.
-
-        "" if no filter can test it: for a value inside a column, and for the output of a transform.
-        """
-        if self.transform:
-            return ""
-        terms: dict[str, None] = {}
-        for _, source in self.fields:
-            condition = "{} is not null" if source.is_template or self.chat else "length({}) > 0"
-            names = [path[0] for _, path in source.parts if path and len(path) == 1]
-            quoted = [name if name.isidentifier() else '"' + name.replace('"', '""') + '"' for name in names]
-            terms |= dict.fromkeys(map(condition.format, quoted))
-        kept = [f"({self.filter.text})"] if self.filter else []
-        return f"filter = {json.dumps(' and '.join([*kept, *terms]), ensure_ascii=False)}" if terms else ""
-
-    @property
     def selecting_columns(self) -> list[str]:
         """Return the top-level stored columns that decide whether the filter keeps a row, and its split."""
         by_filter, by_split = (self.filter.columns if self.filter else ()), (self.split_by.columns if self.split_by else ())
@@ -204,16 +181,14 @@ class Recipe:
         if self.filter:
             self.filter.check(schema)
         if self.split_by and self.split_type:
-            self._check_split(self.split_by, self.split_type, schema)
+            type_ = self.split_by.type(schema)
+            if len({_split_type(self.split_type), _split_type(type_), "null"}) > 2:  # 7 and 7.0 have two hashes
+                raise FieldError(
+                    f"split_by reads {self.split_by.text!r}, which is {type_} here and {self.split_type} in the first shard, "
+                    f"so that rows of one value would be in both splits. Write it with one type"
+                )
         if not self.transform:  # the output of a transform is checked when a block is made
             self.check_made(schema)
-
-    def _check_split(self, source: Field, first: pa.DataType, schema: pa.Schema) -> None:
-        if len({_split_type(first), _split_type(type_ := source.type(schema)), "null"}) > 2:  # 7 and 7.0 have two hashes
-            raise FieldError(
-                f"split_by reads {source.text!r}, which is {type_} here and {first} in the first shard, so that rows of one "
-                f"value would be in both splits. Write it with one type, as penstock import makes of such shards"
-            )
 
     def check_made(self, schema: pa.Schema) -> None:
         """Check that transformed rows of this schema have all columns that tokens need. Raises FieldError: they have not."""
@@ -255,13 +230,7 @@ def _split_type(type_: pa.DataType) -> str:
     """Return one name for types whose equal values have one text in Python, and so one hash."""
     if pa.types.is_dictionary(type_):
         type_ = type_.value_type
-    if is_text(type_):
-        return "text"
-    if pa.types.is_timestamp(type_):
-        return f"timestamp {type_.tz}"
-    if is_bytes(type_):
-        return "bytes"
-    return "integer" if pa.types.is_integer(type_) else "float" if pa.types.is_floating(type_) else str(type_)
+    return "text" if is_text(type_) else "integer" if pa.types.is_integer(type_) else str(type_)
 
 
 class Rows:

@@ -211,12 +211,12 @@ def test_mask_is_found_when_the_recipe_wants_it_again(folder: Path, open_all: Op
 def test_description_follows_the_recipe_within_a_snapshot(tmp_path: Path) -> None:
     folder = tmp_path / "data" / "turns"
     folder.mkdir(parents=True)
-    columns = {"prompt": [[1, 2]], "completion": [[1, 2, 3]], "completion_mask": [[1, 0, 1]]}
+    columns = {"input_ids": [[1, 2, 3]], "attention_mask": [[1.0, 1.0, 1.0]]}
     pq.write_table(pa.table(columns), folder / "part-0.parquet")
     catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
     before = catalog["turns"].latest
-    assert describe_dataset(before)["unused_columns"] == ["completion_mask"]
-    (folder / "penstock.toml").write_text("loss_mask = false")
+    assert describe_dataset(before)["unused_columns"] == ["attention_mask"]
+    (folder / "penstock.toml").write_text("attention_mask = false")
     catalog.refresh("turns")
     after = catalog["turns"].latest
     assert after.snapshot.fingerprint == before.snapshot.fingerprint

@@ -69,9 +69,8 @@ def test_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path) 
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("text = content", "cannot be read: Invalid value .* In TOML, texts need quotes"),
+        ("text = content", "cannot be read: Invalid value"),
         ('text = "text"\ntext = "body"', r"cannot be read: Cannot overwrite a value \(at [^.]*\)\.$"),
-        ('mix = "docs:1"', "unknown key 'mix'; a mixture is declared in another folder"),
         ('txet = "content"', "unknown key 'txet'.*Known keys: tokens, text"),
         ("text = 3", r"text must be a text, not 3\.$"),
         ('text = ""', r"text must be a text, not ''\.$"),
@@ -87,7 +86,6 @@ def test_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path) 
         ("split_special_tokens = 1", r"split_special_tokens must be true or false, not 1\.$"),
         ("vocab_size = 0", "vocab_size must be a whole number from 1"),
         ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "replace"'),
-        ("max_bad_share = 0.1", "max_bad_share limits what is replaced, but nothing is"),
         ("vocab_size = 9", "vocab_size is given, but the tokenizer already tells it"),
         ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size is given, but the tokenizer already"),
     ],

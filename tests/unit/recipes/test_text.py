@@ -260,7 +260,7 @@ def test_the_server_warns_of_a_template_that_drops_system_messages(folder: Folde
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"prompt": ["fox"], "completion": pa.array([[1]])}, ["completion (list<", 'tokens = "completion"']),
+        ({"prompt": ["fox"], "completion": pa.array([[1]])}, ["completion (list<"]),
         ({"text": [b"fox"]}, ["text (binary)"]),
     ],
 )
@@ -299,12 +299,6 @@ def test_pairs_of_text_and_chats_are_refused(folder: Folder) -> None:
     folder.write(mixed, names, config)
     with pytest.raises(DatasetInvalid, match="or all chats, but prompt is string, chosen is list"):
         folder.rows()
-    folder.write(mixed, "", config)
-    assert "d: the recipe does not use prompt: " in folder.advice()
-    folder.write(mixed, 'chosen = "chosen"\nrejected = "rejected"', config)
-    assert folder.advice() == ""
-    folder.write({"prompt": [CHAT[:1]], "chosen": ["a"], "rejected": ["b"]}, "", config)
-    assert "d: the recipe does not use prompt: " in folder.advice()
 
 
 @pytest.mark.parametrize(

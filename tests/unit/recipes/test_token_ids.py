@@ -300,15 +300,9 @@ SIDES = {"prompt": ONES, "response": ONES}
         ({"position_ids": [[0, 1, 2]]}, "", [("position_ids", "position_ids")], ()),
         ({"position_ids": [[0, 1, 2]]}, "position_ids = false", [], ()),
         ({"seq_lengths": [3]}, "", [], ("seq_lengths",)),
-        # Beside prompts and answers none is used, whatever it begins with.
+        # Beside prompts and answers no mask is used.
         (SIDES, "", [], ()),
-        (
-            {**SIDES, "attention_mask": ONES, "response_labels": ONES, "other": ONES},
-            "",
-            [],
-            ("attention_mask", "response_labels"),
-        ),
-        ({**SIDES, "attention_mask": ONES, "response_labels": ONES}, "labels = false", [], ("attention_mask",)),
+        ({**SIDES, "attention_mask": ONES}, "", [], ()),
         ({"prompt": ONES, "labels": ONES}, 'prompt = "prompt"\nresponse = "labels"', [], ()),
     ],
 )

@@ -80,8 +80,7 @@ def test_eos_has_no_loss_after_an_answer_of_weight_0(data: Path) -> None:
 def test_bad_chat_is_reported_with_its_column(data: Path, recipe: str, columns: list[str]) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": EOS}))
     write(data, recipe, {column: [ASKED, None, ASKED[:1]] for column in columns})
-    blocks = open_blocks(data)
-    [block] = blocks.get([0])
+    [block] = open_blocks(data).get([0])
     assert block.bad[1] == "talk is null"
     assert block.bad[2].startswith("talk has a chat whose assistant says nothing")
 
@@ -103,18 +102,6 @@ def test_tools_reach_the_template_in_every_stored_form(data: Path, written: Call
     snapshot = open_snapshot(data, data / "../tokenizer.json")
     assert f" with {column}" in snapshot.recipe.describe()
     assert snapshot.recipe.identity["tools"] == column
-
-
-def test_chats_of_from_and_value_are_refused_with_a_hint(data: Path) -> None:
-    write(data, "", {"conversations": [[{"from": "human", "value": "fox"}]]})
-    with pytest.raises(DatasetInvalid, match=r"conversations has from and value: a transform makes messages of it"):
-        open_snapshot(data, data / "../tokenizer.json")
-
-
-def test_chats_under_another_name_are_refused_with_a_hint(data: Path) -> None:
-    write(data, "", {"conversations": [[{"role": "user", "content": "fox"}]]})
-    with pytest.raises(DatasetInvalid, match='conversations has role and content: name it, messages = "conversations"'):
-        open_snapshot(data, data / "../tokenizer.json")
 
 
 def test_tools_that_are_not_json_make_a_bad_row(data: Path) -> None:
