@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock_server.problems import DatasetInvalid
+from penstock_server.problems import BadRow, DatasetInvalid
 from support.corpora import write_numbered, write_shards, write_text
 from support.engine import Loader, open_snapshot
 
