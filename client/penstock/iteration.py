@@ -113,12 +113,12 @@ class BatchIterator:
             waited, _ = self._waits
             self._waits = waited, asked_at
             try:
-                item = next(items, None)
+                item = next(items)
+            except StopIteration:
+                return
             finally:
                 given_at = time.perf_counter()
                 self._waits = waited + given_at - asked_at, None
-            if item is None:
-                return
             self._num_batches += 1
             self._num_tokens += item.num_tokens
             yield item

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
+from contextlib import closing
+from functools import cached_property, partial
 from itertools import islice
 from typing import TypeVar
 
@@ -24,7 +25,9 @@ from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.machine import num_cores
 from penstock_server.order.arrays import IntArray, by_value, distinct
 from penstock_server.recipes import encode
+from penstock_server.recipes.recipe import Rows
 from penstock_server.recipes.split import is_validation
+from penstock_server.recipes.text import lacks_separator
 
 _Requested = TypeVar("_Requested", Asked, "Asked | RowsFuture")
 
@@ -100,6 +103,19 @@ class Blocks:
     def of_split(self, index: int, block: Block, split: str) -> Block:
         """Returns the rows of one split in the block at an index."""
         return self._store.splits.of(block, self._snapshot.select_in(index, split), self._snapshot.validation)
+
+    @cached_property
+    def lacks_separator(self) -> bool:
+        """Whether the prompts and responses of the first rows run together.
+
+        Raises what `get` raises. Raises ValueError: the tokenizer fails.
+        """
+        recipe = self._snapshot.recipe
+        if recipe.kind != "prompt_response" or recipe.transform:
+            return False
+        with closing(self._reader.blocks(self._snapshot.block(0))) as blocks:
+            _, parts = next(blocks)
+            return lacks_separator(Rows(next(parts).rows.slice(0, _FIRST_ROWS), recipe))
 
     @property
     def expected_bytes(self) -> IntArray:

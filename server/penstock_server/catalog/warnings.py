@@ -11,6 +11,7 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.scan import list_folder
+from penstock_server.problems import Problem
 from penstock_server.recipes.infer import FILE_NAME
 
 _DROPPED_SHARE = 0.1  # of an epoch's samples
@@ -32,7 +33,7 @@ def advice_on_data(datasets: Iterable[OpenSnapshot]) -> Iterator[str]:
     """Yield the warnings about each dataset's recipe and columns, and about too many bad rows."""
     warnings: list[str | None] = []
     for opened in datasets:
-        warnings += [_of_splits(opened, "split=train is the default"), *_of_recipe(opened)]
+        warnings += [_of_splits(opened, "split=train is the default"), *_of_recipe(opened), _of_missing_separator(opened)]
         warnings.append(opened.blocks.quarantine.refusal)
     yield from filter(None, warnings)
 
@@ -46,6 +47,8 @@ def advice_on_run(plan: Plan) -> Iterator[str]:
     ]
     for member in plan.members:
         warnings += [_of_splits(member, f"this run has split={member.order_key.split}"), *_of_recipe(member)]
+        if plan.spec.task != "seq2seq":
+            warnings.append(_of_missing_separator(member))
     yield from filter(None, warnings)
 
 
@@ -53,6 +56,20 @@ def describe_splits(shard_splits: Sequence[str]) -> str:
     """Describe the number of shards in each split, for people."""
     numbers = Counter(shard_splits)
     return ", ".join(f"{name} {numbers[split]:,}" for split, name in _SPLITS.items() if split in numbers)
+
+
+def _of_missing_separator(dataset: OpenSnapshot | Member) -> str | None:
+    """Warn of responses that directly follow their prompt."""
+    with suppress(Problem, ValueError):  # the first batch reports a shard that cannot be read
+        if dataset.blocks.lacks_separator:
+            prompt, response = (source.text for _, source in dataset.snapshot.recipe.fields)
+            template = response if "{" in response else f"{{{response}}}"
+            return (
+                f"{dataset.name}: no blank separates {prompt} and {response} in the first rows, so the last word of a prompt "
+                f"runs into the first word of its response. If the model expects a blank or a line break, set "
+                f'response = " {template}" in {dataset.snapshot.folder / FILE_NAME}.'
+            )
+    return None
 
 
 def _of_splits(dataset: OpenSnapshot | Member, split: str) -> str | None:

@@ -38,6 +38,24 @@ def tokenized(rows: Rows, role: str, *, opens: bool = False, closes: bool = Fals
     return joined([repeated(opening, len(rows)), ids, repeated(closing, len(rows))])
 
 
+def lacks_separator(rows: Rows) -> bool:
+    """Return whether prompt and response run together in each of some rows. A row without either does not count."""
+    prompts, responses = (_texts(rows, rows.field(role)) for role in ("prompt", "response"))
+    pairs = [(p[-_LOOKED_AT:], r[:_LOOKED_AT]) for p, r in zip(prompts, responses, strict=True) if p and r]
+    return bool(pairs) and all(_run_together(rows, *pair) for pair in pairs)
+
+
+def _run_together(rows: Rows, prompt: str, response: str) -> bool:
+    # Other scripts have no blanks between words, and a prompt may end with a marker such as [/INST].
+    last, first = prompt[-1], response[0]
+    if not ((last + first).isascii() and (last.isalnum() or last in ".,:;!?") and first.isalnum()):
+        return False
+    tokenizer = rows.recipe.tokenizer
+    assert tokenizer
+    ids, _ = tokenizer.encode([prompt, response], lambda *_: None)
+    return prompt[-5:] + response[:5] in tokenizer.decode(ids.tolist())  # a tokenizer may put a blank before each text
+
+
 def _special(token: int | None) -> list[int]:
     """Return the ids that a special token adds to a text; none for None."""
     return [] if token is None else [token]

@@ -318,3 +318,33 @@ def test_run_gets_the_warnings_of_the_server(folder: Folder) -> None:
     folder.write({"prompt": ["fox"], "response": [" dog"]}, "", {}, *USUAL)
     assert folder.advice()
     assert folder.all_advice_on(Spec(batch_size=1, seq_len=16)) == folder.advice().split("\n")
+
+
+NO_BLANK = "d: no blank separates"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "recipe", "is_warned"),
+    [
+        ([("fox?", "dog")], "", True),
+        ([("fox", "dog"), ("the", "over"), (None, "dog"), ("fox", "")], "", True),
+        ([("fox", " dog")], "", False),
+        ([("fox\n", "dog")], "", False),
+        ([("fox", "dog"), ("fox", " dog")], "", False),
+        ([("fox", "dog")], 'prompt = "{prompt}\\n"\nresponse = "response"', False),
+        ([("fox", "dog"), ("fox:", "dog")], "filter = \"prompt = 'fox:'\"", True),
+        ([("[INST] fox [/INST]", "dog")], "", False),
+        ([("fox", "<|endoftext|>")], "", False),
+        ([("狐", "犬")], "", False),
+    ],
+)
+def test_run_is_warned_of_responses_that_run_into_their_prompts(
+    folder: Folder, pairs: list[tuple[str | None, str]], recipe: str, is_warned: bool
+) -> None:
+    prompts, responses = zip(*pairs, strict=True)
+    folder.write({"prompt": prompts, "response": responses}, f'{recipe}\non_bad_row = "replace"\nmax_bad_share = 0.9')
+    assert (NO_BLANK in folder.advice()) == is_warned
+    assert any(sentence.startswith(NO_BLANK) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16))) == is_warned
+    assert not any(
+        sentence.startswith(NO_BLANK) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16, task="seq2seq"))
+    )
