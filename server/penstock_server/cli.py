@@ -12,10 +12,9 @@ from penstock.cli.arguments import whole_number
 from penstock.cli.output import allow_closed_pipe, complain, report, stdout_console
 from penstock.spec import MAX_SEQ_LEN
 from penstock.text import printable
-from penstock_server.files import check_is_here
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetInvalid, Problem, UnknownDataset
-from penstock_server.settings import Settings, SettingsError, default_cache_dir
+from penstock_server.settings import Settings, SettingsError, check_is_here, default_cache_dir
 
 if TYPE_CHECKING:
     from penstock_server.catalog.catalog import Catalog

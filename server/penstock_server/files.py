@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -41,12 +40,6 @@ def may_be_there(path: Path) -> bool:
     except OSError:
         return True
     return True
-
-
-def check_is_here(path: Path) -> None:
-    """Check an output folder. Raises ValueError: its path is a URL."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # Path keeps only one of the two slashes
-        raise ValueError(f"{path} is a URL: name a folder of this machine, and copy it from there.")
 
 
 class Damaged(Exception):

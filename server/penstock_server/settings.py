@@ -126,3 +126,9 @@ _NUMBERS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
     "processes": (partial(_whole_number, least=1, most=_MAX_PROCESSES), f"a whole number from 1 to {_MAX_PROCESSES}"),
     "poll_seconds": (_seconds, "a number such as 30, or 0 for never"),
 }
+
+
+def check_is_here(path: Path) -> None:
+    """Check an output folder. Raises ValueError: its path is a URL."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # Path keeps only one of the two slashes
+        raise ValueError(f"{path} is a URL: name a folder of this machine, and copy it from there.")

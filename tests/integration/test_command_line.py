@@ -140,12 +140,10 @@ def test_unused_labels_and_masks_are_warned_of(serve: Callable[..., Server], tmp
     columns: dict[str, dict[str, Any]] = {
         "classes": {"labels": [1] * 9, "attention_mask": [[1.0, 1.0, 0.0]] * 9},
         "two": {"completion_mask": mask, "assistant_masks": mask},
-        "turns": {"prompt": ids, "response": ids, "attention_mask": mask, "response_labels": ids},
     }
     for name, beside in columns.items():
         (tmp_path / "data" / name).mkdir(parents=True)
-        rows = beside if "prompt" in beside else {"input_ids": ids, **beside}
-        pq.write_table(pa.table(rows), tmp_path / "data" / name / "part-0.parquet")
+        pq.write_table(pa.table({"input_ids": ids, **beside}), tmp_path / "data" / name / "part-0.parquet")
     server = serve(tmp_path / "data")
     assert "recipe: input_ids, pre-tokenized, without labels, attention_mask\n" in server.greeting
     assert "recipe: input_ids, pre-tokenized, masked by completion_mask, without assistant_masks\n" in server.greeting
@@ -153,7 +151,6 @@ def test_unused_labels_and_masks_are_warned_of(serve: Callable[..., Server], tmp
     log = server.stop()
     assert "classes: the recipe does not use labels, attention_mask: " in log
     assert "two: the recipe does not use assistant_masks: " in log
-    assert "turns: the recipe does not use attention_mask, response_labels: " in log
 
 
 def test_missing_bos_is_warned_of(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -212,7 +209,7 @@ def test_server_stops_while_it_decodes_a_row_group(tmp_path: Path, how: signal.S
     if is_process_1 and not _has_namespaces():
         pytest.skip("no process here can have a namespace of its own")
     folder, has_begun = write_numbered(tmp_path / "data" / "numbers", 9), tmp_path / "has-begun"
-    (folder / "support.servers.py").write_text(
+    (folder / "slow.py").write_text(
         f"import pathlib, time\n\ndef function(batch):\n    if batch.num_rows:\n"
         f"        pathlib.Path({str(has_begun)!r}).touch()\n        time.sleep(600)\n    return batch"
     )

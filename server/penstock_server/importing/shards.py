@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from penstock.syncing import sync_folder
 from penstock_server.catalog.scan import list_folder
-from penstock_server.files import check_is_here
 from penstock_server.importing.schema import ImportRefused
+from penstock_server.settings import check_is_here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
