@@ -2,8 +2,8 @@
 
 PenstockError         the server refuses, and says why. Final once every server has refused
 TransientError        this attempt failed. The next server is asked at once, then all of them again for up to retry_seconds
-├── NotReady          the server counts tokens; it is asked again for as long as that takes
-│   └── Preparing     the server reads or tokenizes the rows of the batch; the same server is asked again at once
+├── IndexNotReady          the server counts tokens; it is asked again for as long as that takes
+│   └── BlocksNotReady     the server reads or tokenizes the rows of the batch; the same server is asked again at once
 ├── Busy              the server has no memory for another response; it is asked again, and retry_seconds does not run
 ├── Unavailable       the data cannot be opened now. At the start of a run this is a refusal, later a transient error
 └── UnexpectedServer  no penstock server responds. At the start of a run this is a refusal, later a transient error
@@ -45,7 +45,7 @@ class TransientError(Exception):
         self.received = received
 
 
-class NotReady(TransientError):
+class IndexNotReady(TransientError):
     """The server counts the tokens that the request needs; `share` of the work is done, from 0 to 1."""
 
     def __init__(self, reason: str, *, after_seconds: float, share: float) -> None:
@@ -53,7 +53,7 @@ class NotReady(TransientError):
         self.share = share
 
 
-class Preparing(NotReady):
+class BlocksNotReady(IndexNotReady):
     """The server reads or tokenizes the requested rows. Only this server holds that work."""
 
 
@@ -83,7 +83,7 @@ def failure_of(
     if refusal := _REFUSALS.get(slug):
         return refusal(detail)
     if slug in ("index-not-ready", "blocks-not-ready"):
-        kind = NotReady if slug == "index-not-ready" else Preparing
+        kind = IndexNotReady if slug == "index-not-ready" else BlocksNotReady
         return kind(detail, after_seconds=after_seconds, share=_share(problem))
     if slug in ("dataset-unavailable", "busy"):
         return (Busy if slug == "busy" else Unavailable)(detail, after_seconds=after_seconds)

@@ -13,14 +13,14 @@ from typing import TypeVar
 from penstock.errors import DataError, PenstockError, ServerUnavailable, WireError
 from penstock.http import HttpClient
 from penstock.logs import StatusLine, log
-from penstock.responses import Busy, NotReady, Preparing, TransientError, Unavailable, UnexpectedServer
+from penstock.responses import BlocksNotReady, Busy, IndexNotReady, TransientError, Unavailable, UnexpectedServer
 from penstock.text import counted, printable_lines
 
 T = TypeVar("T")
 
 _FIRST_DELAY_SECONDS = 0.1
 _MAX_DELAY_SECONDS = 10.0
-# A server that reads or tokenizes reports it every two seconds: see Preparing. A server that sends nothing for 30 s hangs.
+# A server that reads or tokenizes reports it every two seconds: see BlocksNotReady. A server that sends nothing for 30 s hangs.
 _READ_SECONDS = 30.0
 _STUCK_SECONDS = 120.0  # of preparation without progress, before the next server is tried
 _AWAY_SECONDS = 30.0  # before a rank tries its home server again; doubled after each failed try
@@ -88,11 +88,11 @@ class Transport:
                     return self._attempt(server, target, decode)
                 except _Interrupted:
                     raise
-                except (NotReady, Busy) as alive:
+                except (IndexNotReady, Busy) as alive:
                     # The server answers, so retry_seconds starts again, however long it works.
                     deadline = time.monotonic() + alive.after_seconds + self._retry_seconds
                     is_last = False
-                    if isinstance(alive, NotReady):
+                    if isinstance(alive, IndexNotReady):
                         delay = _FIRST_DELAY_SECONDS
                         failures.pop(server, None)
                     else:
@@ -158,7 +158,7 @@ class Transport:
         """Try one server. Raises TransientError: retry on another server. Raises PenstockError: the server refused."""
         try:
             result = self._ask_until_prepared(server, target, decode, then)
-        except NotReady as progress:
+        except IndexNotReady as progress:
             self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
             self._log.progress(progress)
             raise
@@ -179,7 +179,7 @@ class Transport:
         while True:
             try:
                 return self._ask(server, target, decode, then)
-            except Preparing as progress:
+            except BlocksNotReady as progress:
                 self._log.progress(progress)
                 if progress.share != share:
                     share, since = progress.share, time.monotonic()
@@ -324,7 +324,7 @@ class RetryLog:
         if is_back_home:
             self._log("home", f"{server} answers again: back to it")
 
-    def progress(self, progress: NotReady) -> None:
+    def progress(self, progress: IndexNotReady) -> None:
         """Draw a progress bar on the terminal of the first rank; log a line now and then elsewhere."""
         if self._bar.is_seen and os.environ.get("RANK", "0") == "0":
             done = round(_BAR_WIDTH * progress.share)

@@ -422,24 +422,6 @@ def test_server_raises_the_limit_of_open_files(tmp_path: Path, processes: str) -
         assert process.communicate(timeout=20)[1] == ""
 
 
-def test_connection_waits_while_no_file_can_be_opened(tmp_path: Path) -> None:
-    write_numbered(tmp_path / "data" / "numbers", 9)
-    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
-    shell = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *command, "--port", "0"]
-    with subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process, ExitStack() as stack:
-        stack.callback(process.kill)
-        assert process.stdout
-        assert process.stderr
-        [port] = re.findall(r" at http://localhost:(\d+)$", process.stdout.readline())
-        *others, last = [stack.enter_context(socket.create_connection(("127.0.0.1", int(port)), 60)) for _ in range(100)]
-        last.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert "no connection can be taken: [Errno 24] Too many open files" in process.stderr.readline()
-        for other in others:
-            other.close()
-        assert last.recv(100).startswith(b"HTTP/1.1 200 OK")
-        process.terminate()
-
-
 def test_curl_line_of_the_greeting_works_for_any_name(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "so #1? it's über", 9)
     server = serve(tmp_path / "data")

@@ -247,7 +247,6 @@ def test_reference_pages_are_up_to_date() -> None:
 
 def test_documentation_lists_every_recipe_key() -> None:
     for key in config._KEYS:
-        assert re.search(rf"^{key} = ", str(config.__doc__), re.MULTILINE), key
         assert re.search(rf"\b{key} = |`{key}`", PAGES[ROOT / "docs/reference/penstock-toml.md"]), key
 
 

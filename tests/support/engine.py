@@ -71,7 +71,7 @@ def _snapshot(name: str, geometry: Geometry) -> Snapshot:
     shards = [
         Shard(
             path=Path(f"{name}-{number:05}.parquet"),
-            date=FileStat(1, 0, 0, 0),
+            stat=FileStat(1, 0, 0, 0),
             digest=f"{number:032x}",
             rows_per_group=numbers(rows),
             bytes_per_group=numbers([1 << 20] * len(rows)),

@@ -9,7 +9,7 @@ from email.utils import format_datetime
 import pytest
 
 from penstock import DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset
-from penstock.responses import Busy, NotReady, Preparing, TransientError, Unavailable, UnexpectedServer, failure_of
+from penstock.responses import BlocksNotReady, Busy, IndexNotReady, TransientError, Unavailable, UnexpectedServer, failure_of
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from penstock.responses import Busy, NotReady, Preparing, TransientError, Unavai
         ("bad-row", 500, DataError),
         ("dataset-invalid", 500, DataError),
         ("index-failed", 500, DataError),
-        ("index-not-ready", 503, NotReady),
-        ("blocks-not-ready", 503, Preparing),
+        ("index-not-ready", 503, IndexNotReady),
+        ("blocks-not-ready", 503, BlocksNotReady),
         ("dataset-unavailable", 503, Unavailable),
         ("busy", 503, Busy),
         ("internal-error", 500, TransientError),
@@ -75,7 +75,7 @@ def test_invalid_retry_after_is_no_delay(retry_after: str) -> None:
 def test_progress_lies_between_0_and_1(progress: dict[str, object], share: float) -> None:
     body = json.dumps({"type": "urn:penstock:problem:index-not-ready"} | progress).encode()
     failure = failure_of("http://host", 503, {"retry-after": "2"}, body)
-    assert isinstance(failure, NotReady)
+    assert isinstance(failure, IndexNotReady)
     assert (failure.share, failure.after_seconds) == (share, 2)
 
 

@@ -19,7 +19,7 @@ import pytest
 import penstock.transport
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, VersionMismatch, WireError
 from penstock.http import HttpClient
-from penstock.responses import NotReady
+from penstock.responses import IndexNotReady
 from penstock.transport import RetryLog, Servers, Transport
 from support.processes import without_process
 from support.servers import pages, problem, response, server
@@ -488,7 +488,7 @@ def test_alternating_failures_do_not_fill_the_log(caplog: pytest.LogCaptureFixtu
 def test_progress_bar_is_drawn_and_cleared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     retry_log = RetryLog(600.0)
-    retry_log.progress(NotReady("about 40 s left", after_seconds=1.0, share=0.5))
+    retry_log.progress(IndexNotReady("about 40 s left", after_seconds=1.0, share=0.5))
     assert "[##########..........]" in (drawn := capsys.readouterr().err)
     assert "50% about 40 s left" in drawn
     retry_log.answered("http://a", is_back_home=False)

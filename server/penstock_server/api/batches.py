@@ -119,11 +119,11 @@ def _choose_threads(request: Request, batches: BatchRange) -> tuple[InThread, bo
     """
     service = service_of(request)
     if batches.format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
-        return service.executors.block, False
+        return service.executors.run_blocking, False
     spec = spec_of(request)
     # Sorting a window by length takes long, and any request of an epoch may do it.
     if spec.length_bucket_size or service.catalog.may_block(batches.dataset, spec):
-        return service.executors.block, False
+        return service.executors.run_blocking, False
     return partial(service.executors.make_of_epoch, (batches.dataset, spec, batches.epoch)), True
 
 
@@ -173,7 +173,7 @@ class BatchStream(StreamingResponse):
             self.headers["Content-Length"] = str(nbytes)
         # While the client reads slowly: a chunk being sent and the next; without a length uvicorn copies the first.
         num_chunks = 1 if self._is_one_chunk else 2 if nbytes is not None else 3
-        self._reservation = service.in_flight.reserve(num_chunks, min(len(steps), per_chunk) * plan.step_nbytes)
+        self._reservation = service.in_flight.admit(num_chunks, min(len(steps), per_chunk) * plan.step_nbytes)
         self._chunks = chunks(plan, batches.epoch, batches.rank, steps)
         try:
             self._next_chunk()
@@ -245,7 +245,7 @@ class BatchStream(StreamingResponse):
         if self._batches.format == "json":
             await executors.make_text(partial(self._make, blocks))
         elif _may_block(blocks):
-            await executors.block(partial(self._make, blocks))
+            await executors.run_blocking(partial(self._make, blocks))
         else:
             await executors.make_batches(partial(self._make, blocks))
         await self._in_thread(self._chunk.read_ahead)  # last: a client that has left by now needs no more blocks

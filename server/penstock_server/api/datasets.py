@@ -69,7 +69,7 @@ async def refresh(request: Request, dataset: Name) -> Response:
     """Loads changes in the folder now: shards that were added, removed or rewritten, and the recipe."""
     service = service_of(request)
     async with service.refreshing:
-        change = await service.executors.block(lambda: service.catalog.refresh(dataset))
+        change = await service.executors.run_blocking(lambda: service.catalog.refresh(dataset))
     return JSONResponse(jsonable_encoder(change))
 
 

@@ -56,7 +56,7 @@ class Executors:
         """Runs `make`, a slow report or the text of many tokens. It takes much more memory than its result."""
         return await _run(self._text, make)
 
-    async def block(self, make: Callable[[], _T]) -> _T:
+    async def run_blocking(self, make: Callable[[], _T]) -> _T:
         """Runs `make`, which may block."""
         return await run_in_threadpool(make)
 
@@ -71,7 +71,7 @@ class Executors:
         if not known.is_planned:
             async with known.planning:
                 if not known.is_planned:
-                    made = await self.block(make)
+                    made = await self.run_blocking(make)
                     known.is_planned = True
                     return made
         return await self.make_batches(make)
@@ -160,7 +160,7 @@ class InFlight:
         self.reserved_bytes = 0
         self.num_responses = 0
 
-    def reserve(self, num_chunks: int, chunk_bytes: int) -> Reservation:
+    def admit(self, num_chunks: int, chunk_bytes: int) -> Reservation:
         """Returns a reservation for a response with `num_chunks` chunks in memory; it takes no bytes yet.
 
         Raises Busy: the budget has no room for it now.

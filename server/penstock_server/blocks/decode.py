@@ -83,7 +83,7 @@ def _digest(parts: list[Any]) -> str:
 
 def _identity_of(shard: Shard) -> list[str | int]:
     # Includes path and mtime, since the shard's digest covers only samples of its bytes.
-    return [str(shard.path.absolute()), shard.date.size_bytes, shard.date.mtime_ns, shard.digest]
+    return [str(shard.path.absolute()), shard.stat.size_bytes, shard.stat.mtime_ns, shard.digest]
 
 
 class ParsedFooters:
@@ -94,9 +94,9 @@ class ParsedFooters:
         self._parsed: OrderedDict[tuple[Path, FileStat], pq.FileMetaData] = OrderedDict()
         self._nbytes = 0
 
-    def of(self, path: Path, file: pa.OSFile, date: FileStat) -> pq.FileMetaData:
+    def of(self, path: Path, file: pa.OSFile, file_stat: FileStat) -> pq.FileMetaData:
         """Returns the footer of an opened shard file with this stat. Raises OSError, ArrowException: it is unreadable."""
-        key = path, date
+        key = path, file_stat
         with self._lock:
             footer = self._parsed.pop(key, None)
             if footer:
@@ -235,12 +235,12 @@ class RowGroupReader:
                 raise
             raise self._gone(shard, "was removed since the server read it. Put it back") from None
         with file:
-            date = stat_of(file)
+            file_stat = stat_of(file)
             if not is_of(file, shard):
                 raise self._gone(shard, "changed since the server read it. Put the old file back")
-            footer = self._footers.of(shard.path, file, date)
+            footer = self._footers.of(shard.path, file, file_stat)
             with open_parquet(file, metadata=footer, buffer_size=_BUFFER_BYTES, pre_buffer=False) as pages:
-                yield file, date, pages
+                yield file, file_stat, pages
 
     def _gone(self, shard: Shard, what: str) -> SnapshotGone:
         return SnapshotGone(

@@ -30,7 +30,7 @@ from penstock_server.machine import map_ordered, num_cores
 from penstock_server.problems import OutOfMemory, Problem
 from penstock_server.recipes.split import Selection
 
-log = logging.getLogger("penstock.store")
+log = logging.getLogger("penstock.blocks")
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
@@ -44,7 +44,6 @@ _MIN_SPLIT_BYTES = 4096  # of Python objects per split
 # A requested block: the block if it is mapped, else a future. A future takes 1.4 KB; many clients request tens of thousands.
 Asked = Block | Future[Block]
 _SplitKey = tuple[int, Selection, float]
-log = logging.getLogger("penstock.read_ahead")
 _FORGET_SECONDS = 30.0  # without a request for this long, a job has ended or will not need its blocks soon
 
 

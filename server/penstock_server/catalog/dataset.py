@@ -161,7 +161,7 @@ class DatasetState:
         snapshot = Snapshot(contents.folder, shards, contents.recipe, name=self.name)
         if former and snapshot.fingerprint != record.fingerprint:
             # The facts about its shards follow from its own recipe; only their FileStats may be new.
-            shards = [replace(old, date=new.date) for old, new in zip(former.snapshot.shards, shards, strict=True)]
+            shards = [replace(old, stat=new.stat) for old, new in zip(former.snapshot.shards, shards, strict=True)]
             snapshot = Snapshot(contents.folder, shards, former.snapshot.recipe, name=self.name)
         if former and former.snapshot.recipe is snapshot.recipe and former.snapshot.shards == snapshot.shards:
             return former
@@ -174,7 +174,7 @@ class DatasetState:
             shard = shards.get(name)
             if shard is None:
                 return f"{name} was removed"
-            if (shard.date.size_bytes, shard.digest) != (size_bytes, digest):
+            if (shard.stat.size_bytes, shard.digest) != (size_bytes, digest):
                 return f"{name} was rewritten"
         if has_recipe or record.fingerprint in self.older:
             return None

@@ -53,7 +53,7 @@ def describe_dataset(opened: OpenSnapshot) -> DatasetInfo:
         "splits": splits,
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
-        "size_bytes": sum(shard.date.size_bytes for shard in snapshot.shards),
+        "size_bytes": sum(shard.stat.size_bytes for shard in snapshot.shards),
         "blocks_bytes": int(index.bytes_per_block().sum()),
         "index": {"blocks_done": index.num_counted, "blocks": snapshot.num_blocks},
         "bad_rows": {

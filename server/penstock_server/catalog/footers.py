@@ -108,7 +108,7 @@ class FooterCache:
         """
         key, began = _key(recipe), time.time()
         known = self._shards if key == self._recipe else {}
-        cached = {name: known[name] for name, stat in stats.items() if name in known and known[name].date == stat}
+        cached = {name: known[name] for name, stat in stats.items() if name in known and known[name].stat == stat}
         missing = [name for name in stats if name not in cached]
         with ThreadPoolExecutor(_THREADS) as threads:
             results = threads.map(lambda name: _try_read(self._folder / name, stats[name], recipe), missing)
@@ -116,7 +116,7 @@ class FooterCache:
         shards = cached | {
             name: shard
             for name, shard in read.items()
-            if isinstance(shard, Shard) and (settled or is_settled(shard.date, began))
+            if isinstance(shard, Shard) and (settled or is_settled(shard.stat, began))
         }
         if self._note and (key, shards) != (self._recipe, self._shards):
             write_note(self._note, (_FORMAT, key, {name: _packed(shard) for name, shard in shards.items()}))
@@ -126,7 +126,7 @@ class FooterCache:
 
 def _packed(shard: Shard) -> tuple[Any, ...]:
     arrays = [values.tobytes() for values in (shard.rows_per_group, shard.bytes_per_group, shard.null_rows)]
-    return shard.date, shard.digest, arrays, shard.token_range
+    return shard.stat, shard.digest, arrays, shard.token_range
 
 
 def _unpacked(path: Path, stat: Iterable[int], digest: str, arrays: Iterable[bytes], token_range: Any) -> Shard:
@@ -149,7 +149,7 @@ def _try_read(path: Path, stat: FileStat, recipe: Recipe) -> Shard | DatasetInva
     except DatasetInvalid as error:
         return error
     # If the folder's symlink changes meanwhile, some shards would be of the new target, and the next poll would miss it.
-    return shard if shard.date == stat else being_written(path)
+    return shard if shard.stat == stat else being_written(path)
 
 
 def _schema_of(folder: Path, names: Iterable[str]) -> pa.Schema:

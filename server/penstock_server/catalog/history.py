@@ -160,7 +160,7 @@ class History:
 
 
 def _record(snapshot: Snapshot, made_at_ns: int) -> Record:
-    shards = _interned((shard.path.name, shard.date.size_bytes, shard.digest) for shard in snapshot.shards)
+    shards = _interned((shard.path.name, shard.stat.size_bytes, shard.digest) for shard in snapshot.shards)
     recipe = recipe_key(snapshot.recipe, (name for name, _, _ in shards))
     return Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe, shards)
 

@@ -40,12 +40,12 @@ class FileStat(NamedTuple):
 _ABSENT = FileStat(-1, 0, 0, 0)  # for a broken symlink; no file equals it
 
 
-def is_settled(date: FileStat, seconds: float) -> bool:
+def is_settled(file_stat: FileStat, seconds: float) -> bool:
     """Return whether a file was last written to some time before `seconds`, in seconds since the epoch.
 
     An mtime in the future does not show when the file was written, so such a file is not settled.
     """
-    return date.mtime_ns / 1e9 + SETTLED_SECONDS <= seconds
+    return file_stat.mtime_ns / 1e9 + SETTLED_SECONDS <= seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class FolderState:
     def is_settled(self) -> bool:
         """Return whether every file is settled; see the function is_settled."""
         now = time.time()
-        return all(is_settled(date, now) for dates in (self.shards, self.recipe) for date in dates.values())
+        return all(is_settled(file_stat, now) for stats in (self.shards, self.recipe) for file_stat in stats.values())
 
 
 def state_of_folder(folder: Path, shards: Mapping[str, FileStat], default_tokenizer: Path | None) -> FolderState:
@@ -192,7 +192,7 @@ def state_of_folder(folder: Path, shards: Mapping[str, FileStat], default_tokeni
         named.append(default_tokenizer)
     tokenizers = [path for path in named if path.suffix == ".json" or path == default_tokenizer]
     paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in (*TEMPLATE_FILES, *TOKEN_FILES))]
-    return FolderState(shards, {str(path): date for path in paths if (date := _stat_of_file(path))})
+    return FolderState(shards, {str(path): file_stat for path in paths if (file_stat := _stat_of_file(path))})
 
 
 def _stat_of_file(path: Path) -> FileStat | None:

@@ -48,7 +48,7 @@ class Shard:
     """
 
     path: Path
-    date: FileStat
+    stat: FileStat
     digest: str
     rows_per_group: array[int]
     bytes_per_group: array[int]
@@ -62,17 +62,17 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     Raises DatasetInvalid: the file is truncated, damaged or not Parquet, lacks a column, or is being written to.
     """
     with _opened(path) as file:
-        date = stat_of(file)
+        file_stat = stat_of(file)
         footer = _read_footer(path, file)
         _check_columns(path, footer.schema, recipe)
-        digest = _file_digest(file, date.size_bytes)
-        if FileStat.of(path.stat()) != date:  # the content may be a mix of two files
+        digest = _file_digest(file, file_stat.size_bytes)
+        if FileStat.of(path.stat()) != file_stat:  # the content may be a mix of two files
             raise being_written(path)
     groups = [footer.metadata.row_group(g) for g in range(footer.metadata.num_row_groups)]
     read = _chunks_read(footer, recipe)
     return Shard(
         path=path,
-        date=date,
+        stat=file_stat,
         digest=digest,
         rows_per_group=numbers(g.num_rows for g in groups),
         bytes_per_group=numbers(sum(g.column(c).total_uncompressed_size for c in read) for g in groups),
@@ -99,10 +99,10 @@ def stat_of(file: BinaryIO | pa.OSFile) -> FileStat:
 
 def is_of(file: pa.OSFile, shard: Shard) -> bool:
     """Return whether an open file is the one whose footer was read: FileStat or digest match. Raises OSError."""
-    date = stat_of(file)
-    if date == shard.date:
+    file_stat = stat_of(file)
+    if file_stat == shard.stat:
         return True
-    return date.size_bytes == shard.date.size_bytes and _file_digest(file, date.size_bytes) == shard.digest
+    return file_stat.size_bytes == shard.stat.size_bytes and _file_digest(file, file_stat.size_bytes) == shard.digest
 
 
 @contextmanager

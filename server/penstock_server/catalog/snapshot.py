@@ -199,7 +199,7 @@ class Snapshot:
 def fingerprint_of(shards: Sequence[Shard], recipe: Recipe) -> str:
     """Return the fingerprint of the snapshot of these shards and this recipe."""
     content = {
-        "shards": [[s.path.name, s.date.size_bytes, s.digest] for s in shards],
+        "shards": [[s.path.name, s.stat.size_bytes, s.digest] for s in shards],
         **_applied(recipe, (s.path.name for s in shards)),
     }
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()

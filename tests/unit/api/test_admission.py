@@ -22,29 +22,29 @@ from support.corpora import write_numbered
 
 def test_response_beyond_the_budget_is_refused_until_bytes_are_released() -> None:
     in_flight = InFlight(100)
-    first, second = in_flight.reserve(2, 30), in_flight.reserve(1, 40)
+    first, second = in_flight.admit(2, 30), in_flight.admit(1, 40)
     first.take()
     second.take()
     with pytest.raises(Busy, match="2 responses in flight take 100 bytes, this one needs 1, .* --inflight-bytes"):
-        in_flight.reserve(1, 1)
+        in_flight.admit(1, 1)
     first.release()
-    in_flight.reserve(3, 20).take()
+    in_flight.admit(3, 20).take()
     assert in_flight.reserved_bytes == 100
 
 
 def test_single_response_may_exceed_the_budget() -> None:
     in_flight = InFlight(100)
-    large = in_flight.reserve(1, 1000)
+    large = in_flight.admit(1, 1000)
     large.take()
     with pytest.raises(Busy):
-        in_flight.reserve(1, 0)
+        in_flight.admit(1, 0)
     large.release()
-    in_flight.reserve(1, 1000).take()
+    in_flight.admit(1, 1000).take()
 
 
 def test_reservations_made_together_do_not_both_take_the_last_room() -> None:
     in_flight = InFlight(100)
-    first, second = in_flight.reserve(1, 60), in_flight.reserve(1, 60)
+    first, second = in_flight.admit(1, 60), in_flight.admit(1, 60)
     first.take()
     with pytest.raises(Busy):
         second.take()
@@ -54,7 +54,7 @@ def test_reservations_made_together_do_not_both_take_the_last_room() -> None:
 
 def test_measured_chunks_count_beyond_the_budget_and_are_released_once() -> None:
     in_flight = InFlight(100)
-    reservation = in_flight.reserve(2, 40)
+    reservation = in_flight.admit(2, 40)
     for _ in range(2):
         reservation.take()
     reservation.measured(30)

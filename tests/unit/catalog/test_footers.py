@@ -96,7 +96,7 @@ def test_only_changed_shards_are_opened(data: Path, note: Path) -> None:
         after = read(data, FooterCache(data, note))
     assert set(names) == {"part-000.parquet", "part-001.parquet", "part-003.parquet"}
     assert after.shards[0].digest == before.shards[0].digest
-    assert after.shards[0].date.mtime_ns == before.shards[0].date.mtime_ns + 1
+    assert after.shards[0].stat.mtime_ns == before.shards[0].stat.mtime_ns + 1
     assert after.shards[1].digest != before.shards[1].digest
     assert after.num_rows == 30 + 2 + 1
 
@@ -110,7 +110,7 @@ def test_swapped_shards_are_read_again_when_size_and_mtime_are_equal(data: Path,
     (data / "part-001.parquet").rename(data / "part-000.parquet")
     (data / ".part").rename(data / "part-001.parquet")
     after = read(data, FooterCache(data, note)).shards
-    assert [s.date[:2] for s in after] == [s.date[:2] for s in before]
+    assert [s.stat[:2] for s in after] == [s.stat[:2] for s in before]
     assert [s.digest for s in after[:2]] == [s.digest for s in before[1::-1]] != [s.digest for s in before[:2]]
 
 
@@ -144,7 +144,7 @@ def test_shard_is_read_again_when_its_mtime_was_restored(data: Path, note: Path)
         path.write_bytes((data / ".part").read_bytes())
         os.utime(path, ns=(HOUR_AGO_NS, HOUR_AGO_NS))
         shard = read(data, FooterCache(data, note), settled=True).shards[0]
-        assert (shard.date.mtime_ns, shard.token_range) == (HOUR_AGO_NS, (1, ids[-1]))
+        assert (shard.stat.mtime_ns, shard.token_range) == (HOUR_AGO_NS, (1, ids[-1]))
 
 
 def test_digest_covers_every_byte_of_a_long_footer(data: Path) -> None:
