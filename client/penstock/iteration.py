@@ -39,6 +39,7 @@ class Iteration(Iterator[Batch]):
 
     def __init__(self, batches: Generator[Batch, object, None]) -> None:
         self._batches = batches
+        self._take = _uncompiled(_next)  # for a loop inside of torch.compile
         self._ended_by = ""
 
     def __next__(self) -> Batch:
@@ -48,7 +49,7 @@ class Iteration(Iterator[Batch]):
                 f"was given, call data.load_state_dict(data.state_dict()) and begin another."
             )
         try:
-            return next(self._batches)
+            return self._take(self._batches)
         except StopIteration:
             raise
         except BaseException as error:
@@ -128,9 +129,9 @@ class BatchIterator:
     def _items(self) -> Iterator[Item]:
         device = self._destination.device
         if device == CPU:
-            items = map(_uncompiled(self._expanded), self._frames)
+            items = map(self._expanded, self._frames)
         else:
-            items = map(_uncompiled(_next), repeat(OnDevice(self._frames, device, self._tensors)))
+            items = map(next, repeat(OnDevice(self._frames, device, self._tensors)))
         if self._replay is None:
             return items
         # Copy the dict: a loop that removes tensors from its batch must find them again in the next repeat.
@@ -167,8 +168,8 @@ class BatchIterator:
         self.close()
 
 
-def _next(items: Iterator[Item]) -> Item:
-    return next(items)
+def _next(batches: Iterator[Batch]) -> Batch:
+    return next(batches)
 
 
 def _uncompiled(make: Callable[P, T]) -> Callable[P, T]:

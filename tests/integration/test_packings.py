@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -200,15 +199,6 @@ def test_length_buckets_reduce_padding_and_stay_mixed(server: Server) -> None:
     assert widths != sorted(widths, reverse=True)
 
 
-def test_length_buckets_warn_when_padding_is_fixed(server: Server) -> None:
-    with pytest.warns(UserWarning, match=r"length_bucket_size=4 .* pads each to 200 tokens anyway: .* Use pad=longest"):
-        dataset(server, seq_len=200, length_bucket_size=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dataset(server, seq_len=200, length_bucket_size=4, pad=8)
-        dataset(server, seq_len=200)
-
-
 def test_pad_rounds_up_to_a_multiple(server: Server) -> None:
     widths = [batch["input_ids"].shape[1] for batch in dataset(server, seq_len=96, pad=8, batch_size=2)]
     exact = [batch["input_ids"].shape[1] for batch in dataset(server, seq_len=96, pad="longest", batch_size=2)]
@@ -232,9 +222,3 @@ def test_prompts_are_masked_when_rows_are_split_or_packed(server: Server) -> Non
             if label != -100
         )
         assert in_loss == Counter(label for labels in whole.values() for label in labels if label != -100)
-
-
-def test_length_buckets_warn_when_smaller_than_a_batch(server: Server) -> None:
-    with pytest.warns(UserWarning, match=r"little is saved. Use the size of a global batch, length_bucket_size=8."):
-        dataset(server, seq_len=200, world_size=2, length_bucket_size=3, pad=8)
-    dataset(server, seq_len=200, world_size=2, length_bucket_size=4, pad=8)  # warnings are errors
