@@ -191,10 +191,11 @@ class JsonReader:
     def schemas(self) -> Mapping[Path, pa.Schema]:
         """Read all files, and return their columns."""
         files = ", ".join(map(_file, self._paths))
-        # Grouped first: json_group_structure keeps memory for every row.
+        # Grouped first: json_group_structure keeps memory for every row. Ordered, so that fields keep the order of the lines.
         query = (
-            f"SELECT json_group_structure(json) FROM (SELECT any_value(json) AS json FROM read_ndjson_objects([{files}], "
-            f"maximum_object_size={_MAX_ROW_BYTES}) GROUP BY json_structure(json))"
+            f"SELECT json_group_structure(json) FROM (SELECT any_value(json) AS json, min(line) AS line FROM "
+            f"(SELECT json, row_number() OVER () AS line FROM read_ndjson_objects([{files}], "
+            f"maximum_object_size={_MAX_ROW_BYTES})) GROUP BY json_structure(json) ORDER BY line)"
         )
         try:
             structure = json.loads(self._database.sql(query).fetchall()[0][0] or "{}")
