@@ -163,7 +163,9 @@ class Trainers:
         with theirs:
             # Who forks beside threads is warned by Python 3.12.
             command = [sys.executable, "-W", "error", "-W", "ignore:This process", __file__, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # for `support`
+            environment = os.environ | {"PYTHONPATH": paths.rstrip(os.pathsep)}
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
 
     def run(self, code: str) -> Trainer:
         """Runs what is to be the text of a script."""
