@@ -66,11 +66,6 @@ class Start:
         """The place of its state on its lowest rank; None without a state."""
         return next(iter(self.places.values()), None)
 
-    @property
-    def has_steps(self) -> bool:
-        """Whether any rank recorded a step of it."""
-        return any(len(segment.runs) for segments in self.segments.values() for segment in segments)
-
 
 @dataclass(frozen=True, slots=True)
 class Lineage:

@@ -209,11 +209,13 @@ def _aliases(kept: Sequence[Start]) -> dict[OrderKey, OrderKey]:
 
 
 def _apart(lineage: Lineage, ranks: Sequence[int]) -> Iterator[Apart]:
+    """Yield the ranks whose latest start the lowest rank took no part in. A rank that only recorded less is not apart."""
     last = lineage.kept[-1]
-    for rank in ranks if last.has_steps else []:  # otherwise a rank was killed before its first batch
-        *_, own = (start for start in lineage.starts if rank in start.segments)
-        if rank < last.begin.spec.world_size and rank not in last.segments and own not in lineage.kept and own.has_steps:
-            yield Apart(rank, own, last)
+    for rank in ranks:
+        own = [start for start in lineage.starts if rank in start.segments]
+        latest = max(own, key=lambda start: start.segments[rank][0].begin.time)
+        if rank < last.begin.spec.world_size and ranks[0] not in latest.segments:
+            yield Apart(rank, latest, last)
 
 
 def _discarded(lineage: Lineage, start: Start) -> Iterator[Discarded]:
