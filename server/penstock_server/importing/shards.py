@@ -173,20 +173,31 @@ def staged(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _exchange(old: list[Path], staging: Path, out_dir: Path) -> None:
-    """Move old shards away and new ones in. If that stops halfway, the message names the folder with the old shards."""
+    """Move old shards away and new ones in, or leave all as it was.
+
+    Raises ImportRefused: that stopped halfway and could not be undone; the message names the folder with the old shards.
+    """
     new = sorted(staging.iterdir())
     for path in new:
         path.touch()  # a server that watches the folder waits until its files are older
     aside = staging.with_name(f"{staging.name}-old")
     aside.mkdir()
+    moves = [(path, aside / path.name) for path in old] + [(path, out_dir / path.name) for path in new]
+    begun: list[tuple[Path, Path]] = []
     try:
-        for path in old:
-            path.rename(aside / path.name)
-        for path in new:
-            path.rename(out_dir / path.name)
+        for source, target in moves:
+            begun.append((source, target))
+            source.rename(target)
     except BaseException as error:
-        raise ImportRefused(
-            f"{out_dir}: replacing its shards stopped halfway ({error!r}). The old ones are in {aside}, and new ones may be in "
-            f"their place. Repair the disk and import again with --overwrite; then delete {aside}."
-        ) from error
-    shutil.rmtree(aside)
+        try:
+            for source, target in reversed(begun):
+                if not source.exists():
+                    target.rename(source)
+            aside.rmdir()
+        except OSError:
+            raise ImportRefused(
+                f"{out_dir}: replacing its shards stopped halfway ({error!r}). The old ones are in {aside}, and new ones "
+                f"may be in their place. Repair the disk and import again with --overwrite; then delete {aside}."
+            ) from error
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

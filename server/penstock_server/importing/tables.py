@@ -328,6 +328,8 @@ class ArrowReader:
                 batches = iter(reader)
             for batch in batches:
                 yield from portions(batch.select([name for name in batch.schema.names if name in names]))
+            if isinstance(reader, pa.ipc.RecordBatchStreamReader) and mapped.tell() < mapped.size():
+                raise ValueError("bytes follow the end of its stream, as if two files were joined; import each one")
 
 
 def _open_ipc(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
@@ -353,13 +355,16 @@ class ParquetReader:
     def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of all row groups."""
         with refusing(path), _open_parquet(path) as file:
-            columns = [name for name in file.schema_arrow.names if name in names]
+            num_rows, columns = 0, [name for name in file.schema_arrow.names if name in names]
             # Group by group: pyarrow cannot read a batch of nested columns across two.
             for group in range(file.num_row_groups):
                 footer = file.metadata.row_group(group)
                 batch_rows = _rows_of(_TABLE_BYTES, footer.num_rows, footer.total_byte_size)
                 for batch in file.iter_batches(batch_rows, [group], columns=columns):
                     yield from portions(batch.select(columns))
+                    num_rows += batch.num_rows
+            if num_rows < file.metadata.num_rows:  # pyarrow reads fewer rows without an error
+                raise ValueError(f"its footer has {file.metadata.num_rows:,} rows, but only {num_rows:,} can be read")
 
 
 @contextmanager

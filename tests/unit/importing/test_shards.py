@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from errno import EIO
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,45 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: i
     monkeypatch.setattr(module, name, call)
 
 
-@pytest.mark.parametrize("number", range(4))
+def test_staged_leaves_the_folder_as_it_was_when_an_exchange_fails(tmp_path: Path) -> None:
+    put(tmp_path, "old")
+    (tmp_path / "part-00001.parquet").mkdir()  # a folder is no shard, and in the way of one
+    (tmp_path / "part-00001.parquet" / "x").touch()
+    before = names_in(tmp_path)
+
+    def write(folder: Path) -> None:
+        write_shards([table_of(["a"]), table_of(["b"])], folder, SCHEMA, Shape(shard_bytes=1))
+
+    with pytest.raises(ImportRefused, match="cannot be written"):
+        stage(tmp_path, write, overwrite=True)
+    assert names_in(tmp_path) == before
+    assert pq.read_table(tmp_path / "part-00000.parquet").column("text").to_pylist() == ["old"]
+
+
+@pytest.mark.parametrize("number", range(2))  # after the old shard was moved, and after the new one was
+def test_staged_leaves_the_folder_as_it_was_when_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    put(tmp_path, "old")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real, calls = Path.rename, count()
+
+    def rename(path: Path, target: Path) -> Path:
+        moved = real(path, target)
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return moved
+
+    def write(folder: Path) -> None:
+        put(folder, "new")
+        monkeypatch.setattr(Path, "rename", rename)
+
+    with pytest.raises(KeyboardInterrupt):
+        stage(tmp_path, write, overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("number", range(1, 4))
 def test_staged_names_the_folder_of_old_shards_when_stopped_halfway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

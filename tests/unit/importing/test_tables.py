@@ -463,3 +463,20 @@ def test_what_parquet_or_the_server_cannot_hold_is_refused(tmp_path: Path, table
     with pytest.raises(ImportRefused, match=message):
         imported(tmp_path / "out", path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("rows_in_footer", [4_500, 9_001])
+def test_parquet_footer_with_more_rows_than_the_file_is_refused(tmp_path: Path, rows_in_footer: int) -> None:
+    def encoded(number: int) -> bytes:  # zigzag, then seven bits a byte
+        return bytes([2 * number & 0x7F | 0x80, 2 * number >> 7 & 0x7F | 0x80, 2 * number >> 14])
+
+    path, schema = tmp_path / "x.parquet", pa.schema([pa.field("n", pa.int64(), nullable=False)])
+    pq.write_table(pa.table({"n": range(18_000)}, schema=schema), path, row_group_size=9_000, write_statistics=False)
+    content = path.read_bytes()
+    begin = content.rindex(encoded(9_000))  # the rows of the second row group
+    path.write_bytes(content[:begin] + encoded(rows_in_footer) + content[begin + 3 :])
+    if rows_in_footer < 9_000:
+        with pytest.raises(ImportRefused, match="footer has 18,000 rows"):
+            imported(tmp_path / "out", path)
+    else:
+        assert imported(tmp_path / "out", path)["n"].to_pylist() == list(range(18_000))
