@@ -80,7 +80,8 @@ def _rank_of_environment() -> tuple[int, int]:
         _check_single_process()
     if rank is None and world_size in (None, "1"):
         return 0, 1
-    if rank is None or world_size is None or not 0 <= int(rank) < int(world_size):
+    are_numbers = all(text and text.isdecimal() for text in (rank, world_size))
+    if rank is None or world_size is None or not are_numbers or not int(rank) < int(world_size):
         raise SpecError(
             f"the environment has RANK={rank} and WORLD_SIZE={world_size}. Both must be set, with 0 <= RANK < WORLD_SIZE. "
             f"Start with torchrun, or pass rank and world_size.",

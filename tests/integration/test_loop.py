@@ -373,9 +373,10 @@ def test_a_rank_that_nobody_named_is_refused_not_guessed(
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SpecError, match="RANK=None and WORLD_SIZE=2"):
         dataset(server)
-    monkeypatch.setenv("RANK", "2")
-    with pytest.raises(SpecError, match="0 <= RANK < WORLD_SIZE"):
-        dataset(server)
+    for wrong in ("2", "-1", "first", "\N{SUPERSCRIPT ONE}"):
+        monkeypatch.setenv("RANK", wrong)
+        with pytest.raises(SpecError, match="0 <= RANK < WORLD_SIZE"):
+            dataset(server)
     for rank in (-1, 2, True):
         with pytest.raises(SpecError, match="0 <= rank < world_size"):
             dataset(server, rank=rank, world_size=2)

@@ -248,5 +248,9 @@ def _token_range(footer: _Footer, groups: list[pq.RowGroupMetaData], recipe: Rec
 
 def _leaf(footer: _Footer, name: str) -> int:
     """Return the index of the column chunk with the values of a column of lists."""
-    # A list that protobuf wrote is a leaf of exactly this name.
-    return next(c for c, path in enumerate(footer.paths) if f"{path}.".startswith(f"{name}."))
+    # By the leaves of the columns before it, not by its path: a column may be called "tokens.n".
+    return sum(_num_leaves(field.type) for field in list(footer.schema)[: footer.schema.names.index(name)])
+
+
+def _num_leaves(type_: pa.DataType) -> int:
+    return sum(_num_leaves(type_.field(i).type) for i in range(type_.num_fields)) if type_.num_fields else 1

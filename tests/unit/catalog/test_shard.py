@@ -137,7 +137,10 @@ def test_duplicate_column_is_refused(data: Path, tokenizer: Path) -> None:
 def test_dot_in_a_column_name_is_not_a_path(data: Path, tokenizer: Path) -> None:
     data.mkdir()
     tokens = pa.array([[1, 3]], pa.list_(pa.int32()))
-    pq.write_table(pa.table({"tokens": tokens, "tokens.o": [[7]]}), data / "a.parquet")
+    pq.write_table(pa.table({"tokens.n": [-1], "tokens": tokens}), data / "a.parquet")
+    assert open_snapshot(data).vocab_size == 4
+    both = pa.array([[{"a": 9, "b": [8]}]], pa.list_(pa.struct({"a": pa.int32(), "b": pa.list_(pa.int32())})))
+    pq.write_table(pa.table({"tokens.m": both, "m": both, "tokens": tokens, "tokens.o": [[7]]}), data / "a.parquet")
     assert open_snapshot(data).vocab_size == 4
     pq.write_table(pa.table({"text.lang": pa.array([None], pa.string()), "text": ["a"]}), data / "a.parquet")
     assert open_snapshot(data, tokenizer).num_rows == 1

@@ -480,3 +480,10 @@ def test_parquet_footer_with_more_rows_than_the_file_is_refused(tmp_path: Path, 
             imported(tmp_path / "out", path)
     else:
         assert imported(tmp_path / "out", path)["n"].to_pylist() == list(range(18_000))
+
+
+def test_arrow_stream_followed_by_another_is_refused(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "stream.arrow", pa.table({"a": [1, 2]}))
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(ImportRefused, match="import each one"):
+        imported(tmp_path / "out", path)
