@@ -37,6 +37,20 @@ CHATML = (
 ID_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}  # of types, in an index
 Rows = list[dict[str, Any]]
 
+FILTER_SCHEMA = pa.schema(
+    {
+        "n": pa.int32(),
+        "big": pa.int64(),
+        "hash": pa.uint64(),
+        "score": pa.float32(),
+        "text": pa.string(),
+        "a b": pa.large_string(),
+        "ok": pa.bool_(),
+        "meta": pa.struct({"lang": pa.string(), "source": pa.struct({"rank": pa.int8()})}),
+        "ids": pa.list_(pa.int64()),
+    }
+)
+
 
 def write_shards(
     folder: Path, column: str, shards: Sequence[Sequence[Any]], *, type_: pa.DataType, row_group_size: int

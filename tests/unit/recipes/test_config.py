@@ -11,30 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models
 
-from penstock_server.blocks.cache import CacheFolder
-from penstock_server.blocks.store import BlockStore
-from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetInvalid
-from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from support.corpora import write_numbered, write_pairs, write_shards, write_text
 from support.engine import Opener, open_snapshot
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    return write_tokenizer(tmp_path / "tokenizer.json")
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def open_all(tmp_path: Path, data: Path) -> Opener:
-    def run(tokenizer: Path | None = None) -> Catalog:
-        return open_catalog(data, tokenizer, BlockStore(CacheFolder(tmp_path / "cache")))
-
-    return run
 
 
 @pytest.mark.parametrize(

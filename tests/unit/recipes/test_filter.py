@@ -8,20 +8,7 @@ import pytest
 
 from penstock_server.recipes.filter import parse_filter
 from penstock_server.recipes.filter.sql import FilterError
-
-SCHEMA = pa.schema(
-    {
-        "n": pa.int32(),
-        "big": pa.int64(),
-        "hash": pa.uint64(),
-        "score": pa.float32(),
-        "text": pa.string(),
-        "a b": pa.large_string(),
-        "ok": pa.bool_(),
-        "meta": pa.struct({"lang": pa.string(), "source": pa.struct({"rank": pa.int8()})}),
-        "ids": pa.list_(pa.int64()),
-    }
-)
+from support.corpora import FILTER_SCHEMA
 
 
 def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
@@ -91,8 +78,8 @@ def test_filter_reads_columns_of_every_type(rows: pa.RecordBatch, condition: str
 
 
 def test_filter_reads_only_its_columns_of_a_slice() -> None:
-    rows = pa.RecordBatch.from_pylist([{"n": number, "text": "x"} for number in range(10)], SCHEMA)
-    few = parse_filter("text = 'x' and n % 2 = 1", SCHEMA)
+    rows = pa.RecordBatch.from_pylist([{"n": number, "text": "x"} for number in range(10)], FILTER_SCHEMA)
+    few = parse_filter("text = 'x' and n % 2 = 1", FILTER_SCHEMA)
     assert few.columns == ("text", "n")
     assert few.keep(rows.slice(3, 4)).tolist() == [True, False, True, False]
     assert few.keep(rows.slice(0, 0)).tolist() == []
@@ -140,7 +127,7 @@ def test_filter_reads_only_its_columns_of_a_slice() -> None:
 )  # fmt: skip
 def test_filter_is_refused_with_its_wrong_part(condition: str, message: str) -> None:
     with pytest.raises(FilterError, match=f"(?i){re.escape(message)}"):
-        parse_filter(condition, SCHEMA)
+        parse_filter(condition, FILTER_SCHEMA)
 
 
 def test_columns_with_dots_are_named_in_quotes_and_ambiguous_ones_are_refused() -> None:
@@ -164,7 +151,7 @@ def test_times_are_compared_with_times_of_their_kind() -> None:
 
 def test_calculation_fails_when_it_exceeds_64_bits() -> None:
     with pytest.raises(FilterError, match="does not fit 64 bits"):
-        parse_filter("big * 2 < 0", SCHEMA).keep(pa.RecordBatch.from_pylist([{"big": 2**62}], SCHEMA))
+        parse_filter("big * 2 < 0", FILTER_SCHEMA).keep(pa.RecordBatch.from_pylist([{"big": 2**62}], FILTER_SCHEMA))
 
 
 def test_null_test_works_on_extension_types() -> None:
@@ -176,7 +163,7 @@ def test_null_test_works_on_extension_types() -> None:
 @pytest.mark.parametrize("condition", ["n > 1", "ok"])
 def test_rows_of_another_schema_are_refused(condition: str) -> None:
     with pytest.raises(FilterError, match=f"the filter.*{condition}"):
-        parse_filter(condition, SCHEMA).keep(pa.record_batch({"n": ["x"]}))
+        parse_filter(condition, FILTER_SCHEMA).keep(pa.record_batch({"n": ["x"]}))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +192,7 @@ def test_rows_of_other_types_than_in_the_first_shard_are_compared_by_their_own(
 
 
 def test_shard_of_other_types_is_refused() -> None:
-    found = parse_filter("text = 'x' and ok", SCHEMA)
+    found = parse_filter("text = 'x' and ok", FILTER_SCHEMA)
     found.check(pa.schema({"ok": pa.bool_(), "text": pa.string_view()}))
     with pytest.raises(FilterError, match="compares a number with a text"):
         found.check(pa.schema({"text": pa.int8(), "ok": pa.bool_()}))

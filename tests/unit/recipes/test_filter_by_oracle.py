@@ -13,22 +13,10 @@ from hypothesis import strategies as st
 
 from penstock_server.recipes.filter import Filter, parse_filter
 from penstock_server.recipes.filter.sql import FilterError
+from support.corpora import FILTER_SCHEMA
 
 Row = dict[str, Any]
 
-SCHEMA = pa.schema(
-    {
-        "n": pa.int32(),
-        "big": pa.int64(),
-        "hash": pa.uint64(),
-        "score": pa.float32(),
-        "text": pa.string(),
-        "a b": pa.large_string(),
-        "ok": pa.bool_(),
-        "meta": pa.struct({"lang": pa.string(), "source": pa.struct({"rank": pa.int8()})}),
-        "ids": pa.list_(pa.int64()),
-    }
-)
 small = st.integers(-4, 4)
 words = st.text("aBc%_\\", max_size=3)
 rows_strategy = st.lists(
@@ -234,13 +222,13 @@ conditions = st.recursive(
 
 
 def batch(rows: Sequence[Row]) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist(list(rows), SCHEMA)
+    return pa.RecordBatch.from_pylist(list(rows), FILTER_SCHEMA)
 
 
 def parsed(text: str) -> Filter:
     """The filter, or another example where it says the same of all rows, which is refused."""
     try:
-        return parse_filter(text, SCHEMA)
+        return parse_filter(text, FILTER_SCHEMA)
     except FilterError as error:
         if "reads no column" not in str(error) and "compares with null" not in str(error):
             raise

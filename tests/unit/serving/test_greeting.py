@@ -18,11 +18,6 @@ from support.engine import Opener
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
 def open_all(tmp_path: Path, data: Path) -> Opener:
     return lambda: open_catalog(data, None, BlockStore(CacheFolder(tmp_path / "cache")))
 
