@@ -19,7 +19,7 @@ from penstock.responses import TransientError
 from penstock.row_lengths import RowLength
 from penstock.spec import Spec
 from penstock.transport import Servers, Transport
-from penstock.urls import batches_path, dataset_path
+from penstock.wire.names import batches_path, dataset_path
 
 _LENGTHS_SECONDS = 1.0
 _SAMPLED_ROWS = 64

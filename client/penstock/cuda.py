@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.batch import IGNORED
 from penstock.distributed import Worker
 from penstock.errors import PenstockError, SpecError
 from penstock.http import MAX_BUFFER
@@ -18,6 +17,7 @@ from penstock.prefetch import Prefetch
 from penstock.tensors import ALL, CPU, Batch, Item, Side, as_tensor, kind_of, received_arrays
 from penstock.text import counted
 from penstock.wire import Frame
+from penstock.wire.names import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

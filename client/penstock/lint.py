@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.batch import IGNORED, SIDES
 from penstock.client import Client
 from penstock.distributed import PeerCheck
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, prompt_remedy
@@ -15,6 +14,7 @@ from penstock.spec import Spec
 from penstock.state import Position
 from penstock.tensors import Batch
 from penstock.text import counted
+from penstock.wire.names import IGNORED, SIDES
 
 _MAX_CHECKED = 64  # batches of an iteration, checked for a token with loss
 # Text seldom repeats one token more than 8 times, and such repeats never make up 20 % of it.

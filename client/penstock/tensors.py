@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.batch import IGNORED, SIDES, Parts
 from penstock.errors import SpecError
 from penstock.wire import Frame
+from penstock.wire.names import IGNORED, SIDES, Parts
 
 CPU = torch.device("cpu")
 Batch = dict[str, Any]  # tensors, and lists of texts or bytes

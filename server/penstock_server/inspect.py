@@ -9,9 +9,9 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from penstock.batch import SIDES
 from penstock.cli.batch_view import Piece, ids_as_text, text_of
 from penstock.text import counted, printable, size
+from penstock.wire.names import SIDES
 from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.describe import describe_dataset, lengths_told, rows_held_out, summary
 from penstock_server.catalog.snapshot import Snapshot

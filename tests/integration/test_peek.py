@@ -25,7 +25,7 @@ from penstock.cli.batch_view import SampleView, view
 from penstock.cli.connection import get_json
 from penstock.text import counted
 from penstock.transport import Servers, Transport
-from penstock.urls import batches_path
+from penstock.wire.names import batches_path
 from support.chat_templates import CHATML
 from support.corpora import write_numbered, write_pairs, write_text, write_tokenizer
 from support.servers import Server, penstock, penstock_in_terminal

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from penstock import Spec
-from penstock.batch import IGNORED
 from penstock.client import Client
 from penstock.lint import Advice, warn_of_repetition
 from penstock.row_lengths import RowLength
 from penstock.tensors import Batch
+from penstock.wire.names import IGNORED
 
 LEARNED, NOT_LEARNED = torch.tensor([[3, IGNORED]]), torch.tensor([[IGNORED, IGNORED]])
 

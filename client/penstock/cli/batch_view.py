@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from rich.cells import cell_len
 from rich.text import Text
 
-from penstock.batch import IGNORED, SIDES
 from penstock.text import counted, printable
+from penstock.wire.names import IGNORED, SIDES
 
 _MIN_PIECE_COLUMNS = 32
 

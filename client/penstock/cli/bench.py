@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.batch import IGNORED, SIDES
 from penstock.cli.arguments import ADDRESS, add_spec_options, amount, whole_number
 from penstock.cli.connection import connected, dataset_of, describe_dataset, first_given, parse_address, set_run, spec_query
 from penstock.cli.output import stdout_console
@@ -28,6 +27,7 @@ from penstock.spec import Spec
 from penstock.text import printable, size
 from penstock.transport import Transport
 from penstock.wire import Frame
+from penstock.wire.names import IGNORED, SIDES
 
 _FEW_EPOCHS = 3
 _RETRY_SECONDS = 10.0

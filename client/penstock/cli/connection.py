@@ -21,7 +21,7 @@ from penstock.responses import remedy
 from penstock.spec import Spec
 from penstock.text import listed
 from penstock.transport import Servers, Transport
-from penstock.urls import DATASETS, dataset_path
+from penstock.wire.names import DATASETS, dataset_path
 
 RETRY_SECONDS = 2.0  # a user waits: long enough for a hiccup, too short for a restart
 _GREETING_SECONDS = 5.0

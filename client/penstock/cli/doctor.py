@@ -26,7 +26,7 @@ from penstock.prefetch import RANGE_BYTES
 from penstock.spec import Spec
 from penstock.text import counted, printable, rows_kept, size
 from penstock.transport import Servers, Transport
-from penstock.urls import DATASETS, dataset_path
+from penstock.wire.names import DATASETS, dataset_path
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 _NUM_PINGS = 15

@@ -17,7 +17,7 @@ from penstock.cli.connection import connected, dataset_of, first_given, get_json
 from penstock.cli.output import stdout_console
 from penstock.spec import Spec
 from penstock.text import counted, printable
-from penstock.urls import batches_path, dataset_path
+from penstock.wire.names import batches_path, dataset_path
 
 _MUCH_PADDING = 0.5  # of a sample, or of a batch
 _NUMBER_COLUMNS = {"#": 1, "tokens": 6, "pad": 4, "in loss": 7}  # and their widths

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.batch import SIDES
 from penstock.errors import WireError
 from penstock.wire.header import BIN32, Address, Heads, digest, read_header
 from penstock.wire.layout import TEXTS, unpack_texts
+from penstock.wire.names import SIDES
 
 Array = npt.NDArray[Any]
 Texts = list[str] | list[bytes]

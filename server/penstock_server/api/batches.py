@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from penstock import wire
-from penstock.urls import DATASETS
+from penstock.wire.names import DATASETS
 from penstock_server.api.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, ParsedRoute, Rank, Step, spec_of
 from penstock_server.api.service import InThread, Requested, Service, service_of
 from penstock_server.batches import text_view

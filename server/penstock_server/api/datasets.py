@@ -10,7 +10,7 @@ from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse
 
 from penstock import wire
-from penstock.urls import DATASETS
+from penstock.wire.names import DATASETS
 from penstock_server.api.parameters import PROBLEMS, SPEC_PARAMETERS, EpochQuery, Name, ParsedRoute, Row, spec_of
 from penstock_server.api.service import service_of
 from penstock_server.batches.plan import Plan, check_room

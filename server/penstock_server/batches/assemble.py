@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.urls import dataset_path
+from penstock.wire.names import dataset_path
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import MemberSpans, Plan
 from penstock_server.batches.samples import LoadedBlock, Samples

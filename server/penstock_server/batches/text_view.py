@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from penstock import wire
-from penstock.batch import IGNORED
 from penstock.text import counted
+from penstock.wire.names import IGNORED
 from penstock_server.batches.assemble import Chunk, chunks, gather, load
 from penstock_server.batches.plan import Plan, Tensor
 from penstock_server.batches.samples import Samples

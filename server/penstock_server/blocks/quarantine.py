@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.urls import dataset_path
+from penstock.wire.names import dataset_path
 from penstock_server.blocks.block import Block
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import BadRow, DatasetInvalid, ShardUnreadable

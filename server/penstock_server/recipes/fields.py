@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.batch import TENSOR_NAMES
 from penstock.text import listed
+from penstock.wire.names import TENSOR_NAMES
 from penstock_server.arrow import parsed_json, without_json_type
 
 _Path = tuple[str, ...]

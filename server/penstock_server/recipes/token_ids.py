@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.batch import IGNORED
+from penstock.wire.names import IGNORED
 from penstock_server.arrow import list_lengths
 from penstock_server.order.arrays import IntArray, begins_run, concatenated_ranges, find, starts_of
 from penstock_server.recipes.recipe import Rows

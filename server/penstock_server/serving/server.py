@@ -20,7 +20,7 @@ from penstock import __version__
 from penstock.cli.output import report
 from penstock.ending import ends_at
 from penstock.text import counted, printable
-from penstock.urls import DATASETS, batches_path
+from penstock.wire.names import DATASETS, batches_path
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.catalog.catalog import Catalog

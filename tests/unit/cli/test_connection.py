@@ -4,7 +4,7 @@ import pytest
 
 from penstock import SpecError
 from penstock.cli.connection import Address, parse_address, url
-from penstock.urls import batches_path
+from penstock.wire.names import batches_path
 
 HOST = "http://host:8000"
 BATCHES = f"{HOST}/v1/datasets/wiki/epochs/2/ranks/3/batches"

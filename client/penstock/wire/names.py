@@ -1,9 +1,11 @@
-"""Names of a batch's tensors."""
+"""Names that client and server share: URL paths, and a batch's tensors."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+from urllib.parse import quote
 
+DATASETS = "/v1/datasets"
 IGNORED = -100  # label of a token without loss: the default ignore_index of torch's cross entropy
 SIDES = ("", "chosen_", "rejected_")  # prefixes of tensor names: a plain sample, and the two sides of a preference pair
 
@@ -24,3 +26,13 @@ TENSOR_NAMES = {
     *(side + name for side in SIDES for name in (*Parts._fields, "attention_mask", "position_ids")),
     *("document_starts", "cu_seqlens"),
 }
+
+
+def dataset_path(dataset: str) -> str:
+    """Return the path of a dataset's description."""
+    return f"{DATASETS}/{quote(dataset, safe='')}"
+
+
+def batches_path(dataset: str, epoch: int, rank: int) -> str:
+    """Return the path of a rank's batches of an epoch; a step or a query follows."""
+    return f"{dataset_path(dataset)}/epochs/{epoch}/ranks/{rank}/batches"
