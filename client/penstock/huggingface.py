@@ -10,7 +10,6 @@ Needs transformers and accelerate.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import repeat
@@ -30,6 +29,7 @@ from transformers import (
 
 from penstock.dataset import RemoteDataset
 from penstock.errors import SpecError, StateMismatch
+from penstock.logs import warn
 from penstock.tensors import Batch
 
 _KEY = "penstock"  # key of the data's state in trainer_state.json
@@ -140,10 +140,9 @@ class RemoteTrainer(Trainer):
         has_encoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
         needed = "seq2seq" if has_encoder else "causal"
         if self.train_dataset.spec.task != needed:
-            warnings.warn(
+            warn(
                 f"{type(self.model).__name__} has {'an' if has_encoder else 'no'} encoder: pass task={needed!r} to the "
                 f"dataset, not task={self.train_dataset.spec.task!r}. Otherwise the loss means nothing.",
-                stacklevel=3,  # the caller of RemoteTrainer
             )
 
     def _check_that_rows_stay_apart(self) -> None:
@@ -199,10 +198,9 @@ class _StateCallback(TrainerCallback):
         trained = position["epoch"] * self.data.steps_per_epoch + position["step"]
         if counted != trained and not position["offset"] and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"Trainer counts {counted:,} batches, but train_dataset is at its batch {trained:,}. {_MISCOUNTED} Training "
                 "continues, but no checkpoint from here on can resume.",
-                stacklevel=1,
             )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:

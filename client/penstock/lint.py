@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 
 from penstock.client import Client
 from penstock.distributed import PeerCheck
+from penstock.logs import warn
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, prompt_remedy
 from penstock.spec import Spec
 from penstock.state import Position
@@ -51,7 +51,7 @@ class Advice:
 
     def _check_place(self, number: int, *, has_place: bool) -> bool:
         if not has_place:
-            _warn(
+            warn(
                 f"a loop continues with batch {number:,} of epoch {self._epoch} after set_epoch, load_state_dict or another "
                 f"iteration of this dataset: state_dict returns their position, not this loop's. Call them between two "
                 f"loops, and look at single batches with a second RemoteDataset."
@@ -59,7 +59,7 @@ class Advice:
         return has_place
 
     def _check_peers(self, differences: str) -> None:
-        _warn(
+        warn(
             f"other ranks have not started epoch {self._epoch} where this one has: {differences}. Ranks share an epoch only "
             f"with the same parameters (such as seed and batch_size), epoch and state. Otherwise some samples are trained on "
             f"several times, and others never."
@@ -71,7 +71,7 @@ class Advice:
         labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
         is_fine = not labels or any(value.is_cuda or (value != IGNORED).any() for value in labels)
         if not is_fine:
-            _warn(
+            warn(
                 f"no token has loss in {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
                 f"{IGNORED}, and their mean loss is NaN. Do the prompts fill seq_len={self._spec.seq_len}? "
                 f"{prompt_remedy(batch.keys())}"
@@ -89,7 +89,7 @@ class Advice:
         if has_labels and self._had_labels:  # otherwise _check_labels has warned already
             told += advice_on_prompts(spec, rows, batch.keys())
         for text in told:
-            _warn(f"{data}: {text}")
+            warn(f"{data}: {text}")
 
     def _check_runs(self, batch: Batch) -> None:
         """Warn if tokens repeat: the model would learn padding that was stored with the rows."""
@@ -103,7 +103,7 @@ class Advice:
         in_runs = labels[:, _RUN:][repeats.unfold(1, _RUN, 1).all(-1)]
         share = len(in_runs) / max(1, int((labels != IGNORED).sum()))
         if share > _RUNS_SHARE:
-            _warn(
+            warn(
                 f"more than {share:.0%} of the tokens with loss repeat one token, such as {int(in_runs.mode().values)}. If the "
                 f"rows were padded before they were stored, store them without padding, or with an attention_mask that is 0 "
                 f"on padding."
@@ -113,39 +113,36 @@ class Advice:
 def warn_as_advised(advice: Sequence[str]) -> None:
     """Pass the server's advice to one rank before a run begins."""
     for text in advice:
-        warnings.warn(text, stacklevel=4)  # the line that creates the dataset: above this and two frames of __init__
+        warn(text)
 
 
 def warn_of_repetition(spec: Spec, epoch: int) -> None:
     """Warn that a loop restarts the epoch of the loop before it. Evaluation does so on purpose."""
     if is_trained_on(spec):
-        warnings.warn(
+        warn(
             f"epoch {epoch} is given once more from its first step, in the same order. Call set_epoch(n) before the loop of "
             f"each epoch n. To continue where a loop was left, call data.load_state_dict(data.state_dict()) first. Look at "
             f"single batches with a second RemoteDataset. To evaluate on the same batches repeatedly, use shuffle='none'.",
-            stacklevel=4,  # the loop: above the iteration, its batches and this
         )
 
 
 def warn_of_same_batch(spec: Spec, epoch: int) -> None:
     """Warn that a loop calls next(iter(data)) in each step, as with loaders that reshuffle at iter()."""
     if is_trained_on(spec):
-        warnings.warn(
+        warn(
             f"this is the third iteration in a row that starts at the first batch of epoch {epoch}, and the two before stopped "
             f"after it. Each iter() starts the epoch again, so next(iter(...)) in each step always gives the same batch. Loop "
             f"with `for batch in data`, or call iter() once before the steps.",
-            stacklevel=4,  # the loop: above the iteration, its batches and this
         )
 
 
 def warn_of_restart(spec: Spec, left: Position) -> None:
     """Warn that set_epoch restarts an epoch that the loop left unfinished, for example after an interrupt."""
     if is_trained_on(spec):
-        warnings.warn(
+        warn(
             f"set_epoch({left.epoch}) starts that epoch again from its first step, though the loop stopped after {left.step:,} "
             f"steps of it: the same batches come again. To continue there, call data.load_state_dict(data.state_dict()) before "
             f"the loop over epochs; to start again, call data.rewind({left.epoch}).",
-            stacklevel=3,  # the caller of set_epoch
         )
 
 
@@ -156,31 +153,24 @@ def is_trained_on(spec: Spec) -> bool:
 
 def warn_of_discard(old: int, num_left: int, new: int) -> None:
     """Warn that set_epoch discards a position inside an epoch that load_state_dict set."""
-    warnings.warn(
+    warn(
         f"set_epoch({new}) discards the position that load_state_dict set, with {counted(num_left, 'batch', 'batches')} left "
         f"of epoch {old}: epoch {new} starts at its first step. To continue instead, start the loop over epochs at data.epoch.",
-        stacklevel=3,  # the caller of set_epoch
     )
 
 
 def warn_of_lag(epoch: int) -> None:
     """Warn that set_epoch restarts the epoch that the loop has just continued from a state."""
-    warnings.warn(
+    warn(
         f"the loop continued epoch {epoch} from a loaded state, and now set_epoch({epoch}) starts it again from its first "
         f"batch. A loader that loads the state does so when its loop starts, so data.epoch is wrong before. Save the "
         f"epoch's number beside the state, and start the loop over epochs there.",
-        stacklevel=3,  # the caller of set_epoch
     )
 
 
 def warn_of_replay(replay: int) -> None:
     """Warn that state_dict of a replay does not hold the position of the loop."""
-    warnings.warn(
+    warn(
         f"replay={replay} repeats the same batches, so it consumes nothing of the epoch: this state resumes where the replay "
         f"started.",
-        stacklevel=3,  # the caller of state_dict
     )
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=6)  # the loop: above the iteration, its batches, look_at, the check, and this

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import warnings
 from shutil import get_terminal_size
 from typing import TextIO
 
@@ -33,6 +34,14 @@ def name_rank(rank: int, world_size: int) -> None:
     """Name this rank in later lines. A dataset of one rank, as for an evaluation, changes nothing."""
     if world_size > 1:
         _process_name.rank = rank
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's code, or of another library, that called into this package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "penstock":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 class StatusLine:

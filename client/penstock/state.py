@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import StateMismatch
+from penstock.logs import warn
 from penstock.mix import first_other, parse_mix
 from penstock.skip import first_new, parse_skip, position_after, spell_skip
 from penstock.spec import MAX_COUNT, Spec
@@ -131,14 +131,14 @@ def read_state(
             f"count as many samples as consumed: load_state_dict(state, strict=False)."
         )
     if differing:
-        _warn(
+        warn(
             f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {at.epoch} after its "
             f"first {consumed:,} of {num_samples:,} samples, as this order counts them: some samples may come again, and "
             f"others not at all."
         )
     skipped = parse_skip(state["skip"], _samples_per_step(state)) if state["skip"] else ()
     if skipped and first_new(spec.skipped(), skipped) is not None:
-        _warn(
+        warn(
             f"skip leaves out {spell_skip(spec.skipped())} now, and left out {spell_skip(skipped)} when this state was taken. "
             f"Check the ranges: skip counts all steps of an epoch, those left out, too, in steps of the present size."
         )
@@ -176,10 +176,6 @@ def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> boo
     except ValueError:  # one is no mixture
         return False
     return 0 < first_other(*mixes) >= sample and all(present.get(name, known[name]) == known[name] for name in known)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=5)  # the caller of load_state_dict
 
 
 def _samples_per_step(state: Mapping[str, Any]) -> int:
