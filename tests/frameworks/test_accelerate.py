@@ -14,7 +14,7 @@ from support.recorded import SPEC, Given, run_example, whole_run
 LIBRARY = "accelerate"
 
 
-def test_two_ranks_are_given_each_batch_once_and_go_on_in_the_middle_of_an_epoch(url: str, tmp_path: Path) -> None:
+def test_accelerate_run_of_two_ranks_resumes_within_an_epoch(url: str, tmp_path: Path) -> None:
     given: list[Given] = []
     for steps in (4, 13):
         arguments = [url, "numbers", "--steps", steps, "--checkpoint", tmp_path / "checkpoint"]
@@ -23,7 +23,7 @@ def test_two_ranks_are_given_each_batch_once_and_go_on_in_the_middle_of_an_epoch
     assert sorted(given, key=lambda batch: batch.rank) == whole_run(url, 13, num_ranks=2)
 
 
-def test_a_resumed_run_has_the_same_losses(url: str, tmp_path: Path, given: list[Given]) -> None:
+def test_accelerate_run_resumes_with_the_same_losses(url: str, tmp_path: Path, given: list[Given]) -> None:
     from safetensors.torch import load_file
 
     import train_accelerate
@@ -40,7 +40,7 @@ def test_a_resumed_run_has_the_same_losses(url: str, tmp_path: Path, given: list
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
 
 
-def test_steps_are_counted_on_where_the_number_of_ranks_changes(url: str, tmp_path: Path, given: list[Given]) -> None:
+def test_accelerate_run_of_two_ranks_resumes_on_one(url: str, tmp_path: Path, given: list[Given]) -> None:
     import train_accelerate
 
     checkpoint = str(tmp_path / "checkpoint")
@@ -62,7 +62,7 @@ class Mapped(IterableDataset[Any]):
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("dispatches", [False, True])
-def test_loader_that_accelerate_shards_again_is_refused(url: str, dispatches: bool, num_workers: int, is_wrapped: bool) -> None:
+def test_loader_sharded_again_by_accelerate_is_refused(url: str, dispatches: bool, num_workers: int, is_wrapped: bool) -> None:
     from accelerate.data_loader import prepare_data_loader
     from accelerate.state import GradientState
 
@@ -80,7 +80,7 @@ def test_loader_that_accelerate_shards_again_is_refused(url: str, dispatches: bo
     assert len(list(data)) == 10
 
 
-def test_loader_that_accelerate_prepares_for_one_rank_gives_the_epoch(url: str) -> None:
+def test_loader_prepared_by_accelerate_for_one_rank_gives_the_epoch(url: str) -> None:
     from accelerate.data_loader import prepare_data_loader
 
     data = RemoteDataset(url, "numbers", rank=0, world_size=1, **SPEC)

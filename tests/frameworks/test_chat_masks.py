@@ -19,7 +19,7 @@ CONTENTS = ["yes", "Yes, sir", "über two\n\nlines", "  no", "a b "]
 
 @pytest.mark.parametrize("name", STEADY)
 @pytest.mark.parametrize("way", [str, marked])
-def test_what_is_learned_of_a_chat_is_what_transformers_masks_say(name: str, way: Callable[[str], str], tmp_path: Path) -> None:
+def test_chat_loss_equals_the_masks_of_transformers(name: str, way: Callable[[str], str], tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     path = write_tokenizer(tmp_path / "tokenizer.json", [f"{role}: yes" for role in ("Assistant", "User")] + CONTENTS)

@@ -14,7 +14,7 @@ from support.recorded import Given, destroy_idle_process_group, run_example, who
 from train_gpt import first_dataset
 
 
-def test_two_ranks_share_every_epoch_and_one_rank_resumes_within_it(url: str, tmp_path: Path) -> None:
+def test_ddp_run_of_two_ranks_resumes_on_one(url: str, tmp_path: Path) -> None:
     given: dict[int, list[Given]] = {1: [], 2: []}
     for steps, num_ranks in ((17, 2), (23, 1)):
         arguments = [url, "numbers", "--steps", steps, "--checkpoint", tmp_path / "gpt.pt"]

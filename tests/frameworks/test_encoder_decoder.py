@@ -59,7 +59,7 @@ def trainer(url: str, out: Path, *bases: type, **options: Any) -> Any:
     )
 
 
-def test_a_model_learns_answers_and_is_evaluated_by_what_it_generates(url: str, tmp_path: Path) -> None:
+def test_seq2seq_model_learns_answers_and_generates_them(url: str, tmp_path: Path) -> None:
     from transformers import Seq2SeqTrainer
 
     one = trainer(url, tmp_path, Seq2SeqTrainer, predict_with_generate=True, generation_max_length=4)

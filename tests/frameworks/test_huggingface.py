@@ -49,7 +49,7 @@ def losses(done: Any) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(("accumulation", "num_updates"), [(1, 40), (3, 14)])
-def test_checkpoints_resume_with_the_same_losses(
+def test_trainer_resumes_with_the_same_losses(
     url: str, tmp_path: Path, given: list[Given], accumulation: int, num_updates: int
 ) -> None:
     """Also in the middle and at the end of an epoch, and where the last update of an epoch is made of fewer batches."""
@@ -71,7 +71,7 @@ def test_checkpoints_resume_with_the_same_losses(
 
 
 @pytest.mark.slow
-def test_two_ranks_get_each_batch_once_and_resume_within_an_epoch(url: str, tmp_path: Path) -> None:
+def test_trainer_of_two_ranks_gets_each_batch_once_and_resumes(url: str, tmp_path: Path) -> None:
     arguments = [url, "numbers", "--out", tmp_path / "out", "--save-steps", 6, "--epochs"]
     first = run_example(tmp_path / "1", "train_huggingface.py", *arguments, 1, num_ranks=2)
     shutil.rmtree(tmp_path / "out" / "checkpoint-10")

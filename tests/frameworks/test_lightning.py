@@ -188,7 +188,7 @@ def test_batch_whose_step_failed_is_trained_on_after_a_resume(fit: Callable[...,
     assert fit(None, "on_exception", max_steps=10) == [*range(fails_at, 10)]
 
 
-def test_run_that_lightning_would_resume_elsewhere_is_refused(fit: Callable[..., list[int]], tmp_path: Path) -> None:
+def test_checkpoint_with_other_progress_counts_is_refused(fit: Callable[..., list[int]], tmp_path: Path) -> None:
     """As it does where it was told to stop in an epoch's last step, and counts that epoch twice."""
     fit({"every_n_train_steps": 4}, None, max_steps=4)
     path = tmp_path / "epoch=0-step=4.ckpt"
@@ -260,6 +260,6 @@ def test_loader_that_is_not_a_remote_data_loader_is_refused(url: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_ranks_that_lightning_starts_get_each_batch_once(url: str, tmp_path: Path) -> None:
+def test_lightning_run_of_two_ranks_gets_each_batch_once(url: str, tmp_path: Path) -> None:
     arguments = [url, "numbers", "--steps", 13, "--devices", 2, "--checkpoint", tmp_path / "gpt.ckpt"]
     assert run_example(tmp_path / "out", "train_lightning.py", *arguments, on_cpu=True) == whole_run(url, 13, num_ranks=2)

@@ -47,7 +47,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     return train_dpo
 
 
-def test_two_ranks_are_given_each_batch_once_and_go_on_in_the_middle_of_an_epoch(url: str, tmp_path: Path) -> None:
+def test_dpo_run_of_two_ranks_resumes_within_an_epoch(url: str, tmp_path: Path) -> None:
     arguments = [url, "pairs", "--out", tmp_path / "out", "--save-steps", 2, "--epochs", 1]
     first = run_example(tmp_path / "1", "train_dpo.py", *arguments, num_ranks=2)
     shutil.rmtree(tmp_path / "out" / "checkpoint-5")
@@ -57,7 +57,7 @@ def test_two_ranks_are_given_each_batch_once_and_go_on_in_the_middle_of_an_epoch
     assert again == first[4:5] + first[9:]
 
 
-def test_the_loss_is_that_of_each_pair_by_itself(url: str, example: Any) -> None:
+def test_dpo_margin_equals_that_of_each_pair_alone(url: str, example: Any) -> None:
     data = RemoteDataset(url, "pairs", **PAIRS)
     batch = next(iter(data))
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_each_pair_by_itself(url: str, example: Any) -> None
         assert margin == pytest.approx(log_likelihood(prompt, chosen) - log_likelihood(prompt, rejected), abs=1e-3)
 
 
-def test_it_learns_what_is_preferred_beginning_at_the_reference(url: str, tmp_path: Path, example: Any) -> None:
+def test_dpo_starts_at_the_reference_and_learns_the_preference(url: str, tmp_path: Path, example: Any) -> None:
     from transformers import TrainingArguments
 
     args = TrainingArguments(

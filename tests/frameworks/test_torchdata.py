@@ -39,7 +39,7 @@ def rows(batches: Any) -> list[list[int]]:
 
 
 @with_any_workers
-def test_the_rest_of_an_epoch_is_the_same_from_a_state_in_its_middle(url: str, options: dict[str, Any]) -> None:
+def test_loader_state_in_mid_epoch_resumes_with_the_rest(url: str, options: dict[str, Any]) -> None:
     loader = loader_of(url, **options)
     loader.dataset.set_epoch(3)
     batches = iter(loader)
@@ -70,9 +70,7 @@ def test_the_rest_of_an_epoch_is_the_same_from_a_state_in_its_middle(url: str, o
 )
 @pytest.mark.parametrize("num_before", [2, 20])
 @pytest.mark.filterwarnings("ignore:epoch 0 is given once more")
-def test_an_epoch_that_is_given_once_more_resumes_in_its_second_pass(
-    url: str, tmp_path: Path, options: dict[str, Any], num_before: int
-) -> None:
+def test_repeated_epoch_resumes_in_its_second_pass(url: str, tmp_path: Path, options: dict[str, Any], num_before: int) -> None:
     """The loader asks workers that persist where they are as the pass begins; most have given nothing when it is saved."""
     loader = loader_of(url, tmp_path / "run.ledger", **options)
     first = rows(itertools.islice(iter(loader), num_before))
@@ -92,9 +90,7 @@ def test_an_epoch_that_is_given_once_more_resumes_in_its_second_pass(
 
 
 @with_any_workers
-def test_a_loop_that_goes_back_to_a_checkpoint_again_and_again_is_proven(
-    url: str, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_loader_that_reloads_a_checkpoint_repeatedly_is_proven(url: str, tmp_path: Path, options: dict[str, Any]) -> None:
     """Each time in workers that begin with the same seed, which the state holds."""
     loader = loader_of(url, tmp_path / "run.ledger", **options)
     rows(itertools.islice(iter(loader), 7))
@@ -111,9 +107,7 @@ def test_a_loop_that_goes_back_to_a_checkpoint_again_and_again_is_proven(
 
 @with_any_workers
 @pytest.mark.parametrize("num_batches", [4, 7, 20])
-def test_the_ledgers_of_a_run_that_resumes_prove_it(
-    url: str, tmp_path: Path, options: dict[str, Any], num_batches: int
-) -> None:
+def test_ledgers_prove_a_resumed_loader(url: str, tmp_path: Path, options: dict[str, Any], num_batches: int) -> None:
     """Each worker resumes where it was itself, and each one's ledger holds batches that the loop never took."""
     killed = loader_of(url, tmp_path / "run.ledger", **options)
     batches = iter(killed)
@@ -137,7 +131,7 @@ def test_the_ledgers_of_a_run_that_resumes_prove_it(
 
 
 @with_any_workers
-def test_a_state_from_between_two_epochs_goes_on_with_the_one_that_is_set(url: str, options: dict[str, Any]) -> None:
+def test_loader_state_between_epochs_continues_with_the_epoch_set(url: str, options: dict[str, Any]) -> None:
     loader = loader_of(url, **options)
     rows(loader)
     loader.dataset.set_epoch(1)
@@ -167,7 +161,7 @@ with_an_older_state = pytest.mark.parametrize(  # of a worker, than that of the 
 
 
 @with_an_older_state
-def test_the_state_of_an_epochs_end_goes_on_with_the_epoch_that_the_loop_chooses(url: str, options: dict[str, Any]) -> None:
+def test_loader_state_of_an_epochs_end_continues_with_the_epoch_set(url: str, options: dict[str, Any]) -> None:
     """The loader hands it on after set_epoch, and that of a worker may be older than the epoch's end."""
     loader = loader_of(url, **options)
     rows(loader)
@@ -186,9 +180,7 @@ def test_the_state_of_an_epochs_end_goes_on_with_the_epoch_that_the_loop_chooses
 
 
 @with_an_older_state
-def test_a_loader_that_goes_back_to_an_epochs_end_gives_the_epoch_that_the_loop_is_in_once_more(
-    url: str, options: dict[str, Any]
-) -> None:
+def test_loader_state_of_an_epochs_end_can_be_loaded_again(url: str, options: dict[str, Any]) -> None:
     loader = loader_of(url, **options)
     rows(loader)
     state = loader.state_dict()
@@ -203,7 +195,7 @@ def test_a_loader_that_goes_back_to_an_epochs_end_gives_the_epoch_that_the_loop_
 
 
 @pytest.mark.parametrize("num_workers", [3, 7])
-def test_the_state_of_an_epochs_end_goes_on_with_the_next_whatever_its_steps_are_by_then(url: str, num_workers: int) -> None:
+def test_loader_state_of_an_epochs_end_accepts_other_steps(url: str, num_workers: int) -> None:
     """Twenty steps are no multiple of the workers: some have given fewer than others."""
     loader = loader_of(url, num_workers=num_workers)
     rows(loader)
@@ -224,7 +216,7 @@ def test_the_state_of_an_epochs_end_goes_on_with_the_next_whatever_its_steps_are
     [({"batch_size": 8}, 1), ({"rank": 1, "world_size": 2}, 19), ({"skip": "18-18"}, 6)],
     ids=["batch_size", "world_size", "skip"],
 )
-def test_workers_refuse_to_go_on_in_steps_of_other_samples(
+def test_workers_refuse_a_state_with_other_samples_per_step(
     url: str, other: dict[str, Any], num_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would count its own as all that the loop was given."""
@@ -241,7 +233,7 @@ def test_workers_refuse_to_go_on_in_steps_of_other_samples(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loop_that_does_not_know_its_epoch_is_warned_before_it_repeats_one(url: str, num_workers: int) -> None:
+def test_loader_warns_when_set_epoch_would_repeat_the_resumed_epoch(url: str, num_workers: int) -> None:
     loader = loader_of(url, num_workers=num_workers)
     loader.dataset.set_epoch(1)
     rows(itertools.islice(iter(loader), 7))
@@ -257,7 +249,7 @@ def test_a_loop_that_does_not_know_its_epoch_is_warned_before_it_repeats_one(url
 
 
 @pytest.mark.parametrize("num_batches", [1, 7, 19, 20, 21, 39, 40])
-def test_a_pipeline_of_nodes_goes_on_where_its_state_was_taken(url: str, num_batches: int) -> None:
+def test_nodes_pipeline_resumes_from_its_state(url: str, num_batches: int) -> None:
     """Its loader looks a batch ahead, a prefetcher more; it would begin the epoch anew whose last batch was given."""
     from torchdata.nodes import IterableWrapper, Loader, ParallelMapper, Prefetcher
 
@@ -291,7 +283,7 @@ def test_a_pipeline_of_nodes_goes_on_where_its_state_was_taken(url: str, num_bat
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_example_resumes_with_the_same_losses(url: str, tmp_path: Path, num_workers: int) -> None:
+def test_dataloader_example_resumes_with_the_same_weights(url: str, tmp_path: Path, num_workers: int) -> None:
     import train_dataloader
 
     def train(checkpoint: str, steps: int) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_losses_and_metrics_are_those_of_trl_itself(url: str, model: Path, tmp_p
         assert one == pytest.approx(other, rel=1e-4)
 
 
-def test_two_ranks_go_on_in_the_middle_of_an_epoch_to_the_same_adapter(url: str, model: Path, tmp_path: Path) -> None:
+def test_trl_run_of_two_ranks_resumes_to_the_same_adapter(url: str, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = [url, "chats", "--model", model, "--out", out, "--seq-len", SEQ_LEN, "--batch-size", 4, "--save-steps", 2]
     first = run_example(tmp_path / "1", "train_trl.py", *arguments, num_ranks=2)

@@ -96,15 +96,13 @@ def epoch_through(server: Server, seed: int, kinds: Sequence[Kind], **spec: Any)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_an_epoch_through_chaos_is_the_same_bytes(server: Server, spec: dict[str, Any]) -> None:
+def test_epoch_is_unchanged_by_network_faults(server: Server, spec: dict[str, Any]) -> None:
     faults = sum((epoch_through(server, seed, QUICK, **spec) for seed in SEEDS), Counter[Kind]())
     assert set(faults) == set(QUICK)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_through_any_one_kind_of_fault_is_the_same_bytes(
-    server: Server, kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_epoch_is_unchanged_by_a_single_kind_of_fault(server: Server, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 0.3)  # what waits for a hang waits for so long
     # Some connections must get further than that kind lets them.
     others: list[Kind] = ["truncate"]
@@ -112,7 +110,7 @@ def test_an_epoch_through_any_one_kind_of_fault_is_the_same_bytes(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_two_servers_behind_chaos_and_one_that_is_away_are_as_good_as_one(server: Server, twin: Server, rank: int) -> None:
+def test_epoch_is_unchanged_when_two_servers_fail_and_a_third_is_down(server: Server, twin: Server, rank: int) -> None:
     expected = list(contents(dataset(server.url, rank=rank, world_size=2)))
     with ChaosProxy(server.url, 1, QUICK, longest=20_000) as first, ChaosProxy(twin.url, 2, QUICK, longest=20_000) as second:
         for servers in ((first.url, second.url), (AWAY, first.url, second.url), (second.url, AWAY)):
@@ -122,7 +120,7 @@ def test_two_servers_behind_chaos_and_one_that_is_away_are_as_good_as_one(server
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_server_of_other_data_is_passed_over(server: Server, foreign: Server, rank: int) -> None:
+def test_client_skips_a_server_with_other_data(server: Server, foreign: Server, rank: int) -> None:
     """Rank 1 has it for its home; what the latest snapshot is all ranks ask the first server."""
     expected = list(contents(dataset(server.url, rank=rank, world_size=2)))
     data = dataset(server.url, foreign.url, rank=rank, world_size=2)
@@ -133,7 +131,7 @@ def test_a_server_of_other_data_is_passed_over(server: Server, foreign: Server, 
     assert list(contents(again)) == expected
 
 
-def test_a_cache_that_knows_answers_by_their_paths_alone_is_passed_over_and_told_of(server: Server) -> None:
+def test_client_skips_and_reports_a_cache_that_ignores_the_query(server: Server) -> None:
     """It gives what another job asked for: sound frames of this dataset, snapshot, epoch, rank and step, of another seed."""
     asked_before = {"batch_size": 4, "seq_len": 32, "window": 60}
     with pages(lambda path: (200, httpx.get(server.url + path, params=asked_before).content)) as cache:
@@ -146,12 +144,12 @@ def test_a_cache_that_knows_answers_by_their_paths_alone_is_passed_over_and_told
             assert list(contents(data)) == expected
 
 
-def test_a_snapshot_that_no_server_has_is_refused_with_what_each_says(server: Server, foreign: Server) -> None:
+def test_unknown_snapshot_is_refused_with_the_reason_of_each_server(server: Server, foreign: Server) -> None:
     with pytest.raises(SnapshotGone, match=rf"all 2 servers refuse.\n{server.url}: .*\n{foreign.url}: snapshot no-such"):
         dataset(server.url, foreign.url, snapshot="no-such")
 
 
-def test_servers_that_come_and_go_leave_the_epoch_as_it_is(server: Server, twin: Server) -> None:
+def test_epoch_is_unchanged_by_rolling_restarts(server: Server, twin: Server) -> None:
     """As in a rolling restart: one after the other is away, and for a moment both are."""
     expected = list(contents(dataset(server.url)))
     with ChaosProxy(server.url, 0, []) as first, ChaosProxy(twin.url, 0, []) as second:
@@ -167,7 +165,7 @@ def test_servers_that_come_and_go_leave_the_epoch_as_it_is(server: Server, twin:
         assert data.stats().num_retries >= 3
 
 
-def test_a_server_that_is_stopped_in_its_tracks_gives_way_and_is_asked_again(
+def test_client_leaves_a_stopped_server_and_returns_to_it(
     server: Server, serve: Callable[..., Server], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: its kernel still accepts connections."""

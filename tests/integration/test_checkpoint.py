@@ -47,7 +47,7 @@ def rank_of_two(rank: int) -> dict[str, str]:
     return {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
 
 
-def test_a_dataset_is_saved_and_restored_beside_a_model(server: Server, tmp_path: Path) -> None:
+def test_dcp_saves_and_restores_a_dataset_beside_a_model(server: Server, tmp_path: Path) -> None:
     model, data = torch.nn.Linear(2, 2), dataset(server)
     assert isinstance(data, Stateful)
     data.load_state_dict(state_dict=data.state_dict())  # as torch names it
@@ -67,13 +67,13 @@ def test_a_dataset_is_saved_and_restored_beside_a_model(server: Server, tmp_path
         assert sorted(row for again in resumed for row in rows(again)) == sorted(whole[18 * 4 :])
 
 
-def test_another_order_is_refused_by_what_differs_and_not_by_a_missing_key(server: Server, tmp_path: Path) -> None:
+def test_dcp_refuses_another_order_with_what_differs(server: Server, tmp_path: Path) -> None:
     save({"data": dataset(server)}, checkpoint_id=tmp_path)
     with pytest.raises(StateMismatch, match="packing: 'rows' then, 'concat' now"):
         load({"data": dataset(server, packing="concat")}, checkpoint_id=tmp_path)
 
 
-def test_two_ranks_save_together_and_one_goes_on_alone(server: Server, tmp_path: Path) -> None:
+def test_dcp_checkpoint_of_two_ranks_resumes_on_one(server: Server, tmp_path: Path) -> None:
     script = Path(__file__).with_name("dcp_trainer.py")
     for part in ("first", "second"):
         with ExitStack() as stack:

@@ -178,7 +178,7 @@ def check_end(trainer: Trainer, way: Way) -> None:
     assert (status, out, unexpected(stderr)) == (way.status, way.out, expected), way.code + stderr
 
 
-def test_loader_workers_that_are_left_in_mid_epoch_end_with_their_trainer(server: Server, trainers: Trainers) -> None:
+def test_loader_workers_end_with_their_trainer(server: Server, trainers: Trainers) -> None:
     trainer = trainers.run(BEGIN.format(url=server.url, ledger=None) + WORKERS.code)
     workers = [int(pid) for pid in trainer.listen().split()]
     assert trainer.listen() == "begun"
@@ -190,7 +190,7 @@ def test_loader_workers_that_are_left_in_mid_epoch_end_with_their_trainer(server
 
 
 @pytest.mark.parametrize("state", ["answers", "hangs", "is away"])
-def test_every_way_out_leads_out_and_leaves_nothing(server: Server, trainers: Trainers, tmp_path: Path, state: str) -> None:
+def test_script_exits_and_leaves_no_thread_or_socket(server: Server, trainers: Trainers, tmp_path: Path, state: str) -> None:
     running = []
     for number, way in enumerate(WAYS):
         running.append(trainers.run(BEGIN.format(url=server.url, ledger=str(tmp_path / f"{number}.ledger")) + way.code))

@@ -47,7 +47,7 @@ def anything_hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob(".*")]
 
 
-def test_what_is_imported_can_be_served_and_trained_on(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_imported_dataset_can_be_served_and_trained_on(serve: Callable[..., Server], tmp_path: Path) -> None:
     done = run(stories(tmp_path / "x.jsonl", 5_000, 90), tmp_path / "data" / "stories", "--shard-bytes", "1MB")
     assert (done.returncode, done.stderr) == (0, "")
     summary = done.stdout.splitlines()
@@ -67,7 +67,7 @@ def test_what_is_imported_can_be_served_and_trained_on(serve: Callable[..., Serv
     assert batch["input_ids"].shape == (4, 32)
 
 
-def test_files_of_token_ids_can_be_served(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_imported_token_ids_can_be_served(serve: Callable[..., Server], tmp_path: Path) -> None:
     ids = np.arange(10_000) % 100
     ids.astype("<u2").tofile(tmp_path / "train.bin")
     asked = run(tmp_path / "train.bin", tmp_path / "data" / "ids")
@@ -81,7 +81,7 @@ def test_files_of_token_ids_can_be_served(serve: Callable[..., Server], tmp_path
         assert batch["cu_seqlens"].tolist() == [0, 100, 200]
 
 
-def test_ids_without_document_marks_are_served_as_the_very_stream(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_imported_ids_without_document_marks_are_one_stream(serve: Callable[..., Server], tmp_path: Path) -> None:
     parts = [np.random.default_rng(size).integers(0, 65, size) for size in (150_000, 70_000)]
     files = [tmp_path / "train.bin", tmp_path / "val.bin"]
     for path, part in zip(files, parts, strict=True):
@@ -98,9 +98,7 @@ def test_ids_without_document_marks_are_served_as_the_very_stream(serve: Callabl
     assert np.array_equal(np.concatenate(batches).ravel(), np.concatenate(parts))
 
 
-def test_a_server_that_watches_sees_the_old_shards_or_the_new_ones_never_a_part(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_server_sees_old_or_new_shards_during_an_import(serve: Callable[..., Server], tmp_path: Path) -> None:
     data, tokenizer = tmp_path / "data", write_tokenizer(tmp_path / "tokenizer.json")
     assert run(stories(tmp_path / "old.jsonl", 7), data / "stories").returncode == 0
     server = serve(data, "--tokenizer", str(tokenizer), "--poll-seconds", "0.1")
@@ -116,7 +114,7 @@ def test_a_server_that_watches_sees_the_old_shards_or_the_new_ones_never_a_part(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
+def test_import_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     """300 MB of JSON lines and of CSV: the peak stays below 400 MiB."""
     rows = [json.dumps({"text": f"{row} " + "word and word " * 140}) for row in range(1_000)]
     rows = rows if kind == "jsonl" else [f'{row},"{json.loads(line)["text"]}"' for row, line in enumerate(rows)]
@@ -143,7 +141,7 @@ def anonymous_bytes(process: subprocess.Popen[str]) -> Iterator[int]:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_import_that_is_stopped_leaves_nothing_behind(tmp_path: Path, how: signal.Signals, overwrite: bool) -> None:
+def test_stopped_import_leaves_no_files(tmp_path: Path, how: signal.Signals, overwrite: bool) -> None:
     out_dir = tmp_path / "out"
     if overwrite:
         assert run(stories(tmp_path / "old.jsonl", 10), out_dir).returncode == 0
@@ -162,7 +160,7 @@ def test_an_import_that_is_stopped_leaves_nothing_behind(tmp_path: Path, how: si
         assert read_back(out_dir).num_rows == 10
 
 
-def test_a_disk_that_takes_no_more_is_told_in_a_line(tmp_path: Path) -> None:
+def test_import_reports_a_full_disk_in_one_line(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
 
@@ -176,7 +174,7 @@ def test_a_disk_that_takes_no_more_is_told_in_a_line(tmp_path: Path) -> None:
     assert (anything_hidden(tmp_path), (tmp_path / "out").exists()) == ([], False)
 
 
-def test_progress_is_shown_on_a_terminal(tmp_path: Path) -> None:
+def test_import_shows_progress_on_a_terminal(tmp_path: Path) -> None:
     path = stories(tmp_path / "x.jsonl", 2_000)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
@@ -205,7 +203,7 @@ def test_progress_is_shown_on_a_terminal(tmp_path: Path) -> None:
         (["{tmp}/good.csv", "/dev/null/out"], "/dev/null/out cannot be written"),
     ],
 )
-def test_what_cannot_be_imported_is_refused_in_a_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_import_refuses_bad_input_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\noops\n')
     (tmp_path / "good.csv").write_text("a\n1\n")
     assert run(tmp_path / "good.csv", tmp_path / "full", "--columns", "a,, a").returncode == 0

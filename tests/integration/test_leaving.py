@@ -58,7 +58,7 @@ def dataset(server: Server, **settings: Any) -> RemoteDataset:
 
 
 @pytest.mark.filterwarnings("ignore:a loop goes on")  # two of one dataset do
-def test_a_loop_that_is_left_leaves_no_thread_and_no_socket(server: Server, change: Callable[[], None], tmp_path: Path) -> None:
+def test_abandoned_loop_leaves_no_thread_and_no_socket(server: Server, change: Callable[[], None], tmp_path: Path) -> None:
     def train(batches: Iterator[Any], dropped: Iterator[Any]) -> None:
         for _ in batches:
             next(dropped)
@@ -77,7 +77,7 @@ def test_a_loop_that_is_left_leaves_no_thread_and_no_socket(server: Server, chan
     assert not any(type(alive) is BatchIterator for alive in gc.get_objects())
 
 
-def test_loader_workers_that_are_left_leave_nothing_and_nobody(server: Server) -> None:
+def test_abandoned_loader_workers_leave_no_process_and_no_thread(server: Server) -> None:
     with nothing_left():
         for batches in (iter(DataLoader(dataset(server), batch_size=None, num_workers=2)),):
             next(batches)
@@ -90,9 +90,7 @@ def test_loader_workers_that_are_left_leave_nothing_and_nobody(server: Server) -
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
-def test_an_iterator_may_be_collected_in_the_thread_that_fetches_for_it(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_iterator_can_be_collected_in_its_fetch_thread(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Trainer:
         def __init__(self) -> None:
             self.batches = iter(RemoteDataset(server.url, "numbers", ledger=tmp_path / "run.ledger"))
@@ -127,7 +125,7 @@ def test_an_iterator_may_be_collected_in_the_thread_that_fetches_for_it(
         gc.enable()
 
 
-def test_a_loop_for_which_no_thread_can_be_started_leaves_none(
+def test_loop_leaves_no_thread_when_one_cannot_be_started(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
@@ -147,7 +145,7 @@ def test_a_loop_for_which_no_thread_can_be_started_leaves_none(
 
 
 @pytest.mark.parametrize("path", ["batches/0", "batches"])
-def test_blocks_of_a_client_that_left_are_not_made(serve: Callable[..., Server], tmp_path: Path, path: str) -> None:
+def test_server_makes_no_blocks_for_a_client_that_left(serve: Callable[..., Server], tmp_path: Path, path: str) -> None:
     texts = [[f"{n} " + "the quick brown fox jumps " * 60 for n in range(100)] for _ in range(400)]
     write_shards(tmp_path / "data" / "long", "text", texts, type_=pa.string(), row_group_size=100)
     write_tokenizer(tmp_path / "tokenizer.json")
@@ -180,7 +178,7 @@ def who_want_much_text(server: Server) -> Iterator[None]:
         yield
 
 
-def test_text_for_clients_that_left_holds_nobody_up(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_server_makes_no_text_for_clients_that_left(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "numbers", 3000)
     server = serve(tmp_path)
     server.json_when_ready("/v1/datasets/numbers/spec", packing="concat", seq_len=64)
@@ -192,9 +190,7 @@ def test_text_for_clients_that_left_holds_nobody_up(serve: Callable[..., Server]
     assert not server.stop()
 
 
-def test_a_server_that_is_to_stop_makes_no_more_text_and_says_nothing_of_it(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_stopping_server_abandons_text_without_a_log_line(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "numbers", 3000)
     server = serve(tmp_path)
     server.json_when_ready("/v1/datasets/numbers/spec", packing="concat", seq_len=64)

@@ -75,7 +75,7 @@ def train(server: Server, folder: Path, world_size: int, batch_size: int, num_st
             assert rank.communicate(60)[0] == (-9 if kill else 0)
 
 
-def test_a_run_that_is_killed_and_resumed_under_other_world_sizes_is_proven(server: Server, tmp_path: Path) -> None:
+def test_killed_run_is_proven_when_resumed_with_other_world_sizes(server: Server, tmp_path: Path) -> None:
     train(server, tmp_path, 2, 4, 12, kill=True)  # 30 steps an epoch
     train(server, tmp_path, 3, 4, 25, kill=True)
     train(server, tmp_path, 2, 6, 20, kill=False)
@@ -97,7 +97,7 @@ def test_a_run_that_is_killed_and_resumed_under_other_world_sizes_is_proven(serv
     assert first == provenance["samples"]
 
 
-def test_rows_that_the_server_no_longer_tells_leave_the_verdict_as_it_is(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_audit_verdict_stands_when_the_server_has_other_data(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 40)
     ledger = tmp_path / "run.ledger"
     with serve(tmp_path / "data") as old:
@@ -111,7 +111,7 @@ def test_rows_that_the_server_no_longer_tells_leave_the_verdict_as_it_is(serve: 
     assert "epoch 0, step 4 of start 1, rank 0: the server does not name its rows: snapshot" in said
 
 
-def test_the_ledger_holds_each_batch_that_was_handed_over_and_no_other(server: Server, ledger: Path) -> None:
+def test_ledger_holds_exactly_the_batches_given_to_the_loop(server: Server, ledger: Path) -> None:
     data = dataset(server, ledger)
     for number, _ in enumerate(data, start=1):
         assert sum(len(part.steps) for part in read_ledger(ledger).parts) == number
@@ -124,7 +124,7 @@ def test_the_ledger_holds_each_batch_that_was_handed_over_and_no_other(server: S
     assert part.begin.spec == data.spec
 
 
-def test_whole_epochs_with_any_number_of_loader_workers_are_proven(server: Server, tmp_path: Path) -> None:
+def test_run_is_proven_with_any_number_of_workers(server: Server, tmp_path: Path) -> None:
     for num_workers in (0, 1, 3):
         ledger = tmp_path / str(num_workers) / "run.ledger"
         ledger.parent.mkdir()
@@ -140,7 +140,7 @@ def test_whole_epochs_with_any_number_of_loader_workers_are_proven(server: Serve
         assert [(epoch.num_due, epoch.is_finished) for epoch in report.orders[0].epochs] == 2 * [(NUM_ROWS, True)]
 
 
-def test_workers_that_go_through_an_epoch_twice_are_found(server: Server, ledger: Path) -> None:
+def test_audit_finds_an_epoch_that_workers_repeat(server: Server, ledger: Path) -> None:
     loader = DataLoader(dataset(server, ledger), batch_size=None, num_workers=2)
     for _ in range(2):
         assert len(list(loader)) == NUM_ROWS // 4
@@ -148,7 +148,7 @@ def test_workers_that_go_through_an_epoch_twice_are_found(server: Server, ledger
     assert epoch.twice.tolist() == [[0, NUM_ROWS]]
 
 
-def test_a_state_that_is_loaded_in_mid_run_goes_back_to_where_it_was_saved(server: Server, ledger: Path) -> None:
+def test_run_is_proven_when_it_loads_a_state_in_mid_epoch(server: Server, ledger: Path) -> None:
     data = dataset(server, ledger)
     for number, _ in enumerate(data, start=1):
         if number == 5:
@@ -161,9 +161,7 @@ def test_a_state_that_is_loaded_in_mid_run_goes_back_to_where_it_was_saved(serve
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-def test_a_loop_that_goes_back_to_the_start_of_an_epoch_is_proven_also_with_workers(
-    server: Server, ledger: Path, options: dict[str, Any]
-) -> None:
+def test_run_is_proven_when_it_restarts_an_epoch(server: Server, ledger: Path, options: dict[str, Any]) -> None:
     data = dataset(server, ledger)
     loader = DataLoader(data, batch_size=None, **options)
     assert len(list(loader)) == NUM_ROWS // 4
@@ -178,7 +176,7 @@ def test_a_loop_that_goes_back_to_the_start_of_an_epoch_is_proven_also_with_work
     assert [epoch.is_finished for epoch in report.orders[0].epochs] == [True, True]
 
 
-def test_a_run_that_forgets_its_state_is_found(server: Server, ledger: Path) -> None:
+def test_audit_finds_a_run_that_loaded_no_state(server: Server, ledger: Path) -> None:
     for num_steps in (9, 60):
         for number, _ in enumerate(dataset(server, ledger), start=1):
             if number == num_steps:
@@ -189,7 +187,9 @@ def test_a_run_that_forgets_its_state_is_found(server: Server, ledger: Path) -> 
 
 
 @pytest.mark.parametrize(("first", "second"), [(5, 5), (5, 7), (7, 5)])
-def test_ranks_that_go_on_from_different_states_are_no_proof(server: Server, ledger: Path, first: int, second: int) -> None:
+def test_run_is_not_proven_when_ranks_resume_from_different_states(
+    server: Server, ledger: Path, first: int, second: int
+) -> None:
     states: list[list[dict[str, Any]]] = [[], []]
     for rank in range(2):
         data = dataset(server, ledger, rank=rank, world_size=2)
@@ -211,9 +211,7 @@ def test_ranks_that_go_on_from_different_states_are_no_proof(server: Server, led
 
 
 @pytest.mark.parametrize(("name", "value", "usual"), [("seed", 8, 0), ("batch_size", 2, 4)])
-def test_ranks_of_other_parameters_are_told_with_what_differs(
-    server: Server, ledger: Path, name: str, value: int, usual: int
-) -> None:
+def test_audit_reports_ranks_with_other_parameters(server: Server, ledger: Path, name: str, value: int, usual: int) -> None:
     for rank, other in enumerate(({}, {name: value})):
         for _ in dataset(server, ledger, rank=rank, world_size=2, **other):
             pass
@@ -222,7 +220,7 @@ def test_ranks_of_other_parameters_are_told_with_what_differs(
     assert "APART   rank 1 took no part in start 1, but in start 2: " in said
 
 
-def test_loader_workers_that_are_forked_in_mid_loop_leave_the_ledger_alone(server: Server, ledger: Path) -> None:
+def test_ledger_is_unchanged_by_workers_forked_in_mid_loop(server: Server, ledger: Path) -> None:
     evaluated = RemoteDataset(server.url, "numbers", batch_size=60, seq_len=8, rank=0, world_size=1)
     data = dataset(server, ledger)
     for number, _ in enumerate(data):
@@ -233,7 +231,7 @@ def test_loader_workers_that_are_forked_in_mid_loop_leave_the_ledger_alone(serve
     assert audit([ledger]).is_proven
 
 
-def test_mixtures_and_skips_are_audited_as_any_dataset(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_audit_proves_mixtures_skips_and_packings(serve: Callable[..., Server], tmp_path: Path) -> None:
     for name, rows in (("one", 90), ("two", 50)):
         write_numbered(tmp_path / "data" / name, rows)
     server = serve(tmp_path / "data")
@@ -249,7 +247,7 @@ def test_mixtures_and_skips_are_audited_as_any_dataset(serve: Callable[..., Serv
         assert all(e.num_due + e.num_skipped + e.num_dropped == e.num_samples for e in report.orders[0].epochs)
 
 
-def test_data_that_a_server_no_longer_has_is_told(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_audit_reports_batches_that_the_server_changed(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 40)
     server = serve(tmp_path / "data")
     list(dataset(server, tmp_path / "run.ledger"))
@@ -265,7 +263,7 @@ def test_data_that_a_server_no_longer_has_is_told(serve: Callable[..., Server], 
     assert (status, said.startswith("PROVEN")) == (0, True)
 
 
-def test_a_ledger_that_is_named_by_several_paths_is_read_once(server: Server, tmp_path: Path) -> None:
+def test_audit_reads_a_ledger_once_when_named_by_several_paths(server: Server, tmp_path: Path) -> None:
     list(dataset(server, tmp_path / "run.ledger"))
     (tmp_path / "sub").mkdir()
     (tmp_path / "link").symlink_to(tmp_path)
@@ -274,7 +272,7 @@ def test_a_ledger_that_is_named_by_several_paths_is_read_once(server: Server, tm
     assert (status, json.loads(said)["ledgers"]) == (0, [str(names[0])])
 
 
-def test_a_copy_that_lies_beside_a_ledger_is_not_taken_for_a_rank_that_trained_the_same(server: Server, tmp_path: Path) -> None:
+def test_audit_ignores_copies_beside_a_ledger(server: Server, tmp_path: Path) -> None:
     ledger, copies = tmp_path / "run.ledger", [tmp_path / "run.ledger.20261101", tmp_path / "run.ledger.7"]
     data = dataset(server, ledger)
     list(data)
@@ -291,7 +289,7 @@ def flipped(content: bytes) -> Iterator[bytes]:
         yield content[:number] + bytes([content[number] ^ 4]) + content[number + 1 :]
 
 
-def test_a_flipped_bit_is_no_proof(server: Server, ledger: Path) -> None:
+def test_audit_proves_nothing_when_a_bit_is_flipped(server: Server, ledger: Path) -> None:
     list(dataset(server, ledger))
     for content in flipped(ledger.read_bytes()):
         ledger.write_bytes(content)
@@ -313,12 +311,12 @@ def test_a_flipped_bit_is_no_proof(server: Server, ledger: Path) -> None:
         ([], "the following arguments are required: LEDGER"),
     ],
 )
-def test_an_audit_that_cannot_be_made_says_why(ledger: Path, arguments: list[str], message: str) -> None:
+def test_audit_fails_with_a_reason(ledger: Path, arguments: list[str], message: str) -> None:
     status, said = audited(*(argument.format(ledger=ledger) for argument in arguments))
     assert (status, message in said) == (2, True), said
 
 
-def test_a_ledger_that_cannot_be_written_is_an_error_before_the_first_batch(server: Server, tmp_path: Path) -> None:
+def test_unwritable_ledger_is_an_error_before_the_first_batch(server: Server, tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="No such file or directory"):
         dataset(server, tmp_path / "none" / "run.ledger")
     with pytest.raises(LedgerError, match="cannot be written: Is a directory"):
@@ -328,9 +326,7 @@ def test_a_ledger_that_cannot_be_written_is_an_error_before_the_first_batch(serv
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_ledger_whose_folder_goes_in_mid_run_stops_no_epoch_and_is_missed(
-    server: Server, tmp_path: Path, num_workers: int
-) -> None:
+def test_removed_ledger_folder_stops_no_epoch_and_is_reported(server: Server, tmp_path: Path, num_workers: int) -> None:
     """New workers, of which none has written anything yet, begin each of them."""
     ledger = tmp_path / "logs" / "run.ledger"
     ledger.parent.mkdir()

@@ -43,7 +43,7 @@ def dataset(server: Server, **settings: Any) -> RemoteDataset:
     return RemoteDataset(server.url, "numbers", **({"batch_size": BATCH_SIZE, "seq_len": 8, "seed": 3} | settings))
 
 
-def test_the_statistics_count_what_the_loop_was_given(server: Server) -> None:
+def test_stats_count_batches_tokens_and_waits(server: Server) -> None:
     data = dataset(server)
     assert (data.stats(), data.stats().wait_fraction) == (Stats(), 0.0)
     num_tokens = 0
@@ -64,7 +64,7 @@ def test_the_statistics_count_what_the_loop_was_given(server: Server) -> None:
     assert stats.buffered_bytes == 0
 
 
-def test_what_is_fetched_ahead_is_counted_in_bytes_until_the_loop_ends(server: Server) -> None:
+def test_stats_count_buffered_bytes_until_the_loop_ends(server: Server) -> None:
     data = dataset(server)
     most = 0
     for _ in data:
@@ -76,7 +76,7 @@ def test_what_is_fetched_ahead_is_counted_in_bytes_until_the_loop_ends(server: S
     assert data.stats().buffered_bytes == 0
 
 
-def test_only_the_tensors_that_are_asked_for_are_made(server: Server) -> None:
+def test_batch_holds_only_the_requested_tensors(server: Server) -> None:
     assert all(list(batch) == ["labels"] for batch in dataset(server, tensors=["labels"]))
     assert next(iter(dataset(server))).keys() == {"input_ids", "attention_mask", "labels"}
     wrong: Any
@@ -85,7 +85,7 @@ def test_only_the_tensors_that_are_asked_for_are_made(server: Server) -> None:
             dataset(server, tensors=wrong)
 
 
-def test_a_loop_that_would_learn_nothing_is_told(server: Server) -> None:
+def test_loop_warns_when_all_labels_are_masked(server: Server) -> None:
     def first(**spec: Any) -> dict[str, Any]:
         return next(iter(RemoteDataset(server.url, "pairs", batch_size=BATCH_SIZE, **spec)))
 
@@ -96,7 +96,7 @@ def test_a_loop_that_would_learn_nothing_is_told(server: Server) -> None:
     first(seq_len=4, tensors=["input_ids"])
 
 
-def test_two_loops_at_once_are_counted_together(server: Server) -> None:
+def test_stats_add_up_concurrent_loops(server: Server) -> None:
     data = dataset(server)
     with pytest.warns(UserWarning, match="a loop continues with batch 2 of epoch 0"):
         for _ in zip(data, data, strict=True):
@@ -105,7 +105,7 @@ def test_two_loops_at_once_are_counted_together(server: Server) -> None:
     assert data.stats().buffered_bytes == 0
 
 
-def test_a_copy_may_be_made_in_mid_loop(server: Server) -> None:
+def test_dataset_can_be_copied_in_mid_loop(server: Server) -> None:
     data = dataset(server)
     for _ in data:
         again = copy.deepcopy(data)
@@ -114,7 +114,7 @@ def test_a_copy_may_be_made_in_mid_loop(server: Server) -> None:
     assert len(list(again)) == NUM_ROWS // BATCH_SIZE
 
 
-def test_a_replay_gives_the_same_batches_for_a_whole_epoch_and_fetches_them_once(server: Server) -> None:
+def test_replay_repeats_batches_and_fetches_them_once(server: Server) -> None:
     expected = [batch["input_ids"].tolist() for batch in dataset(server)][:3]
     data = dataset(server, replay=3)
     seen = []
@@ -127,7 +127,7 @@ def test_a_replay_gives_the_same_batches_for_a_whole_epoch_and_fetches_them_once
     assert len(list(dataset(server, replay=1000, prefetch_bytes=0.1e6))) == NUM_ROWS // BATCH_SIZE
 
 
-def test_a_replay_consumes_nothing_and_its_state_says_so(server: Server) -> None:
+def test_replay_consumes_nothing_and_warns_of_it(server: Server) -> None:
     state = dataset(server).state_dict() | {"step": 9, "run": "1" * 16, "start": "2" * 16}
     data = dataset(server, replay=2)
     data.load_state_dict(state)
@@ -137,25 +137,25 @@ def test_a_replay_consumes_nothing_and_its_state_says_so(server: Server) -> None
 
 
 @pytest.mark.parametrize("replay", [0, -1, True, 1.5])
-def test_what_can_not_be_replayed_is_refused(server: Server, replay: object) -> None:
+def test_replay_must_be_a_positive_integer(server: Server, replay: object) -> None:
     with pytest.raises(SpecError, match="replay must be a whole number from 1"):
         dataset(server, replay=replay)
 
 
 @pytest.mark.parametrize("name", ["prefetch_bytes", "retry_seconds"])
-def test_an_amount_below_zero_is_refused(server: Server, name: str) -> None:
+def test_amounts_must_not_be_negative(server: Server, name: str) -> None:
     with pytest.raises(SpecError, match=f"{name} must be >= 0, not -1"):
         dataset(server, **{name: -1})
 
 
-def test_numbers_of_numpy_are_as_good_as_plain_ones(server: Server) -> None:
+def test_parameters_may_be_numpy_integers(server: Server) -> None:
     data = dataset(server, rank=np.int64(0), world_size=np.int64(1), replay=np.int64(2), prefetch_bytes=np.int64(1 << 20))
     data.set_epoch(np.int64(1))  # type: ignore[arg-type]
     assert (data.rank, data.world_size, data.epoch) == (0, 1, 1)
     assert len(list(data)) == len(data)
 
 
-def test_a_later_batch_from_which_nothing_is_learned_is_told_of_once(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_loop_warns_once_of_a_later_batch_without_loss(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs", [("fox", "dog"), *[("the quick brown fox jumps over " * 2, "dog")] * 5])
     with serve(tmp_path, "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json"))) as server:
         data = RemoteDataset(server.url, "pairs", batch_size=1, seq_len=10, shuffle="none")
@@ -164,7 +164,7 @@ def test_a_later_batch_from_which_nothing_is_learned_is_told_of_once(serve: Call
     assert [Path(warning.filename).name for warning in told if "has loss" in str(warning.message)] == ["test_loop.py"]
 
 
-def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_first_rank_warns_once_of_truncated_rows_and_padding(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_shards(
         tmp_path / "long", "input_ids", [[[*range(100)], [*range(10)]] * 8], type_=pa.list_(pa.int32()), row_group_size=16
     )
@@ -202,9 +202,7 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
         assert Client(long.url, "long", rank=0, retry_seconds=0.1).sample_lengths(data.spec, 0) == []
 
 
-def test_who_cuts_preference_pairs_is_told_of_no_packing_that_they_cannot_have(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_truncation_warning_of_preference_pairs_suggests_no_packing(serve: Callable[..., Server], tmp_path: Path) -> None:
     pairs = {"chosen": ["fox dog " * 45] * 8, "rejected": ["dog"] * 8}
     (tmp_path / "pairs").mkdir()
     pq.write_table(pa.table(pairs), tmp_path / "pairs" / "a.parquet")
@@ -215,7 +213,7 @@ def test_who_cuts_preference_pairs_is_told_of_no_packing_that_they_cannot_have(
             list(data)
 
 
-def test_who_forgets_set_epoch_is_told(server: Server) -> None:
+def test_loop_warns_when_set_epoch_is_forgotten(server: Server) -> None:
     def is_told(data: RemoteDataset, num_batches: int | None = None) -> bool:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -249,7 +247,7 @@ def test_who_forgets_set_epoch_is_told(server: Server) -> None:
         assert [is_told(again), is_told(again)] == [False, False]
 
 
-def test_loop_that_takes_the_first_batch_in_each_step_is_warned_at_the_third(server: Server) -> None:
+def test_loop_warns_when_each_step_takes_the_first_batch(server: Server) -> None:
     def warned(batches: Iterable[Any], num_steps: int) -> list[bool]:
         found = []
         for _ in range(num_steps):
@@ -278,7 +276,7 @@ def test_loop_that_takes_the_first_batch_in_each_step_is_warned_at_the_third(ser
     [({}, []), ({"seed": 6}, ["rank 1 (seed=6, not 5)"]), ({"shuffle": "none"}, [])],
 )
 @pytest.mark.parametrize("is_named", [False, True])
-def test_a_rank_whose_parameters_are_others_is_told_of_once_by_the_first(
+def test_first_rank_warns_once_of_other_parameters(
     server: Server, second: dict[str, Any], told: list[str], is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who names the rank, as tensor-parallel peers do, may have other ranks in torch.distributed."""
@@ -299,7 +297,7 @@ def test_a_rank_whose_parameters_are_others_is_told_of_once_by_the_first(
     assert all(warning.filename == __file__ for warning in caught)
 
 
-def test_a_loop_lets_go_of_what_it_had_in_the_epoch_before(server: Server) -> None:
+def test_loop_keeps_no_reference_to_the_last_epoch(server: Server) -> None:
     class Logits:
         pass
 
@@ -312,7 +310,7 @@ def test_a_loop_lets_go_of_what_it_had_in_the_epoch_before(server: Server) -> No
             assert sum(ref() is not None for ref in refs) == 1
 
 
-def test_behind_an_error_an_iteration_does_not_pass_for_one_that_ended(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_iterator_keeps_raising_after_an_error(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "numbers", NUM_ROWS)
     away = serve(tmp_path)
     data = dataset(away, retry_seconds=0.1, prefetch_bytes=1)
@@ -336,7 +334,7 @@ def test_behind_an_error_an_iteration_does_not_pass_for_one_that_ended(serve: Ca
         next(left)
 
 
-def test_on_the_cpu_batches_are_as_without_a_device(server: Server) -> None:
+def test_cpu_batches_equal_those_without_a_device(server: Server) -> None:
     for found, expected in zip(dataset(server, device="cpu"), dataset(server), strict=True):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -344,7 +342,7 @@ def test_on_the_cpu_batches_are_as_without_a_device(server: Server) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_on_a_gpu_batches_are_the_same_and_a_loop_never_waits_for_it(server: Server) -> None:
+def test_gpu_batches_are_the_same_and_the_loop_never_waits(server: Server) -> None:
     expected = [{name: tensor.clone() for name, tensor in batch.items()} for batch in dataset(server)]
     data, seen = dataset(server, device="cuda"), []
     torch.cuda.set_sync_debug_mode("error")
@@ -366,9 +364,7 @@ def test_on_a_gpu_batches_are_the_same_and_a_loop_never_waits_for_it(server: Ser
         next(iter(loader))
 
 
-def test_a_rank_that_nobody_named_is_refused_not_guessed(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_rank_is_refused(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SpecError, match="RANK=None and WORLD_SIZE=2"):
@@ -394,7 +390,7 @@ def test_a_rank_that_nobody_named_is_refused_not_guessed(
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # of torch, that it traces what is cached,
 @pytest.mark.filterwarnings("ignore:Guards may run slower")  # and of Python 3.13.0
-def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_function_takes_batches(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     are_traced: list[bool] = []
 
     def expanded(frame: Frame, **settings: Any) -> Batch:
@@ -419,7 +415,7 @@ def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytes
     assert not any(are_traced)
 
 
-def test_a_run_of_one_step_is_told_of_its_split_dropped_samples_and_cut_rows(
+def test_run_of_one_step_warns_of_its_split_dropped_samples_and_truncation(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     folder = tmp_path / "squad"

@@ -160,7 +160,7 @@ def test_mixture_resumes_at_every_step_on_other_ranks(server: Server) -> None:
 
 
 @pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])
-def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: str) -> None:
+def test_mixture_schedule_agrees_with_provenance(server: Server, packing: str) -> None:
     spec: dict[str, Any] = {
         "mix": MIX,
         "stopping_strategy": "all_exhausted",

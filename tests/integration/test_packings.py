@@ -117,7 +117,7 @@ def test_splits_are_disjoint_and_complete(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("spec", "split"), list(product([*SPECS, {"packing": "concat"}], ["all", "validation"])))
-def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, spec: Spec, split: str) -> None:
+def test_schedule_agrees_with_provenance_for_every_packing(server: Server, spec: Spec, split: str) -> None:
     settings = {"seq_len": SEQ_LEN, "batch_size": 4, "window": 60, "world_size": 2, "split": split, **spec}
     num_steps = server.json_when_ready("/v1/datasets/docs/spec", **settings)["num_steps"]
     found: dict[int, set[tuple[int, int, int]]] = {row: set() for row in range(NUM_ROWS)}

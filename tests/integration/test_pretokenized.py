@@ -101,7 +101,7 @@ SPECS: list[Spec] = [
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", ["labelled", "padded"])
-def test_every_id_has_the_label_of_its_row(server: Server, name: str, spec: Spec) -> None:
+def test_labels_are_those_of_the_rows_in_every_packing(server: Server, name: str, spec: Spec) -> None:
     found = epoch_of(server, name, **spec)
     for token, label, begins in found:
         row, place = divmod(token, 100)

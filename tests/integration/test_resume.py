@@ -84,9 +84,7 @@ def state_after(data: RemoteDataset, num_batches: int) -> dict[str, object]:
     return dict(json.loads(json.dumps(data.state_dict())))
 
 
-def test_every_step_resumes_to_the_same_bytes_also_after_a_restart_with_an_emptied_cache(
-    mortal: Server, tmp_path: Path
-) -> None:
+def test_state_of_every_step_resumes_to_the_same_bytes_after_a_restart(mortal: Server, tmp_path: Path) -> None:
     data = dataset(mortal)
     data.set_epoch(2)
     whole = contents(data)
@@ -110,7 +108,7 @@ def test_every_step_resumes_to_the_same_bytes_also_after_a_restart_with_an_empti
             assert contents(resumed) == whole[step:]
 
 
-def test_a_resumed_run_goes_on_with_whole_epochs(server: Server) -> None:
+def test_resumed_run_continues_with_whole_epochs(server: Server) -> None:
     data, resumed = dataset(server), dataset(server)
     resumed.load_state_dict(state_after(data, 7))
     contents(resumed)
@@ -121,7 +119,7 @@ def test_a_resumed_run_goes_on_with_whole_epochs(server: Server) -> None:
         assert len(resumed) == NUM_ROWS // 4
 
 
-def test_setting_the_resumed_epoch_again_keeps_the_place(server: Server) -> None:
+def test_set_epoch_of_the_resumed_epoch_keeps_the_position(server: Server) -> None:
     """What every training loop does: for epoch in range(data.epoch, ...): data.set_epoch(epoch)."""
     resumed = dataset(server)
     resumed.load_state_dict(state_after(dataset(server), 7))
@@ -129,7 +127,7 @@ def test_setting_the_resumed_epoch_again_keeps_the_place(server: Server) -> None
     assert len(contents(resumed)) == NUM_ROWS // 4 - 7
 
 
-def test_leaving_the_resumed_epoch_aside_is_said_aloud(server: Server) -> None:
+def test_set_epoch_warns_when_it_discards_a_resumed_position(server: Server) -> None:
     for batch_size, num_left in ((4, NUM_ROWS // 4 - 7), (2, NUM_ROWS // 2 - 14)):
         resumed = dataset(server, batch_size=batch_size)
         resumed.load_state_dict(state_after(dataset(server), 7))
@@ -139,7 +137,7 @@ def test_leaving_the_resumed_epoch_aside_is_said_aloud(server: Server) -> None:
             resumed.set_epoch(1)
 
 
-def test_after_the_end_of_an_epoch_the_next_one_begins_without_a_warning(server: Server) -> None:
+def test_set_epoch_does_not_warn_after_the_end_of_an_epoch(server: Server) -> None:
     data = dataset(server)
     resumed = dataset(server)
     resumed.load_state_dict(state_after(data, len(data)))
@@ -147,7 +145,7 @@ def test_after_the_end_of_an_epoch_the_next_one_begins_without_a_warning(server:
     assert len(resumed) == NUM_ROWS // 4
 
 
-def test_a_loop_that_was_interrupted_and_runs_again_is_told_that_it_starts_over(server: Server) -> None:
+def test_interrupted_loop_warns_when_it_starts_over(server: Server) -> None:
     """As a cell of a notebook does that is run once more."""
 
     def train(data: RemoteDataset, num_batches: int) -> list[list[int]]:
@@ -175,7 +173,7 @@ def test_a_loop_that_was_interrupted_and_runs_again_is_told_that_it_starts_over(
     assert train(meant, 9) == train(meant, 9)
 
 
-def test_a_loop_that_is_left_starts_over_unless_a_state_is_loaded(server: Server) -> None:
+def test_abandoned_loop_starts_over_unless_a_state_is_loaded(server: Server) -> None:
     data = dataset(server)
     state = state_after(data, 9)
     assert len(data) == NUM_ROWS // 4
@@ -185,9 +183,7 @@ def test_a_loop_that_is_left_starts_over_unless_a_state_is_loaded(server: Server
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 7])
-def test_a_batch_that_an_interrupt_takes_from_the_loop_comes_again(
-    server: Server, num_before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_batch_comes_again(server: Server, num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data, given = dataset(server), list[list[int]]()
 
     def interrupted(batches: Iterator[Batch]) -> Batch:
@@ -209,7 +205,7 @@ def test_a_batch_that_an_interrupt_takes_from_the_loop_comes_again(
     assert given == rows_of(dataset(server))
 
 
-def test_an_interrupt_takes_nothing_of_a_replay(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_replay_consumes_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset(server, replay=2)
 
     def interrupted(batches: Iterator[Batch]) -> Batch:
@@ -225,7 +221,9 @@ def test_an_interrupt_takes_nothing_of_a_replay(server: Server, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (4, 2)), ((4, 2), (4, 1)), ((2, 3), (5, 2)), ((3, 3), (1, 7))])
-def test_another_world_size_goes_on_at_the_same_sample(server: Server, before: tuple[int, int], after: tuple[int, int]) -> None:
+def test_resume_with_another_world_size_continues_at_the_same_sample(
+    server: Server, before: tuple[int, int], after: tuple[int, int]
+) -> None:
     everything = rows(dataset(server, batch_size=1))
     state = state_after(dataset(server, batch_size=before[0], world_size=before[1]), 6)
     consumed = 6 * before[0] * before[1]
@@ -241,7 +239,7 @@ def test_another_world_size_goes_on_at_the_same_sample(server: Server, before: t
         assert len(data) == NUM_ROWS // (after[0] * after[1])
 
 
-def test_a_second_resume_under_a_third_world_size_adds_up(server: Server) -> None:
+def test_second_resume_with_a_third_world_size_continues_at_the_same_sample(server: Server) -> None:
     everything = rows(dataset(server, batch_size=1))
     second = dataset(server, batch_size=3, world_size=2)
     second.load_state_dict(state_after(dataset(server, batch_size=5), 4))
@@ -251,13 +249,13 @@ def test_a_second_resume_under_a_third_world_size_adds_up(server: Server) -> Non
 
 
 @pytest.mark.parametrize("change", [{"seed": 6}, {"shuffle": "global"}, {"window": 9}])
-def test_a_state_of_another_order_is_refused_with_what_differs(server: Server, change: dict[str, Any]) -> None:
+def test_state_of_another_order_is_refused_with_what_differs(server: Server, change: dict[str, Any]) -> None:
     [(name, value)] = change.items()
     with pytest.raises(StateMismatch, match=rf"{name}: .* then, {value!r} now"):
         dataset(server, **change).load_state_dict(state_after(dataset(server), 3))
 
 
-def test_a_state_of_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for(server: Server) -> None:
+def test_state_of_another_order_continues_after_its_samples_when_not_strict(server: Server) -> None:
     data = dataset(server, seed=6)
     whole = rows(data)
     with pytest.warns(UserWarning, match="seed: 5 then, 6 now.* after its first 12 of [0-9,]+ samples") as told:
@@ -273,26 +271,26 @@ def test_a_state_of_another_order_goes_on_behind_as_many_samples_where_that_is_a
         None, {"version": 9}, {"step": -1}, {"offset": None}, {"world_size": 0}, {"skip": "garbage"},
     ],
 )  # fmt: skip
-def test_state_is_refused_when_it_is_damaged(server: Server, change: dict[str, Any] | None) -> None:
+def test_damaged_state_is_refused(server: Server, change: dict[str, Any] | None) -> None:
     data = dataset(server)
     state = None if change is None else data.state_dict() | change
     with pytest.raises(StateMismatch, match=r"this is not a state|this is a state of version|this state is damaged"):
         data.load_state_dict(state)  # type: ignore[arg-type]
 
 
-def test_numbers_that_numpy_wrote_are_as_good_as_plain_ones(server: Server) -> None:
+def test_state_may_hold_numpy_integers(server: Server) -> None:
     data = dataset(server)
     data.load_state_dict(data.state_dict() | {"step": np.int64(3)})
     assert len(data) == len(dataset(server)) - 3
 
 
-def test_an_epoch_beyond_all_counting_is_refused(server: Server) -> None:
+def test_epoch_is_limited(server: Server) -> None:
     with pytest.raises(SpecError, match="epoch must be a whole number from 0 to 9,007,199,254,740,992"):
         dataset(server).set_epoch(2**64)
 
 
 @pytest.mark.parametrize("other", [{"batch_size": 3, "drop_last": False}, {"batch_size": 7, "drop_last": True}])
-def test_the_end_of_a_wrapped_epoch_resumes_under_another_world_size_or_tail(server: Server, other: dict[str, Any]) -> None:
+def test_end_of_a_wrapped_epoch_resumes_with_another_batch_size(server: Server, other: dict[str, Any]) -> None:
     data = dataset(server, batch_size=7, drop_last=False)
     state = state_after(data, len(data))
     resumed = dataset(server, **other)
@@ -302,7 +300,7 @@ def test_the_end_of_a_wrapped_epoch_resumes_under_another_world_size_or_tail(ser
     assert contents(resumed) == []
 
 
-def test_choosing_an_epoch_in_mid_loop_skips_nothing_of_it(server: Server) -> None:
+def test_set_epoch_in_mid_loop_skips_nothing(server: Server) -> None:
     data = dataset(server)
 
     def loop() -> None:
@@ -320,7 +318,7 @@ def test_choosing_an_epoch_in_mid_loop_skips_nothing_of_it(server: Server) -> No
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
-def test_a_copy_tells_its_own_workers_the_epoch(server: Server, duplicate: Callable[[RemoteDataset], RemoteDataset]) -> None:
+def test_copy_sets_the_epoch_of_its_own_workers(server: Server, duplicate: Callable[[RemoteDataset], RemoteDataset]) -> None:
     data = duplicate(dataset(server))
     expected = dataset(server)
     loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
@@ -332,7 +330,7 @@ def test_a_copy_tells_its_own_workers_the_epoch(server: Server, duplicate: Calla
         data.state_dict()
 
 
-def test_each_worker_resumes_from_its_own_state(server: Server) -> None:
+def test_worker_resumes_from_its_own_state(server: Server) -> None:
     """As torchdata's StatefulDataLoader does: every worker saves and loads the dataset's state in its own process."""
     whole = contents(dataset(server))
     for consumed in range(7):
@@ -352,7 +350,7 @@ def test_each_worker_resumes_from_its_own_state(server: Server) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_go_on_where_the_state_was_taken_and_then_with_whole_epochs(server: Server, persistent: bool) -> None:
+def test_workers_resume_from_a_state_and_continue_with_whole_epochs(server: Server, persistent: bool) -> None:
     whole = rows_of(dataset(server))
     data = dataset(server)
     loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=persistent)
@@ -365,7 +363,7 @@ def test_workers_go_on_where_the_state_was_taken_and_then_with_whole_epochs(serv
         assert rows_of(loader) == whole
 
 
-def test_workers_of_loaders_with_one_seed_resume_once(server: Server) -> None:
+def test_workers_resume_once_when_loaders_share_a_seed(server: Server) -> None:
     whole = rows_of(dataset(server))
     data = dataset(server)
     data.load_state_dict(state_after(dataset(server), 9))
@@ -376,7 +374,7 @@ def test_workers_of_loaders_with_one_seed_resume_once(server: Server) -> None:
         assert rows_of(loader) == expected
 
 
-def test_workers_that_are_left_at_once_start_over_together(server: Server) -> None:
+def test_abandoned_workers_start_over_together(server: Server) -> None:
     whole = rows_of(dataset(server))
     data = dataset(server)
     data.load_state_dict(state_after(dataset(server), 9))
@@ -385,7 +383,7 @@ def test_workers_that_are_left_at_once_start_over_together(server: Server) -> No
     assert rows_of(DataLoader(data, batch_size=None, num_workers=2)) == whole
 
 
-def test_between_the_epochs_of_workers_the_state_is_known(server: Server) -> None:
+def test_state_is_known_between_epochs_of_workers(server: Server) -> None:
     data = dataset(server)
     rows_of(DataLoader(data, batch_size=None, num_workers=2))
     with pytest.raises(PenstockError, match="they run ahead of the loop"):
@@ -394,7 +392,7 @@ def test_between_the_epochs_of_workers_the_state_is_known(server: Server) -> Non
     assert [data.state_dict()[name] for name in ("epoch", "step")] == [1, 0]
 
 
-def test_a_run_never_goes_on_with_other_data(mortal: Server, data_dir: Path) -> None:
+def test_run_refuses_to_continue_with_other_data(mortal: Server, data_dir: Path) -> None:
     data = dataset(mortal)
     state, snapshot = state_after(data, 3), data.snapshot
     mortal.kill()
@@ -408,7 +406,7 @@ def test_a_run_never_goes_on_with_other_data(mortal: Server, data_dir: Path) -> 
         dataset(mortal).load_state_dict(state)
 
 
-def test_a_killed_server_repeats_and_loses_no_batch(mortal: Server) -> None:
+def test_killed_server_repeats_and_loses_no_batch(mortal: Server) -> None:
     """Small buffers, so that the client really is in the middle of fetching whenever the server dies."""
     expected = contents(dataset(mortal))
     data = dataset(mortal, prefetch_bytes=1)
@@ -423,7 +421,7 @@ def test_a_killed_server_repeats_and_loses_no_batch(mortal: Server) -> None:
     assert data.stats().wait_seconds > 0.2
 
 
-def test_a_server_that_stays_away_is_one_clear_error(mortal: Server) -> None:
+def test_server_down_for_too_long_is_one_error(mortal: Server) -> None:
     data = dataset(mortal, retry_seconds=0.5, prefetch_bytes=1)
     batches = iter(data)
     next(batches)
@@ -433,7 +431,7 @@ def test_a_server_that_stays_away_is_one_clear_error(mortal: Server) -> None:
     assert data.state_dict()["step"] >= 1
 
 
-def test_an_iteration_that_gave_nothing_consumes_nothing(mortal: Server) -> None:
+def test_failed_iteration_consumes_nothing(mortal: Server) -> None:
     """Whoever tries again after the server came back goes on where the state was taken."""
     data = dataset(mortal, retry_seconds=0.2)
     whole = contents(dataset(mortal))
@@ -449,7 +447,7 @@ def test_an_iteration_that_gave_nothing_consumes_nothing(mortal: Server) -> None
 
 
 @pytest.mark.parametrize("seeds", [(1, 2), (1, 1)])
-def test_loader_workers_that_gave_nothing_consume_nothing(mortal: Server, seeds: tuple[int, int]) -> None:
+def test_failed_workers_consume_nothing(mortal: Server, seeds: tuple[int, int]) -> None:
     data = dataset(mortal, retry_seconds=0.2)
     whole = contents(dataset(mortal))
     data.load_state_dict(state_after(dataset(mortal), 7))
@@ -464,7 +462,7 @@ def test_loader_workers_that_gave_nothing_consume_nothing(mortal: Server, seeds:
     assert contents(DataLoader(data, batch_size=None, num_workers=2)) == whole
 
 
-def test_an_iteration_that_could_not_begin_consumes_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iteration_that_cannot_start_consumes_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset(server)
     whole = contents(dataset(server))
     data.load_state_dict(state_after(dataset(server), 7))
@@ -480,7 +478,7 @@ def test_an_iteration_that_could_not_begin_consumes_nothing(server: Server, monk
     assert contents(data) == whole[7:]
 
 
-def test_state_of_an_epochs_end_begins_the_next_epoch_unless_the_loop_chooses_the_ended_one(server: Server) -> None:
+def test_state_of_an_epochs_end_begins_the_next_epoch_unless_set_epoch_returns(server: Server) -> None:
     following = dataset(server)
     following.set_epoch(1)
     expected = contents(following)
@@ -497,7 +495,7 @@ def test_state_of_an_epochs_end_begins_the_next_epoch_unless_the_loop_chooses_th
         assert contents(loader) == expected
 
 
-def test_a_look_at_a_batch_in_mid_loop_is_told_to_cost_the_place(server: Server) -> None:
+def test_second_iterator_in_mid_loop_warns_that_the_position_moves(server: Server) -> None:
     data = dataset(server)
 
     def loop() -> None:
@@ -515,7 +513,7 @@ def train_badly(data: RemoteDataset) -> None:
         raise RuntimeError("a fault of the training step")
 
 
-def test_leaving_the_loop_leaves_no_thread(server: Server) -> None:
+def test_abandoned_loop_leaves_no_thread(server: Server) -> None:
     before = threading.active_count()
     data = dataset(server, prefetch_bytes=1)
     for _ in data:
@@ -525,14 +523,14 @@ def test_leaving_the_loop_leaves_no_thread(server: Server) -> None:
     assert threading.active_count() == before
 
 
-def test_a_state_is_refused_where_loader_workers_run_ahead_of_the_loop(server: Server) -> None:
+def test_state_dict_is_refused_while_workers_run_ahead(server: Server) -> None:
     data = dataset(server)
     next(iter(DataLoader(data, batch_size=None, num_workers=1)))
     with pytest.raises(PenstockError, match="they run ahead of the loop"):
         data.state_dict()
 
 
-def test_a_batch_can_be_trained_on(server: Server) -> None:
+def test_batch_can_be_embedded(server: Server) -> None:
     embedding = torch.nn.Embedding(NUM_ROWS, 4)
     for batch in dataset(server):
         assert embedding(batch["input_ids"]).shape == (4, 8, 4)

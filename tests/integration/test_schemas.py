@@ -112,7 +112,7 @@ def test_document_has_no_siblings_of_references(server: Server) -> None:
     assert not [node for node in nodes(document) if isinstance(node.get("$ref"), str) and len(node) > 1]
 
 
-def test_every_body_has_a_schema(server: Server) -> None:
+def test_document_has_a_schema_for_every_body(server: Server) -> None:
     told = [
         (path, status, media)
         for path, methods in server.json("/openapi.json")["paths"].items()

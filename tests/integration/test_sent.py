@@ -83,7 +83,7 @@ def assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_that_travelled_is_copied_on_the_host(server: Server, places: Counter[tuple[int, bool]], kind: str) -> None:
+def test_received_arrays_are_sent_without_a_copy(server: Server, places: Counter[tuple[int, bool]], kind: str) -> None:
     assert_same(batches(server.url, "cuda", **KINDS[kind]), batches(server.url, None, **KINDS[kind]))
     assert places[2, True] > 100
     assert not places[2, False]
@@ -92,14 +92,14 @@ def test_nothing_that_travelled_is_copied_on_the_host(server: Server, places: Co
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_damaged_on_the_way_is_not_sent(server: Server, kind: str) -> None:
+def test_damaged_frames_are_not_sent(server: Server, kind: str) -> None:
     with ChaosProxy(server.url, 7, ["cut", "truncate", "flip"], longest=20_000) as proxy:
         found = batches(proxy.url, "cuda", **KINDS[kind])
     assert sum(proxy.num_faults.values()) > 3
     assert_same(found, batches(server.url, None, **KINDS[kind]))
 
 
-def test_a_replay_gives_what_was_sent_once(server: Server, places: Counter[tuple[int, bool]]) -> None:
+def test_replay_sends_each_batch_once(server: Server, places: Counter[tuple[int, bool]]) -> None:
     found = batches(server.url, "cuda", dataset="numbers", replay=2)
     assert places[2, True] == 2
     assert_same(found, found[:2] * (len(found) // 2))
@@ -109,7 +109,7 @@ def test_a_replay_gives_what_was_sent_once(server: Server, places: Counter[tuple
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # of torch, that it traces what is cached,
 @pytest.mark.filterwarnings("ignore:Guards may run slower")  # and of Python 3.13.0
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_compiled_function_takes_batches_of_a_device(server: Server, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     are_traced: list[bool] = []
 
     def unpacked(*arguments: Any) -> Any:
@@ -130,7 +130,7 @@ def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytes
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_device_tensors_lie_in_pinned_memory(server: Server, kind: str) -> None:
+def test_tensors_are_pinned_without_a_device(server: Server, kind: str) -> None:
     data = RemoteDataset(server.url, batch_size=4, seq_len=16, seed=3, **KINDS[kind])
     for batch in data:
         assert all(tensor.is_pinned() for tensor in batch.values())

@@ -41,9 +41,7 @@ def test_order_is_named_by_its_parameters(ledger: Path) -> None:
 
 
 @pytest.mark.parametrize(("drop_last", "steps", "due", "repeated"), [(True, 11, 99, 0), (False, 12, 100, 8)])
-def test_tail_is_no_fault_when_it_is_dropped_or_filled(
-    ledger: Path, drop_last: bool, steps: int, due: int, repeated: int
-) -> None:
+def test_dropped_or_filled_tail_is_no_fault(ledger: Path, drop_last: bool, steps: int, due: int, repeated: int) -> None:
     write_run(ledger, world_size=3, epochs=1, steps=steps, batch_size=3, drop_last=drop_last)
     [epoch] = report_on(ledger).orders[0].epochs
     assert (epoch.is_proven, epoch.num_due, epoch.num_dropped, epoch.num_repeated) == (True, due, 100 - due, repeated)
@@ -87,7 +85,7 @@ def test_epoch_is_finished_when_the_run_was_killed_after_its_last_step(ledger: P
     assert (epoch.is_proven, epoch.is_finished, epoch.num_due, epoch.num_dropped) == (True, True, 96, 4)
 
 
-def test_a_missing_batch_is_named_by_step_rank_and_positions(ledger: Path) -> None:
+def test_missing_batch_is_named_by_step_rank_and_positions(ledger: Path) -> None:
     write_run(ledger)
     path = ledger.with_name("run.ledger.1")
     lines = path.read_text().splitlines(keepends=True)
@@ -136,7 +134,7 @@ def test_epoch_lacks_its_rest_when_it_is_left_for_another(ledger: Path) -> None:
     assert "MISSING epoch 0, steps 15-19 of start 1, rank 0: 25 samples at positions 75-99" in words(ledger)
 
 
-def test_lines_that_could_not_be_written_are_no_proof(ledger: Path) -> None:
+def test_unwritten_lines_are_no_proof(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     with ledger.open("a") as file:
         file.write(line("lost 3", ledger.read_text().splitlines()[0][-8:]))
@@ -152,7 +150,7 @@ def test_epoch_is_missing_when_a_state_was_in_it_and_nothing_is_recorded(ledger:
     assert [(epoch.epoch, len(epoch.missing)) for epoch in report_on(ledger).orders[0].epochs] == [(0, 0), (2, 1), (3, 0)]
 
 
-def test_a_copy_of_a_ledger_is_not_taken_for_another_rank(ledger: Path) -> None:
+def test_copied_ledger_is_not_another_rank(ledger: Path) -> None:
     append(ledger, begin_of(), range(9))
     ledger.with_name("run.ledger.7").write_text(ledger.read_text())
     append(ledger, begin_of(start=1, step=9), range(9, 20), ends=True)

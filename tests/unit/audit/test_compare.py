@@ -23,7 +23,7 @@ from support.ledgers import append, begin_of, report_on, words, write_run
 from support.servers import pages
 
 
-def test_a_batch_whose_digest_changed_is_no_proof(ledger: Path) -> None:
+def test_changed_digest_is_no_proof(ledger: Path) -> None:
     append(ledger, begin_of(), range(8), salt=1 << 40)
     append(ledger, begin_of(start=1, step=6), [6], salt=1 << 40)
     append(ledger, begin_of(start=2, step=5), range(5, 20), ends=True)
@@ -31,7 +31,7 @@ def test_a_batch_whose_digest_changed_is_no_proof(ledger: Path) -> None:
     assert f"CHANGED epoch 0, step 6 of rank 0 had the digests {6 * 64 + (1 << 40):016x} and {6 * 64:016x}" in words(ledger)
 
 
-def test_data_that_changed_altogether_is_told_about_as_fast_as_it_is_read(ledger: Path) -> None:
+def test_wholly_changed_data_is_reported_quickly(ledger: Path) -> None:
     num_steps = 80_000
     for start, salt in ((0, 0), (1, 1 << 40)):
         append(ledger, begin_of(start=start, num_samples=5 * num_steps), range(num_steps), ends=True, salt=salt)
@@ -40,7 +40,7 @@ def test_data_that_changed_altogether_is_told_about_as_fast_as_it_is_read(ledger
     assert time.process_time() - before < 1.5  # a look at all steps for each of them takes several times as long
 
 
-def test_of_many_batches_those_that_were_chosen_are_asked_for_again(ledger: Path) -> None:
+def test_compare_requests_the_chosen_batches(ledger: Path) -> None:
     write_run(ledger)
     asked = [
         (begin.rank, begin.epoch, *steps)
@@ -49,7 +49,7 @@ def test_of_many_batches_those_that_were_chosen_are_asked_for_again(ledger: Path
     assert asked == [(0, 0, 3, 4), (0, 0, 9), (0, 1, 0), (1, 0, 5), (1, 1, 9)]
 
 
-def test_a_sample_is_drawn_by_chance_and_asked_for_a_few_at_a_time(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spot_check_draws_at_random_and_requests_in_portions(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append(ledger, begin_of(num_samples=500), range(100))
     asked: list[list[int]] = []
 
@@ -69,9 +69,7 @@ def test_a_sample_is_drawn_by_chance_and_asked_for_a_few_at_a_time(ledger: Path,
     assert drawn[0] != drawn[1]
 
 
-def test_rows_of_the_first_missing_batches_are_told_each_by_its_own_address(
-    ledger: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_missing_batches_are_listed_by_address(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(ledger, world_size=3, epochs=1, steps=6)
     for rank in (1, 2):
         ledger.with_name(f"run.ledger.{rank}").unlink()
@@ -119,7 +117,7 @@ def asked(ledger: Path, **options: object) -> argparse.Namespace:
     return argparse.Namespace(**usual | options)
 
 
-def test_what_the_ledgers_say_is_told_though_no_server_answers(
+def test_report_is_printed_when_no_server_answers(
     ledger: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(ledger)
@@ -139,7 +137,7 @@ def test_what_the_ledgers_say_is_told_though_no_server_answers(
                 assert capsys.readouterr().out.startswith(first)
 
 
-def test_how_many_batches_are_missing_is_told_though_not_the_rows_of_each(
+def test_missing_batches_are_counted_beyond_the_listed_rows(
     ledger: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(ledger, steps=6)  # of 10
@@ -154,7 +152,7 @@ def test_how_many_batches_are_missing_is_told_though_not_the_rows_of_each(
     assert json.loads(capsys.readouterr().out)["missing_batches_without_rows"] == num_missing - 2
 
 
-def test_each_batch_that_changed_is_told_and_what_is_refused_for_one_reason_once() -> None:
+def test_changed_batches_are_listed_and_equal_refusals_are_joined() -> None:
     changed = [compare.Differing("d", epoch, 0, 5, f"then-{epoch}", "now", is_refused=False) for epoch in range(2)]
     refused = [compare.Differing("d", 2, 0, step, "then", "it is gone", is_refused=True) for step in range(3)]
     assert list(command._compared(compare.Comparison(9, changed + refused)))[2:] == [

@@ -41,7 +41,7 @@ def test_intervals_are_sets(one: list[tuple[int, int]], two: list[tuple[int, int
 
 
 @given(st.lists(st.integers(0, 20), max_size=20).map(sorted))
-def test_runs_are_the_numbers_that_they_are_made_of(found: list[int]) -> None:
+def test_runs_hold_their_numbers(found: list[int]) -> None:
     assert sorted(numbers(runs_of(np.array(found, np.int64)))) == found
 
 
@@ -60,7 +60,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules(), st.data())
-def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: Schedule, data: st.DataObject) -> None:
+def test_steps_of_ranks_are_the_samples_of_the_server(schedule: Schedule, data: st.DataObject) -> None:
     steps = {
         rank: sorted(data.draw(st.sets(st.integers(0, max(0, schedule.num_steps - 1)), max_size=schedule.num_steps)))
         for rank in range(schedule.world_size)
@@ -89,7 +89,7 @@ def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: S
         assert [p for p in behind if p < schedule.position(step)] == behind[:first]
 
 
-def test_a_million_steps_of_many_ranks_are_one_interval_unless_a_rank_is_missing() -> None:
+def test_million_steps_of_many_ranks_are_one_interval() -> None:
     slicing = Slicing(batch_size=4, world_size=512, offset=0, num_positions=4 * 512 * 1_000_000, drop_last=True)
     whole = intervals([(0, 1_000_000)])
     assert positions_of(slicing, dict.fromkeys(range(512), whole)).tolist() == [[0, slicing.num_positions]]
@@ -98,7 +98,7 @@ def test_a_million_steps_of_many_ranks_are_one_interval_unless_a_rank_is_missing
     assert len(found) == 2_000_000
 
 
-def test_very_many_ranks_are_gone_through_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranks_are_read_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     slicing = Slicing(batch_size=2, world_size=50, offset=0, num_positions=2 * 50 * 40, drop_last=True)
     given = {rank: runs_of(np.arange(rank % 7, 40, 1 + rank % 3)) for rank in range(0, 50, 2)}
     expected = positions_of(slicing, given).tolist()
@@ -107,7 +107,7 @@ def test_very_many_ranks_are_gone_through_in_portions(monkeypatch: pytest.Monkey
         assert sorted(numbers(positions_of(slicing, given))) == sorted(numbers(np.array(expected)))
 
 
-def test_each_of_very_many_runs_of_steps_is_an_interval() -> None:
+def test_every_run_of_steps_is_an_interval() -> None:
     slicing = Slicing(batch_size=4, world_size=2, offset=0, num_positions=8 * 200_000, drop_last=True)
     steps = np.arange(200_000)  # the ranks take turns
     firsts = 8 * steps + 4 * (steps % 2)

@@ -40,7 +40,7 @@ def test_steps_trained_twice_around_a_resume_count_once(ledger: Path, own: Any) 
     ]
 
 
-def test_steps_that_a_resumed_run_has_not_reached_again_are_discarded(ledger: Path) -> None:
+def test_steps_not_reached_again_after_a_resume_are_discarded(ledger: Path) -> None:
     append(ledger, begin_of(), range(8))
     append(ledger, begin_of(start=1, step=2), range(2, 4))
     assert "epoch 0, steps 2-7 of start 1 discarded: start 2 resumed" in words(ledger)
@@ -49,7 +49,7 @@ def test_steps_that_a_resumed_run_has_not_reached_again_are_discarded(ledger: Pa
     assert "epoch 0: 20 of 100 samples, each once; it is not finished: all ranks reached step 4 of 20" in words(ledger)
 
 
-def test_a_finished_epoch_is_not_over_once_a_start_goes_back_into_it(ledger: Path) -> None:
+def test_finished_epoch_is_unfinished_when_a_start_returns_to_it(ledger: Path) -> None:
     append(ledger, begin_of(), range(8))
     append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
     append(ledger, begin_of(start=2, parent=0, step=5), range(5, 9))
@@ -58,7 +58,7 @@ def test_a_finished_epoch_is_not_over_once_a_start_goes_back_into_it(ledger: Pat
 
 
 @pytest.mark.parametrize(("parent", "is_proven"), [(0, True), (1, False)])
-def test_the_state_names_which_of_two_starts_counts(ledger: Path, parent: int, is_proven: bool) -> None:
+def test_start_that_the_state_names_counts(ledger: Path, parent: int, is_proven: bool) -> None:
     """Both starts reached step 9, and one of them has lost a line."""
     append(ledger, begin_of(), range(12))
     append(ledger, begin_of(start=1, step=5), [5, 6, 8, 9, 10])
@@ -67,7 +67,7 @@ def test_the_state_names_which_of_two_starts_counts(ledger: Path, parent: int, i
     assert ("step 7 of start 2, rank 0" in words(ledger)) != is_proven
 
 
-def test_a_lineage_goes_on_through_starts_that_were_left_for_older_states(ledger: Path) -> None:
+def test_lineage_continues_through_abandoned_starts(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     append(ledger, begin_of(epoch=1), range(5))
     append(ledger, begin_of(start=1, step=12), [12, 13])
@@ -81,7 +81,7 @@ def test_a_lineage_goes_on_through_starts_that_were_left_for_older_states(ledger
     ]
 
 
-def test_a_start_that_goes_back_to_an_earlier_epoch_discards_the_later_one_on_all_ranks(ledger: Path) -> None:
+def test_start_in_an_earlier_epoch_discards_the_later_one_on_all_ranks(ledger: Path) -> None:
     for rank in range(2):
         append(ledger, begin_of(rank, world_size=2), range(10), ends=True)
         append(ledger, begin_of(rank, world_size=2, epoch=1), range(4))
@@ -90,27 +90,27 @@ def test_a_start_that_goes_back_to_an_earlier_epoch_discards_the_later_one_on_al
     assert report_on(ledger).is_proven
 
 
-def test_a_start_discards_nothing_when_its_state_ended_an_epoch(ledger: Path) -> None:
+def test_start_discards_nothing_when_its_state_ended_an_epoch(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     append(ledger, replace(begin_of(start=1, step=20), epoch=1, step=0), range(20), ends=True)
     assert report_on(ledger).is_proven
 
 
-def test_a_start_whose_loop_chose_an_earlier_epoch_trains_again_on_the_same_samples(ledger: Path) -> None:
+def test_start_that_chose_an_earlier_epoch_repeats_samples(ledger: Path) -> None:
     for epoch in (0, 1, 2):
         append(ledger, begin_of(epoch=epoch), range(20), ends=True)
     append(ledger, replace(begin_of(start=1, epoch=2, step=20), epoch=1, step=0), range(20), ends=True)
     assert [len(epoch.twice) for epoch in report_on(ledger).orders[0].epochs] == [0, 1, 0]
 
 
-def test_what_the_end_of_a_start_lost_is_missing(ledger: Path) -> None:
+def test_samples_lost_at_the_end_of_a_start_are_missing(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     append(ledger, begin_of(epoch=1), range(3))
     append(ledger, begin_of(start=1, epoch=1, step=5), range(5, 20), ends=True)
     assert [epoch.missing.tolist() for epoch in report_on(ledger).orders[0].epochs] == [[], [[15, 25]]]
 
 
-def test_a_start_whose_parent_is_in_no_ledger_is_no_proof(ledger: Path) -> None:
+def test_start_without_its_parent_is_no_proof(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     append(ledger, begin_of(start=2, epoch=1), range(20), ends=True)
     assert words(ledger).startswith("NOT PROVEN: starts resumed from a start without a record: 1\n")
@@ -118,7 +118,7 @@ def test_a_start_whose_parent_is_in_no_ledger_is_no_proof(ledger: Path) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_workers_that_resume_at_unequal_steps_are_one_start(ledger: Path, drop_last: bool) -> None:
+def test_workers_at_unequal_steps_are_one_start(ledger: Path, drop_last: bool) -> None:
     append_by_workers(ledger, begin_of(), (0, 0, 0), 8)  # in turn they gave steps 0 to 4 before the state
     append_by_workers(ledger, begin_of(start=1, drop_last=drop_last), (6, 6, 3), 20, ends=True)
     assert report_on(ledger).is_proven
@@ -135,21 +135,21 @@ def test_workers_of_several_ranks_and_starts_resume_at_their_own_steps(
     assert report_on(ledger).is_proven
 
 
-def test_a_step_that_a_worker_was_ahead_is_discarded_by_a_later_start_before_it(ledger: Path) -> None:
+def test_step_ahead_of_a_worker_is_discarded_by_an_earlier_start(ledger: Path) -> None:
     append_by_workers(ledger, begin_of(), (0, 0), 9)
     append_by_workers(ledger, begin_of(start=1), (6, 2), 4)
     append(ledger, begin_of(start=2, step=3), range(3, 20), ends=True)
     assert report_on(ledger).is_proven
 
 
-def test_an_epoch_that_one_of_two_workers_finished_is_not_over(ledger: Path) -> None:
+def test_epoch_is_unfinished_when_one_of_two_workers_finished(ledger: Path) -> None:
     append(ledger, replace(begin_of(), worker=0, num_workers=2), range(0, 20, 2), ends=True)
     append(ledger, replace(begin_of(), worker=1, num_workers=2), range(1, 15, 2))
     [epoch] = report_on(ledger).orders[0].epochs
     assert (epoch.is_proven, epoch.is_finished, epoch.steps_done) == (True, False, 15)
 
 
-def test_ranks_of_many_workers_may_be_further_apart_when_a_run_is_killed(ledger: Path) -> None:
+def test_ranks_of_many_workers_may_differ_more_when_a_run_is_killed(ledger: Path) -> None:
     for num_workers, is_proven in ((8, True), (2, False)):
         run = ledger.with_name(f"of{num_workers}.ledger")
         for rank, steps in enumerate((40, 20)):
@@ -158,7 +158,7 @@ def test_ranks_of_many_workers_may_be_further_apart_when_a_run_is_killed(ledger:
         assert (epoch.is_proven, epoch.steps_done) == (is_proven, 20 if is_proven else 40)
 
 
-def test_another_world_size_and_batch_size_go_on_at_the_same_sample(ledger: Path) -> None:
+def test_run_with_another_world_size_continues_at_the_same_sample(ledger: Path) -> None:
     for rank in range(4):
         append(ledger, begin_of(rank, world_size=4), range(3))
     for rank in range(2):
@@ -171,7 +171,7 @@ def test_another_world_size_and_batch_size_go_on_at_the_same_sample(ledger: Path
     assert "start 2, 2025-01-01 01:00:00, resumed at epoch 0, step 0 after the first 40 samples, on 2 ranks" in words(ledger)
 
 
-def test_a_start_without_a_state_counts_everything_again_unless_its_weights_are_fresh(ledger: Path) -> None:
+def test_start_without_a_state_repeats_everything_unless_its_weights_are_fresh(ledger: Path) -> None:
     append(ledger, begin_of(), range(4))
     append(ledger, begin_of(start=1, parent=None), range(20), ends=True)
     assert not report_on(ledger).is_proven
@@ -180,14 +180,14 @@ def test_a_start_without_a_state_counts_everything_again_unless_its_weights_are_
     assert report_on(ledger, assume_fresh_weights=True).is_proven
 
 
-def test_a_start_without_a_state_that_was_left_for_an_older_one_counts_no_more(ledger: Path) -> None:
+def test_abandoned_start_without_a_state_does_not_count(ledger: Path) -> None:
     append(ledger, begin_of(), range(9))
     append(ledger, begin_of(start=1, parent=None), range(3))
     append(ledger, begin_of(start=2, parent=0, step=7), range(7, 20), ends=True)
     assert report_on(ledger).is_proven
 
 
-def test_an_epoch_that_a_start_goes_through_twice_is_trained_on_twice(ledger: Path) -> None:
+def test_epoch_is_trained_on_twice_when_a_start_repeats_it(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     append(ledger, replace(begin_of(), time=FIRST + timedelta(hours=1)), range(20), ends=True)
     assert words(ledger).startswith("NOT PROVEN: samples trained on more than once: 100\n")
@@ -195,7 +195,7 @@ def test_an_epoch_that_a_start_goes_through_twice_is_trained_on_twice(ledger: Pa
 
 
 @pytest.mark.parametrize("own", [lambda begin: begin, under_own_id])
-def test_a_rank_that_resumed_from_another_state_is_no_proof(ledger: Path, own: Any) -> None:
+def test_run_is_not_proven_when_a_rank_resumed_from_another_state(ledger: Path, own: Any) -> None:
     for rank, step in ((0, 5), (1, 3)):
         append(ledger, own(begin_of(rank, world_size=2)), range(8))
         start = 1 if own is under_own_id else 1 + rank
@@ -205,7 +205,7 @@ def test_a_rank_that_resumed_from_another_state_is_no_proof(ledger: Path, own: A
     assert as_json(report_on(ledger))["orders"][0]["apart"] == [{"rank": 1, "start": 3, "last_start": 2}]
 
 
-def test_a_rank_killed_before_its_first_batch_of_a_start_spoils_nothing(ledger: Path) -> None:
+def test_rank_killed_before_its_first_batch_is_harmless(ledger: Path) -> None:
     for rank in range(2):
         append(ledger, begin_of(rank, world_size=2), range(8))
     append(ledger, begin_of(0, world_size=2, start=1, step=5), [5])
@@ -216,7 +216,7 @@ def test_a_rank_killed_before_its_first_batch_of_a_start_spoils_nothing(ledger: 
     assert [start["ranks"] for start in as_json(report_on(ledger))["orders"][0]["starts"]] == [2, 1, 2, 1]
 
 
-def test_starts_of_one_state_are_matched_in_their_order_where_ranks_draw_different_ids(ledger: Path) -> None:
+def test_starts_of_one_state_are_matched_by_order_when_ids_differ(ledger: Path) -> None:
     for rank in range(2):
         append(ledger, under_own_id(begin_of(rank, world_size=2)), range(8))
         for start, steps in ((1, range(5, 7)), (2, range(5, 10))):
@@ -226,7 +226,7 @@ def test_starts_of_one_state_are_matched_in_their_order_where_ranks_draw_differe
     assert [start["ranks"] for start in as_json(report_on(ledger))["orders"][0]["starts"]] == [2, 2, 2]
 
 
-def test_starts_of_one_state_are_not_guessed_where_one_rank_lacks_one(ledger: Path) -> None:
+def test_starts_of_one_state_are_not_matched_when_a_rank_lacks_one(ledger: Path) -> None:
     for rank in range(2):
         append(ledger, under_own_id(begin_of(rank, world_size=2)), range(8))
     append(ledger, begin_of(0, world_size=2, start=1, parent=0, step=5), [5])
@@ -246,7 +246,7 @@ def test_clocks_of_ranks_and_starts_may_differ(ledger: Path, hours: int) -> None
     assert report_on(ledger).is_proven
 
 
-def test_each_of_many_starts_may_resume_after_what_the_ledger_lost(ledger: Path) -> None:
+def test_every_start_may_resume_after_lost_lines(ledger: Path) -> None:
     for rank in range(2):
         for start in range(40):  # a machine that goes down loses the last lines of each
             begin = begin_of(rank, world_size=2, start=start, step=5 * start, num_samples=2000)
@@ -256,7 +256,7 @@ def test_each_of_many_starts_may_resume_after_what_the_ledger_lost(ledger: Path)
     assert [leg.start.number for leg in epoch.legs] == list(range(1, 41))
 
 
-def test_a_start_that_goes_on_after_a_later_one_began_counts_too(ledger: Path) -> None:
+def test_start_counts_when_it_continues_after_a_later_one(ledger: Path) -> None:
     """Two datasets of one process, without states."""
     one, two = begin_of(), replace(begin_of(start=1, parent=None, epoch=1), time=FIRST + timedelta(seconds=1))
     append(ledger, one, range(20), ends=True)

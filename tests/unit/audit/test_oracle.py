@@ -190,7 +190,7 @@ def epochs(report: Report) -> Iterator[Any]:
 
 @settings(max_examples=200)
 @given(histories())
-def test_a_run_that_resumes_is_proven_whatever_happened_to_it(history: History) -> None:
+def test_resumed_run_is_proven_after_any_history(history: History) -> None:
     report = audited(history)
     for epoch in epochs(report):
         assert (numbers(epoch.missing), numbers(epoch.twice)) == (set(), set())
@@ -206,7 +206,7 @@ def test_a_run_that_resumes_is_proven_whatever_happened_to_it(history: History) 
 
 @settings(max_examples=60)
 @given(histories(), st.data())
-def test_a_batch_that_no_start_recorded_is_missing(history: History, data: st.DataObject) -> None:
+def test_unrecorded_batch_is_missing(history: History, data: st.DataObject) -> None:
     """Not one of the last that a process handed out: there it may just as well have been killed."""
     last: dict[object, Record] = {(*record[:2], history.line_of[record][0]): record for record in history.trained}
     inner = [record for record in history.trained if record not in last.values()]
@@ -226,7 +226,7 @@ def test_a_batch_that_no_start_recorded_is_missing(history: History, data: st.Da
 
 
 @given(histories(), st.data())
-def test_a_rank_whose_ledgers_are_lost_leaves_the_run_unproven(history: History, data: st.DataObject) -> None:
+def test_run_is_not_proven_when_ledgers_of_a_rank_are_lost(history: History, data: st.DataObject) -> None:
     everywhere = min(spec.world_size for specs in history.specs.values() for spec in specs.values())
     assume(history.trained and everywhere > 1)  # alone, a rank's ledgers are all there is
     lost = data.draw(st.integers(0, everywhere - 1))
@@ -235,7 +235,7 @@ def test_a_rank_whose_ledgers_are_lost_leaves_the_run_unproven(history: History,
 
 
 @given(histories(may_forget=True))
-def test_samples_that_a_start_without_a_state_trains_on_again_are_told(history: History) -> None:
+def test_samples_repeated_by_a_start_without_a_state_are_reported(history: History) -> None:
     report = audited(history)
     counts = history.counts()
     for epoch in epochs(report):

@@ -12,7 +12,7 @@ from penstock.ledger.file import find_ledgers
 from support.ledgers import append, begin_of, change, lines_of, report_on, words, write_run
 
 
-def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_again(ledger: Path) -> None:
+def test_unreadable_line_is_no_proof_when_its_step_was_trained_again(ledger: Path) -> None:
     append(ledger, begin_of(), range(8))
     append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
     change(ledger, f"   6 {6 * 64:016x}", f"   6 {6 * 64 + 1:016x}")
@@ -23,7 +23,7 @@ def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_
     assert f"{ledger}, line 8 cannot be read: the file was damaged or edited" in words(ledger)
 
 
-def test_a_torn_line_is_told_and_does_no_harm_where_the_run_resumed_before_it(ledger: Path) -> None:
+def test_torn_line_is_harmless_when_the_run_resumed_before_it(ledger: Path) -> None:
     append(ledger, begin_of(), range(8))
     ledger.write_text(ledger.read_text()[:-11] + "\n")
     append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
@@ -31,7 +31,7 @@ def test_a_torn_line_is_told_and_does_no_harm_where_the_run_resumed_before_it(le
     assert f"{ledger}, line 9 was cut off, as by a full disk, or a process or machine that went down" in words(ledger)
 
 
-def test_whatever_is_left_of_the_lines_of_starts_that_were_killed_does_no_harm(ledger: Path) -> None:
+def test_torn_lines_of_killed_starts_are_harmless(ledger: Path) -> None:
     whole = lines_of(begin_of(), range(8))
     begin = lines_of(begin_of(start=1, step=5), [])
     after = lines_of(begin_of(start=2, parent=0, step=5), range(5, 20), ends=True)
@@ -46,7 +46,7 @@ def test_whatever_is_left_of_the_lines_of_starts_that_were_killed_does_no_harm(l
 
 
 @pytest.mark.parametrize("chunk_bytes", [1000, 4 << 20])
-def test_damaged_lines_are_numbered_in_whatever_portions_a_file_is_read(
+def test_damaged_lines_have_their_numbers_for_any_portion_size(
     ledger: Path, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_CHUNK_BYTES", chunk_bytes)
@@ -82,12 +82,12 @@ def test_files_may_be_joined_into_one(ledger: Path) -> None:
     assert audit([joined, *find_ledgers(later)]).is_proven
 
 
-def test_a_ledger_without_a_batch_proves_nothing(ledger: Path) -> None:
+def test_empty_ledger_proves_nothing(ledger: Path) -> None:
     append(ledger, begin_of(), [])
     assert words(ledger).startswith("NOT PROVEN: no batch is recorded\n")
 
 
-def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> None:
+def test_many_gaps_are_listed_by_the_first_and_the_last(ledger: Path) -> None:
     append(ledger, begin_of(num_samples=11_000), range(0, 2200, 2), ends=True)
     text = words(ledger)
     assert "... 1,080 more lines, see --json" in text

@@ -27,7 +27,7 @@ def test_orders_of_samples_are_accounted_for_separately(ledger: Path, name: str,
 
 @pytest.mark.parametrize("parent", [0, None])
 @pytest.mark.parametrize("order", [{"seed": 1}, {"snapshot": "later"}])
-def test_an_epoch_left_for_another_order_lacks_its_rest(ledger: Path, order: dict[str, Any], parent: int | None) -> None:
+def test_epoch_lacks_its_rest_when_another_order_follows(ledger: Path, order: dict[str, Any], parent: int | None) -> None:
     append(ledger, begin_of(), range(10))
     left_at = (
         begin_of(start=1, parent=parent, step=10, **order) if parent is not None else begin_of(start=1, parent=None, **order)
@@ -40,14 +40,14 @@ def test_an_epoch_left_for_another_order_lacks_its_rest(ledger: Path, order: dic
     assert report_on(ledger, assume_fresh_weights=True).is_proven == (parent is None)
 
 
-def test_another_order_that_restarts_an_epoch_from_its_begin_discards_the_epoch(ledger: Path) -> None:
+def test_order_that_restarts_an_epoch_discards_its_samples(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     append(ledger, begin_of(epoch=1), range(7))
     append(ledger, begin_of(start=1, epoch=1, seed=1), range(20), ends=True)
     assert report_on(ledger).is_proven
 
 
-def test_an_order_or_an_epoch_without_a_batch_leaves_nothing(ledger: Path) -> None:
+def test_order_or_epoch_without_a_batch_is_not_missing(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     append(ledger, begin_of(epoch=1), [])
     append(ledger, begin_of(start=1, parent=None, epoch=1, seed=1), range(7))
@@ -55,7 +55,7 @@ def test_an_order_or_an_epoch_without_a_batch_leaves_nothing(ledger: Path) -> No
     assert report_on(ledger).is_proven
 
 
-def test_an_order_begun_by_mistake_is_discarded_where_the_run_resumes_from_before_it(ledger: Path) -> None:
+def test_mistaken_order_is_discarded_when_the_run_resumes_before_it(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     append(ledger, begin_of(epoch=1), range(9))
     append(ledger, begin_of(start=1, parent=None, seed=1), range(4))
@@ -63,14 +63,14 @@ def test_an_order_begun_by_mistake_is_discarded_where_the_run_resumes_from_befor
     assert report_on(ledger).is_proven
 
 
-def test_another_split_is_other_data_and_leaves_nothing(ledger: Path) -> None:
+def test_other_split_leaves_nothing_missing(ledger: Path) -> None:
     append(ledger, begin_of(split="train"), range(10))
     append(ledger, replace(begin_of(start=1, parent=None, split="validation")), range(20), ends=True)
     append(ledger, begin_of(start=2, parent=0, step=10, split="train"), range(10, 20), ends=True)
     assert report_on(ledger).is_proven
 
 
-def test_a_rank_that_takes_part_no_more_is_not_apart(ledger: Path) -> None:
+def test_rank_that_left_the_run_is_not_apart(ledger: Path) -> None:
     for rank in range(2):
         append(ledger, begin_of(rank, world_size=2), range(4))
     append(ledger, begin_of(1, world_size=2, start=1, step=4), [4])  # rank 0 came to no batch
@@ -79,7 +79,7 @@ def test_a_rank_that_takes_part_no_more_is_not_apart(ledger: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ahead", [0, 3])
-def test_a_mix_that_changes_after_the_consumed_samples_is_one_order(ledger: Path, num_ahead: int) -> None:
+def test_order_continues_when_the_mix_changes_after_the_consumed_samples(ledger: Path, num_ahead: int) -> None:
     def begin(rank: int, start: int, step: int, mix: str, snapshot: str, num_samples: int) -> Begin:
         spec = MIXED | {"mix": mix, "snapshot": snapshot}
         return begin_of(rank, start=start, step=step, world_size=2, num_samples=num_samples, **spec)
@@ -95,7 +95,7 @@ def test_a_mix_that_changes_after_the_consumed_samples_is_one_order(ledger: Path
     assert [(epoch.num_due, epoch.num_samples, epoch.is_finished) for epoch in order.epochs] == [(120, 120, True)]
 
 
-def test_a_mix_that_was_tried_and_given_up_is_discarded(ledger: Path) -> None:
+def test_abandoned_mix_is_discarded(ledger: Path) -> None:
     append(ledger, begin_of(mix="a:7,b:3", **MIXED), range(12))
     append(ledger, begin_of(mix="a:7,b:3;b:1@40", start=1, step=8, num_samples=80, **MIXED), range(8, 11))
     second = begin_of(mix="a:7,b:3;a:1,b:1@60", start=2, parent=0, step=12, num_samples=120, **MIXED)
@@ -106,7 +106,7 @@ def test_a_mix_that_was_tried_and_given_up_is_discarded(ledger: Path) -> None:
     assert "epoch 0, steps 8-10 of start 2" in words(ledger)
 
 
-def test_what_a_state_loaded_with_strict_false_lost_of_an_order_is_missing(ledger: Path) -> None:
+def test_samples_lost_by_a_state_loaded_without_strict_are_missing(ledger: Path) -> None:
     """The run had passed the sample where the mix changes."""
     append(ledger, begin_of(mix="a:7,b:3", **MIXED), range(12))
     append(ledger, begin_of(mix="a:7,b:3;a:1,b:1@40", start=1, step=12, **MIXED), range(12, 20), ends=True)
@@ -123,7 +123,7 @@ def test_what_a_state_loaded_with_strict_false_lost_of_an_order_is_missing(ledge
         ("a:7,b:3;a:1,b:1@40", {"step": 0, "parent": None}),
     ],
 )
-def test_another_mix_that_does_not_continue_the_run_is_another_order(ledger: Path, mix: str, values: dict[str, Any]) -> None:
+def test_mix_that_does_not_continue_the_run_is_another_order(ledger: Path, mix: str, values: dict[str, Any]) -> None:
     append(ledger, begin_of(mix="a:7,b:3", **MIXED), range(8))
     append(ledger, begin_of(mix=mix, **({"start": 1, "step": 8} | MIXED | values)), range(8, 20), ends=True)
     assert len(report_on(ledger).orders) == 2

@@ -33,14 +33,14 @@ def test_shard_without_tokens_leaves_the_vocabulary(data: Path, rows: list[list[
     assert (snapshot.vocab_size, snapshot.token_dtype) == (4, "uint16")
 
 
-def test_a_token_that_closes_rows_is_of_the_vocabulary(data: Path) -> None:
+def test_eos_must_be_in_the_vocabulary(data: Path) -> None:
     write_shards(data, "tokens", [[[1, 3]]], type_=pa.list_(pa.int32()), row_group_size=1)
     (data / "penstock.toml").write_text("eos = 70000")
     snapshot = open_snapshot(data)
     assert (snapshot.vocab_size, snapshot.token_dtype) == (70_001, "uint32")
 
 
-def test_a_vocabulary_that_nobody_names_is_not_made_up(data: Path) -> None:
+def test_vocabulary_is_unknown_when_not_configured(data: Path) -> None:
     data.mkdir()
     table = pa.table({"tokens": pa.array([[1, 3]], pa.list_(pa.int32()))})
     pq.write_table(table, data / "a.parquet", write_statistics=False)
@@ -49,7 +49,7 @@ def test_a_vocabulary_that_nobody_names_is_not_made_up(data: Path) -> None:
     assert (snapshot.vocab_size, snapshot.token_dtype) == (None, "uint32")
 
 
-def test_null_rows_are_known_from_the_footer_and_refused_with_the_way_out(data: Path, tokenizer: Path) -> None:
+def test_null_rows_in_footers_are_refused_with_a_remedy(data: Path, tokenizer: Path) -> None:
     write_text(data, ["one", None, "two"])
     with pytest.raises(DatasetInvalid, match=r'part-000.parquet, row group 0: text is null in 1 row.*on_bad_row = "replace"'):
         open_snapshot(data, tokenizer)
@@ -57,7 +57,7 @@ def test_null_rows_are_known_from_the_footer_and_refused_with_the_way_out(data: 
     assert open_snapshot(data, tokenizer).num_rows == 3
 
 
-def test_error_of_null_rows_names_the_filter_that_leaves_them_out(data: Path, tokenizer: Path, load: Loader) -> None:
+def test_null_rows_error_suggests_a_filter(data: Path, tokenizer: Path, load: Loader) -> None:
     data.mkdir()
     columns = {"ask": ["one", None, "two", "three"], "answer": ["four", "five", "six", None]}
     pq.write_table(pa.table(columns), data / "part-000.parquet")
@@ -91,7 +91,7 @@ def test_bad_row_is_named_with_its_remedy(data: Path, load: Loader, columns: dic
         blocks.quarantine.check_block(block, 0)
 
 
-def test_ids_outside_the_vocabulary_are_known_from_the_footer_and_refused_with_the_bound(data: Path) -> None:
+def test_ids_outside_the_vocabulary_in_footers_are_refused_with_the_bound(data: Path) -> None:
     write_numbered(data, 300)
     (data / "penstock.toml").write_text("vocab_size = 200")
     with pytest.raises(DatasetInvalid, match=r"part-002.parquet: .*ids from 1 to 299.*< 200") as caught:
@@ -99,13 +99,13 @@ def test_ids_outside_the_vocabulary_are_known_from_the_footer_and_refused_with_t
     assert "vocab_size" in str(caught.value)
 
 
-def test_a_negative_id_is_refused_even_when_no_vocabulary_is_given(data: Path) -> None:
+def test_negative_id_is_refused_without_a_vocabulary(data: Path) -> None:
     write_shards(data, "tokens", [[[1, -5]]], type_=pa.list_(pa.int64()), row_group_size=1)
     with pytest.raises(DatasetInvalid, match="ids from -5 to 1"):
         open_snapshot(data)
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(65_535, "uint16"), (65_536, "uint32")])
-def test_token_ids_take_the_smallest_dtype_that_the_footers_allow(data: Path, largest: int, dtype: str) -> None:
+def test_token_ids_have_the_smallest_dtype_of_the_footers(data: Path, largest: int, dtype: str) -> None:
     write_shards(data, "tokens", [[[1]], [[largest]]], type_=pa.list_(pa.int64()), row_group_size=1)
     assert open_snapshot(data).token_dtype == dtype
