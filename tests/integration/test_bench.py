@@ -35,7 +35,7 @@ SPECS: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("dataset", "spec"), SPECS, ids=str)
-def test_supplies_with_and_without_tensors_count_the_same_tokens(server: Server, dataset: str, spec: dict[str, str]) -> None:
+def test_bench_counts_the_same_tokens_with_and_without_tensors(server: Server, dataset: str, spec: dict[str, str]) -> None:
     query = {**spec, "batch_size": "4", "world_size": "2"}
     counts = []
     for make in (tensors, frames):

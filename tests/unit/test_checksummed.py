@@ -51,7 +51,7 @@ def test_reading_logs_damage_and_unexpected_content_and_not_a_missing_file(
     ]
 
 
-def test_a_failing_disk_is_logged_and_is_no_damage(
+def test_failing_disk_is_logged_and_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "some"
@@ -63,7 +63,7 @@ def test_a_failing_disk_is_logged_and_is_no_damage(
     assert "some cannot be read: [Errno 5]" in caplog.text
 
 
-def test_a_map_outlives_its_file(tmp_path: Path) -> None:
+def test_map_outlives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "some"
     write_sealed(path, [b"first"], OTHERWISE)
     content = map_sealed(path)
@@ -72,7 +72,7 @@ def test_a_map_outlives_its_file(tmp_path: Path) -> None:
     assert bytes(content or b"") == b"first"
 
 
-def test_a_sound_file_is_not_read_again_until_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sound_file_is_not_read_again_until_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = tmp_path / "some", tmp_path / "other"
     sound, read = Sound(most=2), Mock(side_effect=checksummed._is_sealed)
     monkeypatch.setattr(checksummed, "_is_sealed", read)
@@ -89,7 +89,7 @@ def test_a_sound_file_is_not_read_again_until_it_is_replaced(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("change", ["forgotten", "renamed", "cut"])
-def test_a_sound_file_is_read_again_after_a_change(tmp_path: Path, change: str) -> None:
+def test_sound_file_is_read_again_after_a_change(tmp_path: Path, change: str) -> None:
     path, sound = tmp_path / "some", Sound(most=9)
     write_sealed(path, [b"first"], OTHERWISE)
     map_sealed(path, sound)
@@ -104,7 +104,7 @@ def test_a_sound_file_is_read_again_after_a_change(tmp_path: Path, change: str) 
         map_sealed(path, sound)
 
 
-def test_the_number_of_sound_files_is_limited(tmp_path: Path) -> None:
+def test_number_of_sound_files_is_limited(tmp_path: Path) -> None:
     paths = [tmp_path / str(number) for number in range(9)]
     sound = Sound(most=4)
     for path in paths:
@@ -114,7 +114,7 @@ def test_the_number_of_sound_files_is_limited(tmp_path: Path) -> None:
     assert sound.has(paths[-1], paths[-1].stat())
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def failing(error: Exception) -> Iterator[bytes]:
         yield b"new"
         assert len(list(tmp_path.iterdir())) == 2
@@ -130,7 +130,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, c
     assert read_sealed(path, bytes) == b"old"
 
 
-def test_a_file_that_is_replaced_while_it_is_mapped_is_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_file_is_unchanged_when_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other, real = tmp_path / "some", tmp_path / "sub" / "some", pa.memory_map
     other.parent.mkdir()
     write_sealed(path, [b"first"], OTHERWISE)

@@ -187,7 +187,7 @@ def test_compare_goes_on_after_a_refused_step(tmp_path: Path) -> None:
     assert [(batch.step, batch.now) for batch in compared.differing] == [(5, "this is bad-row")]
 
 
-def test_only_a_running_loop_waits_for_data_that_cannot_be_opened() -> None:
+def test_unavailable_data_is_awaited_by_a_running_loop_only() -> None:
     away = problem("dataset-unavailable", 503)
     assert frames(away, away, response(frame(4))) == ([4], 2, 0)
     with server(away, away) as url:

@@ -22,7 +22,7 @@ THERE = {
 
 
 @pytest.mark.parametrize("name", THERE)
-def test_what_may_be_there(tmp_path: Path, name: str) -> None:
+def test_may_be_there_is_false_only_for_missing_paths(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "link to nothing").symlink_to("none")

@@ -190,14 +190,14 @@ def test_request_ahead_is_repeated_when_it_fails(server: Listener, client: HttpC
     assert server.asked.count(kind) == 2
 
 
-def test_nothing_is_sent_ahead_after_one_was_refused(server: Listener, client: HttpClient) -> None:
+def test_request_ahead_is_not_sent_after_a_refusal(server: Listener, client: HttpClient) -> None:
     client.get(server.url, "/sized", then="/busy-at-first")
     client.get(server.url, "/busy-at-first", then="/chunked")
     client.get(server.url, "/sized")
     assert "chunked" not in server.asked
 
 
-def test_server_that_prepares_a_response_ahead_says_so(server: Listener, client: HttpClient) -> None:
+def test_response_says_when_the_server_prepares_ahead(server: Listener, client: HttpClient) -> None:
     client.get(server.url, "/sized", then="/preparing")
     with pytest.raises(TransientError):
         client.get(server.url, "/preparing", then="/chunked")
@@ -299,7 +299,7 @@ def test_failure_of_a_proxy_names_its_variable(monkeypatch: pytest.MonkeyPatch, 
             greet("http://elsewhere.invalid")
 
 
-def test_answer_of_a_server_behind_a_proxy_does_not_name_the_proxy(monkeypatch: pytest.MonkeyPatch, client: HttpClient) -> None:
+def test_response_through_a_proxy_does_not_name_the_proxy(monkeypatch: pytest.MonkeyPatch, client: HttpClient) -> None:
     with answering.server(answering.problem("busy", 503)) as proxy:
         monkeypatch.setenv("http_proxy", proxy)
         with pytest.raises(TransientError, match="^this is busy$"):

@@ -28,7 +28,7 @@ def test_modules_of_the_server_import_one_another_in_one_direction() -> None:
     assert [path for path in order if path.removesuffix(".py") in stages] == [f"{stage}.py" for stage in stages]
 
 
-def test_what_is_pure_imports_no_framework_and_nothing_that_reads() -> None:
+def test_pure_modules_import_no_framework_and_no_reader() -> None:
     folders = (ROOTS["penstock_server"] / "order", ROOTS["penstock"] / "wire")
     reached = [ROOTS["penstock"] / "spec.py", *(path for folder in folders for path in folder.glob("*.py"))]
     heavy = {"fastapi", "httpx", "io", "os", "pathlib", "pyarrow", "socket", "tokenizers", "torch"}

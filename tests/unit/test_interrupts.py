@@ -62,7 +62,7 @@ def in_another_thread(act: Callable[[], bool]) -> bool:
     return bool(found) and found[0]
 
 
-def test_no_lock_of_a_ledger_is_left_behind(tmp_path: Path, interrupted: Callable[[Callable[[], object]], None]) -> None:
+def test_interrupt_leaves_no_lock_of_a_ledger(tmp_path: Path, interrupted: Callable[[Callable[[], object]], None]) -> None:
     file = open_ledger(tmp_path / "run.ledger")
     begin, line = begin_of().to_text(), "0 " + "0" * 64
 
@@ -75,7 +75,7 @@ def test_no_lock_of_a_ledger_is_left_behind(tmp_path: Path, interrupted: Callabl
         assert in_another_thread(can_append)
 
 
-def test_no_thread_that_fetches_is_left_waiting(interrupted: Callable[[Callable[[], object]], None]) -> None:
+def test_interrupt_leaves_no_fetch_thread_waiting(interrupted: Callable[[Callable[[], object]], None]) -> None:
     for _ in range(300):
         made = iter(range(10**9))
         items = Prefetch(([number] for number in made), nbytes=lambda _: 1, budget_bytes=3, interrupt=lambda: None)

@@ -33,9 +33,7 @@ def put_groups(root: Path, groups: str | None, files: Mapping[str, str]) -> None
     ],
     ids=["container", "group above", "version 1", "no limit", "no groups"],
 )
-def test_the_memory_of_a_container_counts_not_that_of_its_machine(
-    tmp_path: Path, groups: str | None, files: dict[str, str], limit: int | None
-) -> None:
+def test_memory_is_that_of_the_container(tmp_path: Path, groups: str | None, files: dict[str, str], limit: int | None) -> None:
     put_groups(tmp_path, groups, files)
     machine = memory_bytes(tmp_path / "none")
     assert machine > 10_000_000
@@ -59,7 +57,7 @@ def test_the_memory_of_a_container_counts_not_that_of_its_machine(
         (None, {}, 64),
     ],
 )
-def test_the_cores_of_a_container_count_not_those_of_its_machine(
+def test_cores_are_those_of_the_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str | None, files: dict[str, str], cores: int
 ) -> None:
     monkeypatch.setattr(machine, "_machine_cores", lambda: 64)
@@ -71,7 +69,7 @@ def test_the_cores_of_a_container_count_not_those_of_its_machine(
     ("cores", "memory", "processes", "threads"),
     [(2, 512 << 20, 1, 2), (64, 4 << 30, 1, 16), (64, 1 << 40, 4, 16), (2, 1 << 30, 4, 1), (1, 1 << 20, 1, 1)],
 )
-def test_threads_that_decode_are_as_many_as_cores_and_memory_allow(
+def test_decode_threads_are_limited_by_cores_and_memory(
     monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, processes: int, threads: int
 ) -> None:
     monkeypatch.setattr(settings, "num_cores", lambda: cores)

@@ -210,7 +210,7 @@ def test_fork_is_refused_and_closes_nothing() -> None:
     assert list(ahead) == [item(number) for number in range(9)]
 
 
-def test_worker_whose_loader_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_ends_when_its_loader_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.prefetch, "_ORPHAN_SECONDS", 0.05)
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

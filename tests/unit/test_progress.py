@@ -51,7 +51,7 @@ def test_set_steps_are_taken_once() -> None:
     assert (progress.num_left, progress.is_resumed, take(progress).stretch.position) == (50, False, Position(epoch=3))
 
 
-def test_a_pass_that_fails_before_its_first_batch_takes_nothing() -> None:
+def test_pass_takes_nothing_when_it_fails_before_its_first_batch() -> None:
     progress = resumed()
     for _ in range(2):
         assert progress.begin(None).steps == range(7, 50)
@@ -67,7 +67,7 @@ def test_progress_made_or_copied_in_inference_mode_can_be_set_afterwards() -> No
         assert progress.epoch == 4
 
 
-def test_all_workers_of_one_pass_take_it_and_those_of_the_next_do_not() -> None:
+def test_state_is_taken_by_all_workers_of_one_pass() -> None:
     progress = resumed()
 
     def steps(number: int, loader: int) -> range:
@@ -81,7 +81,7 @@ def test_all_workers_of_one_pass_take_it_and_those_of_the_next_do_not() -> None:
     assert not progress.is_with_workers
 
 
-def test_passes_of_workers_that_live_on_are_told_apart() -> None:
+def test_passes_of_persistent_workers_are_distinguished() -> None:
     loop = resumed()
     workers = [copy(loop) for _ in range(3)]
     for first in (7, 0, 0):
@@ -91,7 +91,7 @@ def test_passes_of_workers_that_live_on_are_told_apart() -> None:
     assert take(workers[0], worker(0)).steps == range(7, 50, 3)
 
 
-def test_a_copy_is_independent_and_has_another_start() -> None:
+def test_copy_is_independent_and_has_another_start() -> None:
     progress = resumed()
     for copied in (pickle.loads(pickle.dumps(progress)), deepcopy(progress)):
         assert copied.position == RESUMED.position
@@ -100,7 +100,7 @@ def test_a_copy_is_independent_and_has_another_start() -> None:
         assert (copied.start != progress.start, copied.origin, copied.ids[1]) == (True, Origin(), copied.start)
 
 
-def test_a_state_is_not_taken_by_workers_that_began_before_it_was_loaded() -> None:
+def test_state_is_not_taken_by_workers_started_before_it() -> None:
     """They may come to their first batch when the loop has long left them."""
     progress = Progress(50)
     left = progress.begin(worker(0, loader=1))
@@ -110,7 +110,7 @@ def test_a_state_is_not_taken_by_workers_that_began_before_it_was_loaded() -> No
     assert progress.begin(worker(0, loader=4)).steps == range(7, 50, 3)
 
 
-def test_a_workers_state_is_for_its_next_pass_alone_and_for_none_once_the_loop_chooses_an_epoch() -> None:
+def test_state_of_a_worker_is_for_its_next_pass_unless_the_loop_chooses_an_epoch() -> None:
     """As of one that lives on from epoch to epoch."""
     progress, own = Progress(50), worker(1)
     for then in (2, 3):  # the loop had chosen epoch 3 before the state came
@@ -125,7 +125,7 @@ def test_a_workers_state_is_for_its_next_pass_alone_and_for_none_once_the_loop_c
 
 
 @pytest.mark.parametrize(("epoch", "step", "expected"), [(0, 7, 2), (0, 50, 2), (3, 7, 3), (3, 50, 3)])
-def test_a_workers_state_moves_the_epoch_unless_the_loop_chose_a_later_one(epoch: int, step: int, expected: int) -> None:
+def test_state_of_a_worker_moves_the_epoch_unless_the_loop_chose_a_later_one(epoch: int, step: int, expected: int) -> None:
     progress = Progress(50)
     progress.set_epoch(epoch)
     progress.load(replace(RESUMED, position=replace(RESUMED.position, step=step)), ORIGIN, worker(1))
@@ -133,7 +133,7 @@ def test_a_workers_state_moves_the_epoch_unless_the_loop_chose_a_later_one(epoch
 
 
 @pytest.mark.parametrize(("epoch", "step", "expected"), [(0, 50, 3), (2, 50, 2), (3, 7, 2), (3, 50, 3)])
-def test_a_state_of_an_epochs_end_leaves_a_loop_that_chose_a_later_one_there(epoch: int, step: int, expected: int) -> None:
+def test_state_of_an_epochs_end_keeps_a_later_epoch_of_the_loop(epoch: int, step: int, expected: int) -> None:
     progress = Progress(50)
     progress.set_epoch(epoch)
     progress.load(replace(RESUMED, position=replace(RESUMED.position, step=step)), ORIGIN, None)
@@ -143,7 +143,7 @@ def test_a_state_of_an_epochs_end_leaves_a_loop_that_chose_a_later_one_there(epo
     assert (progress.epoch, progress.num_left) == (3, 50)
 
 
-def test_the_last_turn_of_workers_may_be_short() -> None:
+def test_last_turn_of_workers_may_be_short() -> None:
     progress = Progress(50)
     begun = progress.begin(worker(1))
     for num_batches, step in ((16, 48), (17, 50)):
@@ -151,7 +151,7 @@ def test_the_last_turn_of_workers_may_be_short() -> None:
         assert progress.position.step == step
 
 
-def test_a_state_names_the_start_that_consumed_its_samples() -> None:
+def test_state_names_the_start_that_consumed_its_samples() -> None:
     progress = Progress(50)
     assert [*progress.ids] == [None, None]
     first = take(progress).start
@@ -169,7 +169,7 @@ def test_a_state_names_the_start_that_consumed_its_samples() -> None:
     assert [*progress.ids] == [None, None]
 
 
-def test_workers_of_one_pass_that_load_their_states_are_one_start() -> None:
+def test_workers_of_one_pass_are_one_start_when_they_load_states() -> None:
     loop = Progress(50)
 
     def starts(loader: int) -> set[str]:
@@ -188,7 +188,7 @@ def test_workers_of_one_pass_that_load_their_states_are_one_start() -> None:
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
-def test_another_process_moves_nobody_elses_progress(context: ForkContext | ForkServerContext) -> None:
+def test_progress_is_unchanged_by_another_process(context: ForkContext | ForkServerContext) -> None:
     """As one that evaluates on the dataset that its parent trains on."""
     progress = resumed()
     other = context.Process(target=progress.set_epoch, args=(9,))
@@ -224,7 +224,7 @@ def test_workers_share_the_progress_of_their_loop() -> None:
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
-def test_a_process_that_did_not_make_it_has_workers_that_move_nobody_elses(context: ForkContext | ForkServerContext) -> None:
+def test_progress_of_a_fork_is_moved_by_its_own_workers_only(context: ForkContext | ForkServerContext) -> None:
     progress = resumed()
     here, there = context.Pipe()
     other = context.Process(target=_loops, args=(_Passes(progress), there))
@@ -235,7 +235,7 @@ def test_a_process_that_did_not_make_it_has_workers_that_move_nobody_elses(conte
     assert not progress.is_resumed
 
 
-def test_only_workers_are_refused_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_refused_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(tensor: torch.Tensor) -> None:
         raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
 

@@ -100,7 +100,7 @@ def test_state_has_the_same_keys_for_every_spec(packing: Packing, length_bucket_
     assert write_state("a", spec, HERE).keys() == write_state("a", Spec(), HERE).keys()
 
 
-def test_every_parameter_is_either_in_the_order_or_only_shapes() -> None:
+def test_parameters_belong_to_the_order_or_to_shapes() -> None:
     """Whoever adds one says it here, and in `_ORDER` if samples stand elsewhere with another value."""
     only_shapes = {"pad", "mark_documents", "target_seq_len", "loss_on", "drop_last", "dataset_index"}
     named = write_state("a", Spec(), HERE).keys() - {"version", "dataset", "run", "start", "epoch", "step"}

@@ -275,7 +275,7 @@ def test_waits_double_after_all_servers_failed(monkeypatch: pytest.MonkeyPatch) 
     assert waits == [0.01, 0.02, 0.04, 0.05, 0.05]
 
 
-def test_server_that_answered_is_asked_next() -> None:
+def test_transport_asks_the_server_that_answered_next() -> None:
     with pages(named(b"good")) as good, server(b"", response(b"bad")) as bad, opened(bad, good) as transport:
         assert [transport.get("/", bytes) for _ in range(5)] == [b"good"] * 5
         assert transport.num_retries == 1
@@ -315,7 +315,7 @@ def test_rank_comes_home_when_the_home_server_answers_again(
     assert caplog.text.count(f"{home} answers again: back to it") == 1
 
 
-def test_server_that_hangs_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transport_leaves_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 0.3)
     over = threading.Event()
     with pages(lambda _: (200, bytes(over.wait(60)))) as hanging, pages(named(b"here")) as good:
@@ -462,7 +462,7 @@ def test_ranks_that_lost_their_home_together_return_at_different_times() -> None
 # Log
 
 
-def test_each_stage_of_an_outage_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_logs_one_line_per_stage(caplog: pytest.LogCaptureFixture) -> None:
     with server(*[b""] * 6, response(b"here"), response(b"more")) as flaky, opened(AWAY, flaky) as transport:
         assert transport.get("/", bytes) == b"here"
         assert transport.get("/", bytes) == b"more"

@@ -213,7 +213,7 @@ def test_samples_fill_lines_in_order_then_pad(
 
 @pytest.mark.parametrize("longer", [1 << 7, 1 << 8, 1 << 16, 1 << 32])
 @pytest.mark.parametrize("stride", [1, 3])
-def test_by_step_width_groups_heads_of_one_length(longer: int, stride: int) -> None:
+def test_step_widths_group_heads_of_one_length(longer: int, stride: int) -> None:
     steps = range(longer - 8, longer + 8, stride)
     parts = list(by_step_width(steps))
     assert [step for part in parts for step in part] == list(steps)

@@ -49,7 +49,7 @@ def test_damaged_block_is_made_again(
     assert path.read_bytes() == content
 
 
-def test_no_flipped_byte_reaches_a_batch(open_blocks: Callable[[], Blocks], cache_dir: Path) -> None:
+def test_flipped_byte_reaches_no_batch(open_blocks: Callable[[], Blocks], cache_dir: Path) -> None:
     expected = rows_of(open_blocks().get([0])[0])
     [path] = cache_dir.glob("*.block")
     content = path.read_bytes()

@@ -144,7 +144,7 @@ def test_read_ahead_keeps_a_job_while_requests_come_and_drops_it_afterwards(monk
     assert load.begun == [1, 2, 3]
 
 
-def test_only_requests_for_batches_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_is_for_requests_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_numbered(tmp_path / "data" / "numbers", 40)
     steps: list[int] = []
     monkeypatch.setattr(Plan, "read_ahead", lambda _plan, _epoch, step: steps.append(step))
@@ -168,7 +168,7 @@ def test_only_requests_for_batches_read_ahead(tmp_path: Path, monkeypatch: pytes
         ("shuffle=window&window=40", 7, 4),
     ],
 )
-def test_the_next_blocks_are_loaded_as_far_as_there_is_room(tmp_path: Path, spec: str, room: int, num_loaded: int) -> None:
+def test_read_ahead_loads_the_next_blocks_within_its_budget(tmp_path: Path, spec: str, room: int, num_loaded: int) -> None:
     ids = np.random.default_rng(0).integers(0, 1 << 16, (120, 500)).tolist()
     folder = write_shards(tmp_path / "data" / "numbers", "input_ids", [ids], type_=pa.list_(pa.int32()), row_group_size=10)
     block_bytes = int(open_snapshot(folder).bytes_per_block.max())

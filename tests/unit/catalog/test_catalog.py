@@ -31,7 +31,7 @@ from support.corpora import write_numbered, write_shard
 from support.engine import Opener
 
 
-def test_each_server_logs_changes_of_the_other(folder: Path, open_all: Opener, caplog: pytest.LogCaptureFixture) -> None:
+def test_change_by_another_server_is_logged(folder: Path, open_all: Opener, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "penstock.dataset")
     one, other = open_all(), open_all()
     first = other["d"].latest.snapshot.fingerprint

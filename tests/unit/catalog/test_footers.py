@@ -86,7 +86,7 @@ def test_unchanged_shards_are_not_opened_again_after_restart(data: Path, note: P
     assert restarted.fingerprint == first.fingerprint
 
 
-def test_only_changed_shards_are_opened(data: Path, note: Path) -> None:
+def test_changed_shards_alone_are_opened(data: Path, note: Path) -> None:
     before = read(data, FooterCache(data, note))
     os.utime(data / "part-000.parquet", ns=(HOUR_AGO_NS, HOUR_AGO_NS + 1))
     write_shard(data / "part-001.parquet", [1, 2])

@@ -77,7 +77,7 @@ def test_files_without_a_common_schema_are_refused(tmp_path: Path, columns: list
     assert imported(tmp_path / "out", one, two, columns=["text"]).column("text").to_pylist() == ["x", "y"]
 
 
-def test_a_dataset_is_written_again_in_its_place(tmp_path: Path) -> None:
+def test_dataset_is_overwritten_in_place(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "one.parquet", {"text": [str(row) for row in range(1_000)]})
     read = imported(tmp_path, path, shape=Shape(shard_bytes=2_000, group_bytes=500), overwrite=True)
     assert read["text"].to_pylist() == [str(row) for row in range(1_000)]
@@ -95,7 +95,7 @@ def test_a_dataset_is_written_again_in_its_place(tmp_path: Path) -> None:
         ("shard.00000.mds", "its ending is not .*docs/guides/import.md"),
     ],
 )
-def test_file_that_is_not_imported_is_named(tmp_path: Path, name: str, message: str) -> None:
+def test_skipped_file_is_named(tmp_path: Path, name: str, message: str) -> None:
     path = tmp_path / name
     if name.endswith("/"):
         path.mkdir()

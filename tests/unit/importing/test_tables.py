@@ -116,7 +116,7 @@ def test_csv_column_with_a_text_in_a_late_row_or_file_is_text(tmp_path: Path) ->
     assert table["id"].to_pylist() == [*map(str, range(70_000)), "none"]
 
 
-def test_csv_columns_that_the_server_reads_as_text_are_text(tmp_path: Path) -> None:
+def test_csv_columns_read_as_text_by_the_server_are_text(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "x.csv", ["prompt", "response", "text", "n", "note"], [range(5)])
     assert list(types_of(imported(tmp_path / "out", path, text=["note"])).values()) == [*["string"] * 3, "int64", "string"]
 
@@ -374,7 +374,7 @@ def value_of(type_: pa.DataType, number: int) -> object:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_type_comes_back_plain_with_its_values(tmp_path: Path, name: str) -> None:
+def test_types_come_back_plain_with_their_values(tmp_path: Path, name: str) -> None:
     columns = [
         pa.array([None if number % 5 == 4 else value_of(type_, number) for number in range(100)], type_) for type_, _ in TYPES
     ]
@@ -425,7 +425,7 @@ def test_token_ids_are_int32_where_all_fit(tmp_path: Path, name: str, kind: pa.D
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
+def test_truncated_or_foreign_file_is_refused(tmp_path: Path, name: str) -> None:
     path = write_table(tmp_path / name, pa.table({"n": np.arange(100_000), "text": ["x"] * 100_000}), 10_000)
     content = path.read_bytes()
     for damaged in (b"", content[:20], content[: len(content) // 2], b"no such thing" * 40):
@@ -458,7 +458,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path, name: str) -> None:
         (pa.table({"a": pa.array([[2**63]], pa.list_(pa.uint64()))}), "column 'a' does not fit list<item: int64>"),
     ],
 )
-def test_what_parquet_or_the_server_cannot_hold_is_refused(tmp_path: Path, table: pa.Table, message: str) -> None:
+def test_types_without_a_parquet_form_are_refused(tmp_path: Path, table: pa.Table, message: str) -> None:
     path = write_table(tmp_path / "file.arrow", table)
     with pytest.raises(ImportRefused, match=message):
         imported(tmp_path / "out", path)

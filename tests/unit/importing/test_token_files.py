@@ -149,7 +149,7 @@ def broken(path: Path, at: int, value: int, type_: str) -> None:
         (34 + 36 + 16, 2, "<i8", "end at sample 2"),
     ],
 )
-def test_a_damaged_index_is_refused(tmp_path: Path, at: int, value: int, type_: str, message: str) -> None:
+def test_damaged_index_is_refused(tmp_path: Path, at: int, value: int, type_: str, message: str) -> None:
     write_indexed(tmp_path / "corpus.bin", [[[1, 2], [3]], [[4]]])
     broken(tmp_path / "corpus.idx", at, value, type_)
     with pytest.raises(ImportRefused, match=message):

@@ -66,7 +66,7 @@ def test_recorded_batches_are_read_again(tmp_path: Path) -> None:
     assert (second.begin.epoch, second.begin.start) == (5, id_of(0))
 
 
-def test_the_file_is_as_documented(tmp_path: Path) -> None:
+def test_file_is_as_documented(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     opened = open_at(path)
     record(opened, 41)
@@ -78,14 +78,14 @@ def test_the_file_is_as_documented(tmp_path: Path) -> None:
     assert end == f"end {zlib.crc32(f'{check}end'.encode()):08x}"
 
 
-def test_a_batch_is_in_the_file_before_the_loop_has_it(tmp_path: Path) -> None:
+def test_batch_is_recorded_before_the_loop_has_it(tmp_path: Path) -> None:
     opened = open_at(tmp_path / "run.ledger")
     for step in range(3):
         record(opened, step)
         assert len(entries(read_ledger(tmp_path / "run.ledger"))) == step + 1
 
 
-def test_iterations_of_a_process_take_turns_also_by_other_paths(tmp_path: Path) -> None:
+def test_iterations_of_a_process_share_a_file_by_any_path(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     one, two = (open_at(tmp_path / name / "run.ledger", epoch) for epoch, name in enumerate(("real", "link")))
@@ -98,7 +98,7 @@ def test_iterations_of_a_process_take_turns_also_by_other_paths(tmp_path: Path) 
     assert (parts, reading.damages) == ([([0, 1, 2], False), ([10, 11, 12], True)], [])
 
 
-def test_a_file_cut_off_anywhere_is_read_and_appended_to(tmp_path: Path) -> None:
+def test_file_truncated_anywhere_is_read_and_appended_to(tmp_path: Path) -> None:
     iteration, later = lines_of(begin_of(), [0, 1, 2], ends=True).encode(), lines_of(begin_of(epoch=1), []).encode()
     whole, first, end = iteration + later, iteration.index(b"\n") + 1, len(iteration)
     for cut in [*range(8), *range(8, first, 97), *range(first, end), *range(end, len(whole), 97)]:
@@ -114,7 +114,7 @@ def test_a_file_cut_off_anywhere_is_read_and_appended_to(tmp_path: Path) -> None
         assert len(reading.damages) == (0 if is_whole or cut == len(whole) else 1)
 
 
-def test_zeros_that_a_file_system_leaves_are_a_torn_line(tmp_path: Path) -> None:
+def test_zeros_left_by_a_file_system_are_a_torn_line(tmp_path: Path) -> None:
     for num_batches, whole in enumerate([b"", lines_of(begin_of(), [0]).encode()]):
         path = tmp_path / f"{num_batches}.ledger"
         path.write_bytes(whole + bytes(4000))
@@ -123,7 +123,7 @@ def test_zeros_that_a_file_system_leaves_are_a_torn_line(tmp_path: Path) -> None
         assert (len(entries(reading)), [d.is_torn for d in reading.damages]) == (num_batches, [True])
 
 
-def test_every_flipped_bit_is_seen_and_turns_no_batch_into_another(tmp_path: Path) -> None:
+def test_flipped_bit_is_found_and_makes_no_other_batch(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     whole = (lines_of(begin_of(), [0, 1, 2]) + lines_of(begin_of(start=1, step=1), [1], ends=True)).encode()
     path.write_bytes(whole)
@@ -137,7 +137,7 @@ def test_every_flipped_bit_is_seen_and_turns_no_batch_into_another(tmp_path: Pat
             assert set(entries(reading)) <= set(sound)
 
 
-def test_batches_whose_begin_line_is_lost_belong_to_no_other(tmp_path: Path) -> None:
+def test_batches_without_their_begin_line_belong_to_no_other(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     lines = (lines_of(begin_of(), [0]) + lines_of(begin_of(start=1), [7, 8, 9])).splitlines(keepends=True)
     path.write_text("".join(lines[:2] + lines[3:]))
@@ -146,7 +146,7 @@ def test_batches_whose_begin_line_is_lost_belong_to_no_other(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("old", "new"), [('"ledger": 4', '"ledger": 3'), ('"seq_len"', '"sequence_length"')])
-def test_a_ledger_of_another_version_is_refused(tmp_path: Path, old: str, new: str) -> None:
+def test_ledger_of_another_version_is_refused(tmp_path: Path, old: str, new: str) -> None:
     text = begin_of().to_text()
     assert old in text
     (tmp_path / "run.ledger").write_text(line(text.replace(old, new)))
@@ -173,7 +173,7 @@ def test_other_files_are_not_audited(tmp_path: Path) -> None:
         (".", "cannot be written: Is a directory"),
     ],
 )
-def test_a_file_that_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, message: str) -> None:
+def test_file_that_is_not_a_ledger_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "notes.txt").write_text("begin at the beginning")
     (tmp_path / "words.txt").write_text("begin\nend\n")
     (tmp_path / "older.ledger").write_text('begin {"ledger": 3, "launch": "a"} 01234567\n')
@@ -187,7 +187,7 @@ def test_a_file_that_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name:
 @pytest.mark.parametrize(
     "name", ["run.ledger", "run-{rank}.ledger", "run.{rank}", "rank{rank}/run.ledger", "[a]*?**/run.ledger"]
 )
-def test_each_rank_and_each_worker_has_a_separate_file_and_all_are_found(tmp_path: Path, name: str) -> None:
+def test_every_rank_and_worker_has_a_file_that_is_found(tmp_path: Path, name: str) -> None:
     expected = [ledger_path(tmp_path / name, rank, worker) for rank in (0, 11) for worker in (None, 2)]
     for path in expected:
         path.parent.mkdir(exist_ok=True)
@@ -199,7 +199,7 @@ def test_each_rank_and_each_worker_has_a_separate_file_and_all_are_found(tmp_pat
     assert ledger_path("run.ledger", 3, 1) == Path("run.ledger.3.worker1").absolute()
 
 
-def test_two_processes_never_write_to_one_ledger_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
+def test_ledger_is_locked_until_its_process_ends(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     command = [sys.executable, "-c", HOLDS_IT, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -213,7 +213,7 @@ def test_two_processes_never_write_to_one_ledger_and_a_killed_one_leaves_it_free
     assert len(entries(read_ledger(path))) == 1
 
 
-def test_a_loader_worker_waits_for_one_of_the_epoch_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_worker_waits_for_the_one_of_the_last_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.ledger"
     process = os.getpid()
     data = recorder(path)
@@ -234,7 +234,7 @@ def test_a_loader_worker_waits_for_one_of_the_epoch_before(tmp_path: Path, monke
     assert (part.begin.worker, part.begin.num_workers, part.begin.pass_name) == (0, 2, 1)
 
 
-def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_synced_periodically_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced, real = threading.Event(), os.fsync
 
     def fsync(fd: int) -> None:
@@ -254,7 +254,7 @@ def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, m
             record(opened, step)
 
 
-def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = recorder(tmp_path / "run.ledger")
     monkeypatch.setattr(os, "write", fails_with(errno.ENOSPC))
     with pytest.raises(LedgerError, match="run.ledger cannot be written: No space left on device"):
@@ -265,7 +265,7 @@ def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("room", [0, 3, 20, 43, 60])
-def test_lines_that_a_full_disk_lost_are_counted_in_the_ledger(
+def test_lines_lost_to_a_full_disk_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     path = tmp_path / "run.ledger"
@@ -285,7 +285,7 @@ def test_lines_that_a_full_disk_lost_are_counted_in_the_ledger(
     assert f"is written again; {9 - num_written} lines are lost" in caplog.text
 
 
-def test_an_exception_of_a_signal_handler_tears_no_other_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_of_a_signal_handler_tears_no_other_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.ledger"
     opened, real = open_at(path), os.write
     for step, nbytes in enumerate([0, 1, 20, 42, 43] * 3):
@@ -303,7 +303,7 @@ def test_an_exception_of_a_signal_handler_tears_no_other_line(tmp_path: Path, mo
     assert all(damage.is_torn for damage in read_ledger(path).damages)
 
 
-def test_a_ledger_deleted_while_it_is_written_is_logged_and_begun_anew_by_the_next_dataset(
+def test_deleted_ledger_is_logged_and_begun_again_by_the_next_dataset(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.ledger"

@@ -11,7 +11,7 @@ from penstock.audit.reading import read_ledger
 from support.ledgers import SPEC, pass_at, recorder
 
 
-def test_a_process_that_changes_its_folder_continues_in_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorder_continues_in_its_file_after_a_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = recorder(Path("run.ledger"))
     (tmp_path / "elsewhere").mkdir()
@@ -21,6 +21,6 @@ def test_a_process_that_changes_its_folder_continues_in_the_same_file(tmp_path: 
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_ledger_that_cannot_be_written_is_refused_before_any_server_is_asked(tmp_path: Path) -> None:
+def test_unwritable_ledger_is_refused_before_any_request(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="Is a directory"):
         RemoteDataset("127.0.0.1:9", "numbers", ledger=tmp_path)

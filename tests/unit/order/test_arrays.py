@@ -30,7 +30,7 @@ def test_places_in_uses_a_table_for_close_values(far: int) -> None:
 
 
 @given(some, some)
-def test_in_order_merges_tables_stably(one: list[int], other: list[int]) -> None:
+def test_merge_of_tables_is_stable(one: list[int], other: list[int]) -> None:
     tables = [(np.array(column), np.arange(len(column)) + first) for column, first in ((one, 0), (other, 1000))]
     lines = [line for table in tables for line in zip(*(column.tolist() for column in table), strict=True)]
     first, second = in_order(tables)

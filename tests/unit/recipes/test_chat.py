@@ -92,7 +92,7 @@ plain_templates = st.sampled_from(list(STEADY.values()))
         ("PLAIN", "User: Q\nAssistant: A \nUser: R\nAssistant: B\n", ["A \n", "B\n"]),
     ],
 )
-def test_loss_is_on_answers_and_the_marks_that_end_them(name: str, text: str, spans: list[str]) -> None:
+def test_loss_is_on_answers_and_their_end_marks(name: str, text: str, spans: list[str]) -> None:
     for way in (STEADY[name], marked(STEADY[name])):
         rendered = template(way).render(turns("Q", "A ", "R", "B"))
         assert rendered.text == text
@@ -156,7 +156,7 @@ def test_tool_messages_between_answers_have_no_loss() -> None:
         assert said(text, chat) == expected
 
 
-def test_template_that_drops_earlier_thoughts_needs_marks() -> None:
+def test_template_without_earlier_thoughts_needs_marks() -> None:
     chat = turns("Q", "A", "R", "B")
     for message in chat:
         message["reasoning_content"] = "Hm."
@@ -230,7 +230,7 @@ def test_first_answer_needs_a_prompt_or_marks() -> None:
         template(ZEPHYR).render(chat)
 
 
-def test_marks_are_refused_when_they_do_not_tell_which_message_has_loss() -> None:
+def test_marks_are_refused_when_ambiguous() -> None:
     twice = marked(PLAIN).replace("message.content + '\\n'", "message.content }}{% endgeneration %}{% generation %}{{ '\\n'", 1)
     assert twice != marked(PLAIN)
     assert "".join(said(twice, turns("Q", "A", "R", "B"))) == "A\nB\n"
@@ -305,7 +305,7 @@ def test_drops_system_is_true_when_system_messages_are_not_written() -> None:
     assert [template(text).drops_system for text in (dropping, PLAIN, VISION, LLAMA_2)] == [True, False, False, False]
 
 
-def test_answer_format_is_found_when_a_template_demands_a_system_message_or_one_question() -> None:
+def test_answer_format_is_found_for_templates_with_required_messages() -> None:
     demanding = "{{ raise_exception('no system') if messages[0].role != 'system' }}" + PLAIN
     once = "{{ raise_exception('one question') if messages | length > 2 }}" + PLAIN
     for text, chat in ((demanding, turns("Q", "A", system="S")), (once, turns("Q", "A"))):
@@ -332,7 +332,7 @@ def test_answer_format_is_found_when_a_template_demands_a_system_message_or_one_
         ("{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}", turns("Q"), "or leaves its"),
     ],
 )  # fmt: skip
-def test_chat_that_cannot_be_rendered_is_refused_with_a_short_reason(text: str, chat: Chat, reason: str) -> None:
+def test_chat_is_refused_with_a_short_reason_when_rendering_fails(text: str, chat: Chat, reason: str) -> None:
     with pytest.raises(ChatError) as caught:
         template(text).render(chat)
     assert reason in str(caught.value)

@@ -47,7 +47,7 @@ def test_text_becomes_its_tokens_and_an_eos(tokenizer: TokenizerFile) -> None:
     assert batch["tokens"].type == pa.large_list(pa.uint16())
 
 
-def test_is_validation_holds_out_a_share_of_all_hashes() -> None:
+def test_validation_holds_out_a_share_of_all_hashes() -> None:
     hashes = np.array([0, 1 << 31, (1 << 32) - 1], np.uint32)
     shares = {share: is_validation(hashes, share).tolist() for share in (0.0, 0.5, 1.0)}
     assert shares == {0.0: [False, False, False], 0.5: [True, False, False], 1.0: [True, True, True]}
@@ -93,7 +93,7 @@ def letters() -> TokenizerFile:
 
 
 @pytest.mark.parametrize("characters", [1, 3, 1 << 17])
-def test_only_the_text_that_the_tokenizer_fails_on_is_bad(
+def test_text_is_bad_when_the_tokenizer_fails_on_it(
     letters: TokenizerFile, characters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "_PORTION_CHARACTERS", characters)
@@ -108,7 +108,7 @@ def test_only_the_text_that_the_tokenizer_fails_on_is_bad(
     assert batch["tokens"].to_pylist() == [[0, 1, 1], None, None, [0, 1, 0], None, [1, 0]]
 
 
-def test_only_the_chat_that_the_tokenizer_fails_on_is_bad(letters: TokenizerFile) -> None:
+def test_chat_is_bad_when_the_tokenizer_fails_on_it(letters: TokenizerFile) -> None:
     bad: dict[int, str] = {}
     texts = ["aab", "a\N{SNOWMAN}b", "", "ba"]
     marked = letters.encode_marked(texts, [[(1, 3)], [(1, 3)], [], [(0, 1)]], bad.__setitem__)
@@ -119,7 +119,7 @@ def test_only_the_chat_that_the_tokenizer_fails_on_is_bad(letters: TokenizerFile
     assert bad[1].startswith("is a text that the tokenizer fails on: ")
 
 
-def test_only_the_text_on_which_the_tokenizer_panics_is_bad() -> None:
+def test_text_is_bad_when_the_tokenizer_panics_on_it() -> None:
     words = Tokenizer(models.WordLevel({"fox": 0}, unk_token="fox"))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     named = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words, 1))
@@ -282,7 +282,7 @@ def test_digest_covers_tokens_added_by_files_beside_the_tokenizer(tmp_path: Path
         ({"tokenizer_config.json": {"added_tokens_decoder": {"0": 7}}}, "add tokens in a form that transformers does not"),
     ],
 )
-def test_added_tokens_are_refused_with_ids_that_they_cannot_have(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
+def test_added_tokens_with_impossible_ids_are_refused(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json")
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))

@@ -183,7 +183,7 @@ def test_rows_of_another_schema_are_refused(condition: str) -> None:
         ("x % 2 = 1", pa.null(), one(pa.int8(), 1, 2), [True, False]),
     ],
 )
-def test_rows_of_other_types_than_in_the_first_shard_are_compared_by_their_own(
+def test_rows_are_compared_by_the_types_of_their_shard(
     condition: str, first: pa.DataType, rows: pa.RecordBatch, kept: list[bool]
 ) -> None:
     found = parse_filter(condition, pa.schema({"x": first}))

@@ -249,14 +249,14 @@ def kept_by_sqlite(rows: Sequence[Row], condition: str) -> list[bool]:
 
 
 @given(rows_strategy, conditions)
-def test_filter_keeps_the_rows_for_which_its_condition_is_true(rows: list[Row], condition: Part) -> None:
+def test_filter_keeps_rows_when_its_condition_is_true(rows: list[Row], condition: Part) -> None:
     keep = parsed(condition.text).keep(batch(rows))
     assert keep.dtype == bool
     assert keep.tolist() == [condition.of(row) is True for row in rows]
 
 
 @given(rows_strategy, conditions)
-def test_filter_keeps_the_rows_that_sqlite_keeps(rows: list[Row], condition: Part) -> None:
+def test_filter_keeps_the_rows_of_sqlite(rows: list[Row], condition: Part) -> None:
     assert parsed(condition.text).keep(batch(rows)).tolist() == kept_by_sqlite(rows, condition.sqlite)
 
 

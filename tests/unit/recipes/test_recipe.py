@@ -50,7 +50,7 @@ BESIDE: dict[str, Any] = {
 ELSEWHERE = {"kind", "chat", "filter", "transform"}  # the fields' roles tell the kind; the others are texts, and tested as such
 
 
-def test_every_field_of_a_recipe_is_tested_here() -> None:
+def test_fields_of_a_recipe_are_all_tested_here() -> None:
     assert {field.name for field in fields(Recipe)} == CHANGES.keys() | ALIKE.keys() | BESIDE.keys() | ELSEWHERE
 
 
@@ -73,7 +73,7 @@ def test_identity_covers_field_and_type_of_a_column(changed: dict[str, Any]) -> 
         [pa.list_(pa.float32(), 3), pa.list_(pa.field("element", pa.float32()), 3)],
     ],
 )
-def test_identity_has_one_name_for_types_that_are_sent_alike(types: list[pa.DataType]) -> None:
+def test_identity_is_equal_for_types_of_one_wire_format(types: list[pa.DataType]) -> None:
     """Else a shard that comes, and is the first from then on, would end all runs, and have every row tokenized again."""
     [first, *others] = (replace(RECIPE, columns=(replace(COLUMN, type=type_),)).identity["columns"] for type_ in types)
     assert first == [["n", str(types[0])]]
@@ -81,17 +81,17 @@ def test_identity_has_one_name_for_types_that_are_sent_alike(types: list[pa.Data
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_identity_leaves_out_settings_that_change_no_token(name: str) -> None:
+def test_identity_ignores_settings_that_change_no_token(name: str) -> None:
     other = replace(RECIPE, **{name: BESIDE[name]})
     assert other.identity == RECIPE.identity
     assert not other.is_like(RECIPE)
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_is_like_ignores_what_is_only_reported(name: str) -> None:
+def test_is_like_ignores_reported_settings(name: str) -> None:
     assert replace(RECIPE, **{name: ALIKE[name]}).is_like(RECIPE)
 
 
-def test_identity_leaves_out_unset_settings() -> None:
+def test_identity_ignores_unset_settings() -> None:
     assert None not in RECIPE.identity.values()
     assert "tools" not in RECIPE.identity

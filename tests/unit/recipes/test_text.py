@@ -224,7 +224,7 @@ def test_server_warns_of_tools_that_a_template_ignores(folder: Folder) -> None:
     assert folder.advice() == ""
 
 
-def test_server_warns_of_a_template_that_ends_no_answer(folder: Folder) -> None:
+def test_server_warns_of_a_template_without_an_end_of_answers(folder: Folder) -> None:
     endless = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
     folder.write({"messages": [CHAT]}, "", {"chat_template": endless}, *USUAL)
     assert "d: its chat template writes no token after an answer" in folder.advice()
@@ -234,7 +234,7 @@ def test_server_warns_of_a_template_that_ends_no_answer(folder: Folder) -> None:
     assert folder.advice() == ""
 
 
-def test_server_warns_of_marks_that_leave_out_the_end(folder: Folder) -> None:
+def test_server_warns_of_marks_without_the_end_of_answers(folder: Folder) -> None:
     turn = "<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n"
     for opening in ("", "{{ raise_exception('no system') if messages[0].role != 'system' }}"):
         for recipe in ("", 'eos = "<|im_end|>"'):
@@ -250,7 +250,7 @@ def test_server_warns_of_marks_that_leave_out_the_end(folder: Folder) -> None:
     assert folder.advice() == ""
 
 
-def test_the_server_warns_of_a_template_that_drops_system_messages(folder: Folder) -> None:
+def test_server_warns_of_a_template_without_system_messages(folder: Folder) -> None:
     for condition, is_told in ((" if m.role != 'system'", True), ("", False)):
         template = f"{{% for m in messages{condition} %}}{{{{ m.content }}}}</s>{{% endfor %}}"
         folder.write({"messages": [CHAT]}, "", {"chat_template": template}, *USUAL)
@@ -338,7 +338,7 @@ NO_BLANK = "d: no blank separates"
         ([("狐", "犬")], "", False),
     ],
 )
-def test_run_is_warned_of_responses_that_run_into_their_prompts(
+def test_run_is_warned_of_responses_joined_to_their_prompts(
     folder: Folder, pairs: list[tuple[str | None, str]], recipe: str, is_warned: bool
 ) -> None:
     prompts, responses = zip(*pairs, strict=True)

@@ -17,7 +17,7 @@ def said(folder: Path, name: str = "clean:say") -> str:
     return str(text)
 
 
-def test_two_folders_may_have_files_of_one_name(tmp_path: Path) -> None:
+def test_files_of_two_folders_may_share_a_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "clean.py").write_text(SAYS.format(name))

@@ -36,7 +36,7 @@ def test_bad_rows_are_replaced_up_to_max_bad_share(data: Path) -> None:
 
 
 @pytest.mark.parametrize("counted", ["rows", "lengths"])
-def test_max_bad_share_is_of_the_rows_that_the_filter_keeps(data: Path, counted: str) -> None:
+def test_max_bad_share_counts_the_rows_kept_by_the_filter(data: Path, counted: str) -> None:
     rows = {"tokens": pa.array([[]] * 2 + [[1]] * 998, IDS), "n": range(1000)}
     write(data, 'on_bad_row = "replace"\nfilter = "n < 100"', rows)
     blocks = open_blocks(data)
@@ -46,7 +46,7 @@ def test_max_bad_share_is_of_the_rows_that_the_filter_keeps(data: Path, counted:
     assert "2 of 100 rows (2.00%) are known to be bad" in str(blocks.quarantine.refusal)
 
 
-def test_bad_row_is_listed_by_its_place_in_the_shard_when_a_filter_drops_others(data: Path) -> None:
+def test_bad_row_is_listed_by_its_place_in_the_shard_with_a_filter(data: Path) -> None:
     rows = {"tokens": pa.array([[1], [2], [3], [], [4]], IDS), "n": range(5)}
     write(data, 'on_bad_row = "replace"\nfilter = "n > 1"', rows)
     blocks = open_blocks(data)
@@ -67,7 +67,7 @@ def test_unreadable_row_group_is_listed_with_its_error(data: Path) -> None:
     assert [group.reason for group in blocks.quarantine.groups()] == [str(loaded.exception())]
 
 
-def test_text_that_the_tokenizer_fails_on_is_replaced_and_counted(data: Path) -> None:
+def test_text_is_replaced_and_counted_when_the_tokenizer_fails(data: Path) -> None:
     unigram = Tokenizer(models.Unigram([("a", -1.0), (" ", -1.0), ("b", -1.0)]))
     unigram.save(str(data / "../tokenizer.json"))
     keys = 'eos = false\non_bad_row = "replace"\nmax_bad_share = 0.1'

@@ -82,7 +82,7 @@ def test_filter_reads_each_shard_by_its_types(data: Path, other: Any) -> None:
     assert [rows.sum() for rows in blocks.rows_of_shards()] == [1, 2]
 
 
-def test_filter_that_fails_on_a_row_group_is_named_in_the_error(data: Path) -> None:
+def test_filter_error_names_the_filter_and_the_row_group(data: Path) -> None:
     write(data, 'filter = "n * 9223372036854775807 > 0 or n = 0"', {"tokens": pa.array([[1], [2]], IDS), "n": [0, 2]})
     with pytest.raises(ShardUnreadable, match=r"does not fit 64 bits, on row group 0 of part-0.parquet"):
         open_blocks(data).get([0])
