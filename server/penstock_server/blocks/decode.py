@@ -30,7 +30,7 @@ from penstock_server.catalog.snapshot import BlockAddress, Snapshot
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.recipes.encode import REASON, Selected, select
-from penstock_server.recipes.filter.sql import FilterError
+from penstock_server.recipes.filter import FilterError
 from penstock_server.recipes.split import Place, split_hashes
 from penstock_server.recipes.transform import TransformError
 

@@ -24,7 +24,7 @@ from penstock_server.arrow import open_parquet
 from penstock_server.catalog.scan import FileStat
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.fields import FieldError
-from penstock_server.recipes.filter.sql import FilterError
+from penstock_server.recipes.filter import FilterError
 from penstock_server.recipes.recipe import Recipe
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096

@@ -17,8 +17,7 @@ from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat import ChatTemplate, load_chat_template, read_chat_template
 from penstock_server.recipes.chat.messages import TemplateError
 from penstock_server.recipes.fields import Column, Field, FieldError, is_null
-from penstock_server.recipes.filter import Filter, parse_filter
-from penstock_server.recipes.filter.sql import FilterError
+from penstock_server.recipes.filter import Filter, FilterError
 from penstock_server.recipes.infer import (
     FILE_NAME,
     MASKS,
@@ -128,7 +127,7 @@ class _Reader:
         is_closed = kind == "tokens" or chat is not None
         eos_id = self._eos_id(is_closed)
         masks = self._masks()
-        row_filter = parse_filter(given["filter"], self._file_schema) if "filter" in given else None
+        row_filter = Filter.parse(given["filter"], self._file_schema) if "filter" in given else None
         split_by = Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None
         takes_tools = chat is not None and (chat.takes_tools or self._template("tool_use") is not None)
         recipe = Recipe(

@@ -10,8 +10,7 @@ import pyarrow as pa
 from penstock.text import as_utf8, cut
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.fields import Column, Field, FieldError, is_text, passthrough_type
-from penstock_server.recipes.filter import Filter
-from penstock_server.recipes.filter.sql import SHOWN
+from penstock_server.recipes.filter import SHOWN, Filter
 from penstock_server.recipes.infer import (
     MASKS_OF_DOCUMENTS,
     MASKS_OF_LOSS,

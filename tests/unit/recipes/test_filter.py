@@ -6,8 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock_server.recipes.filter import parse_filter
-from penstock_server.recipes.filter.sql import FilterError
+from penstock_server.recipes.filter import Filter, FilterError
 from support.corpora import FILTER_SCHEMA
 
 
@@ -74,12 +73,12 @@ def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
     ],
 )  # fmt: skip
 def test_filter_reads_columns_of_every_type(rows: pa.RecordBatch, condition: str, kept: list[bool]) -> None:
-    assert parse_filter(condition, rows.schema).keep(rows).tolist() == kept
+    assert Filter.parse(condition, rows.schema).keep(rows).tolist() == kept
 
 
 def test_filter_reads_only_its_columns_of_a_slice() -> None:
     rows = pa.RecordBatch.from_pylist([{"n": number, "text": "x"} for number in range(10)], FILTER_SCHEMA)
-    few = parse_filter("text = 'x' and n % 2 = 1", FILTER_SCHEMA)
+    few = Filter.parse("text = 'x' and n % 2 = 1", FILTER_SCHEMA)
     assert few.columns == ("text", "n")
     assert few.keep(rows.slice(3, 4)).tolist() == [True, False, True, False]
     assert few.keep(rows.slice(0, 0)).tolist() == []
@@ -127,43 +126,43 @@ def test_filter_reads_only_its_columns_of_a_slice() -> None:
 )  # fmt: skip
 def test_filter_is_refused_with_its_wrong_part(condition: str, message: str) -> None:
     with pytest.raises(FilterError, match=f"(?i){re.escape(message)}"):
-        parse_filter(condition, FILTER_SCHEMA)
+        Filter.parse(condition, FILTER_SCHEMA)
 
 
 def test_columns_with_dots_are_named_in_quotes_and_ambiguous_ones_are_refused() -> None:
     dotted = pa.schema([("meta.lang", pa.string()), ("twice", pa.int64()), ("twice", pa.int64())])
-    assert parse_filter("\"meta.lang\" = 'x'", dotted).columns == ("meta.lang",)
+    assert Filter.parse("\"meta.lang\" = 'x'", dotted).columns == ("meta.lang",)
     with pytest.raises(FilterError, match="2 columns are called 'twice'"):
-        parse_filter("twice = 1", dotted)
+        Filter.parse("twice = 1", dotted)
 
 
 def test_times_are_compared_with_times_of_their_kind() -> None:
     schema = pa.schema({"here": pa.timestamp("us"), "there": pa.timestamp("us", "UTC"), "at": pa.time32("s")})
     with pytest.raises(FilterError, match="Cannot compare timestamp with timezone to timestamp without timezone"):
-        parse_filter("here < there", schema)
+        Filter.parse("here < there", schema)
     for condition in ("here < 'soon'", "at = '00:00:03'"):
         with pytest.raises(FilterError, match=r"takes '.*' for a time.*, which it is not\."):
-            parse_filter(condition, schema)
+            Filter.parse(condition, schema)
     with pytest.raises(FilterError, match="With a zone, write '2024-01-01T00:00:00Z'"):
-        parse_filter("there >= '2024-01-01'", schema)
-    parse_filter("there >= '2024-01-01T00:00:00Z'", schema)
+        Filter.parse("there >= '2024-01-01'", schema)
+    Filter.parse("there >= '2024-01-01T00:00:00Z'", schema)
 
 
 def test_calculation_fails_when_it_exceeds_64_bits() -> None:
     with pytest.raises(FilterError, match="does not fit 64 bits"):
-        parse_filter("big * 2 < 0", FILTER_SCHEMA).keep(pa.RecordBatch.from_pylist([{"big": 2**62}], FILTER_SCHEMA))
+        Filter.parse("big * 2 < 0", FILTER_SCHEMA).keep(pa.RecordBatch.from_pylist([{"big": 2**62}], FILTER_SCHEMA))
 
 
 def test_null_test_works_on_extension_types() -> None:
     ids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0" * 16, None], pa.binary(16)))
     rows = pa.record_batch({"id": ids})
-    assert parse_filter("id is not null", rows.schema).keep(rows).tolist() == [True, False]
+    assert Filter.parse("id is not null", rows.schema).keep(rows).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("condition", ["n > 1", "ok"])
 def test_rows_of_another_schema_are_refused(condition: str) -> None:
     with pytest.raises(FilterError, match=f"the filter.*{condition}"):
-        parse_filter(condition, FILTER_SCHEMA).keep(pa.record_batch({"n": ["x"]}))
+        Filter.parse(condition, FILTER_SCHEMA).keep(pa.record_batch({"n": ["x"]}))
 
 
 @pytest.mark.parametrize(
@@ -186,13 +185,13 @@ def test_rows_of_another_schema_are_refused(condition: str) -> None:
 def test_rows_are_compared_by_the_types_of_their_shard(
     condition: str, first: pa.DataType, rows: pa.RecordBatch, kept: list[bool]
 ) -> None:
-    found = parse_filter(condition, pa.schema({"x": first}))
+    found = Filter.parse(condition, pa.schema({"x": first}))
     found.check(rows.schema)
     assert found.keep(rows).tolist() == kept
 
 
 def test_shard_of_other_types_is_refused() -> None:
-    found = parse_filter("text = 'x' and ok", FILTER_SCHEMA)
+    found = Filter.parse("text = 'x' and ok", FILTER_SCHEMA)
     found.check(pa.schema({"ok": pa.bool_(), "text": pa.string_view()}))
     with pytest.raises(FilterError, match="compares a number with a text"):
         found.check(pa.schema({"text": pa.int8(), "ok": pa.bool_()}))

@@ -11,8 +11,7 @@ import pyarrow as pa
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from penstock_server.recipes.filter import Filter, parse_filter
-from penstock_server.recipes.filter.sql import FilterError
+from penstock_server.recipes.filter import Filter, FilterError
 from support.corpora import FILTER_SCHEMA
 
 Row = dict[str, Any]
@@ -228,7 +227,7 @@ def batch(rows: Sequence[Row]) -> pa.RecordBatch:
 def parsed(text: str) -> Filter:
     """The filter, or another example where it says the same of all rows, which is refused."""
     try:
-        return parse_filter(text, FILTER_SCHEMA)
+        return Filter.parse(text, FILTER_SCHEMA)
     except FilterError as error:
         if "reads no column" not in str(error) and "compares with null" not in str(error):
             raise
