@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.arguments import whole_number
-from penstock.cli.output import allow_closed_pipe, complain, report, stdout_console
+from penstock.cli.output import CommandError, complain, report, set_run, stdout_console
 from penstock.spec import MAX_SEQ_LEN
 from penstock.text import printable
 from penstock_server.importing.command import add_command as add_import
-from penstock_server.problems import BadParameter, DatasetInvalid, Problem, UnknownDataset
-from penstock_server.settings import Settings, SettingsError, check_is_here, default_cache_dir
+from penstock_server.problems import DatasetInvalid, Problem
+from penstock_server.settings import Settings, check_is_here, default_cache_dir
 
 if TYPE_CHECKING:
     from penstock_server.catalog.catalog import Catalog
@@ -49,7 +49,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--processes", metavar="N", help="processes that serve the port, for machines with many cores (default: 1)"
     )
     serve.add_argument("--poll-seconds", metavar="N", help="check for new data every N seconds (default: 30; 0 for never)")
-    serve.set_defaults(run=_serve)
+    set_run(serve, _serve, Problem)
 
     inspect = commands.add_parser(
         "inspect",
@@ -64,7 +64,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     inspect.add_argument(
         "--lines", type=whole_number, metavar="N", default=4, help="lines of text of each, 0 for all (default: 4)"
     )
-    inspect.set_defaults(run=_inspect)
+    set_run(inspect, _inspect, Problem)
 
     prepare = commands.add_parser(
         "prepare",
@@ -82,7 +82,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=[],
         help="also pack for best_fit with this seq_len",
     )
-    prepare.set_defaults(run=_prepare)
+    set_run(prepare, _prepare, Problem)
 
     sample = commands.add_parser(
         "sample",
@@ -93,7 +93,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     sample.add_argument("out_dir", metavar="OUT_DIR", type=Path)
     sample.add_argument("--rows", type=int, default=24_000, help="rows of each dataset (default: 24000)")
     sample.add_argument("--seed", type=int, default=0)
-    sample.set_defaults(run=_sample)
+    set_run(sample, _sample)
 
     add_import(commands)
 
@@ -119,51 +119,49 @@ def _set_libraries_up() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
+def _serve(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
+    from penstock_server.serving.listener import bind
+
+    settings = Settings.read(vars(arguments), os.environ)
+    with bind(settings) as listener:
+        if settings.processes > 1:
+            from penstock_server.serving.workers import serve_with_workers
+
+            return serve_with_workers(settings, listener)
+        from penstock_server.serving.server import run
+
+        run(settings, listener)
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    settings, catalog, datasets, failed = _open(arguments)
     from rich.padding import Padding
 
     from penstock_server.inspect import inspect
-    from penstock_server.opening import open_data, warn
+    from penstock_server.opening import warn
 
-    try:
-        settings = Settings.read(vars(arguments), os.environ)
-        catalog = open_data(settings)
-        datasets, failed = _chosen(catalog, arguments.dataset)
-    except (SettingsError, DatasetInvalid, UnknownDataset, BadParameter) as error:
-        complain("inspect", error)
-        return 2
-    console = stdout_console()
-    with allow_closed_pipe():
-        for dataset in datasets:
-            rows = range(arguments.row, arguments.row + arguments.rows)
-            try:
-                for line in inspect(dataset, rows, console, arguments.lines):
-                    console.print(line, soft_wrap=not isinstance(line, Padding))
-            except Problem as problem:
-                failed.append(f"{problem}")
-        for name, mixture in () if arguments.dataset else catalog.mixtures.items():
-            print(printable(f"{name}: a mixture, {mixture.mix}"))
+    console, rows = stdout_console(), range(arguments.row, arguments.row + arguments.rows)
+    for dataset in datasets:
+        try:
+            for line in inspect(dataset, rows, console, arguments.lines):
+                console.print(line, soft_wrap=not isinstance(line, Padding))
+        except Problem as problem:
+            failed.append(f"{problem}")
+    for name, mixture in () if arguments.dataset else catalog.mixtures.items():
+        print(printable(f"{name}: a mixture, {mixture.mix}"))
     warn("inspect", settings, datasets)
-    for line in failed:
-        complain("inspect", line)
-    return 1 if failed else 0
+    return _status("inspect", failed)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    _set_libraries_up()
-    from penstock_server.opening import open_data, warn
+    if wrong := [length for length in arguments.pack_seq_len if not 1 <= length <= MAX_SEQ_LEN]:
+        raise CommandError(f"--pack-seq-len must be a seq_len from 1 to {MAX_SEQ_LEN:,}, not {wrong[0]}")
+    settings, _, datasets, failed = _open(arguments)
+    from penstock_server.opening import warn
     from penstock_server.prepare import NotKept, prepare
 
-    try:
-        settings = Settings.read(vars(arguments), os.environ)
-        if wrong := [length for length in arguments.pack_seq_len if not 1 <= length <= MAX_SEQ_LEN]:
-            raise SettingsError(f"--pack-seq-len must be a seq_len from 1 to {MAX_SEQ_LEN:,}, not {wrong[0]}")
-        catalog = open_data(settings)
-        datasets, failed = _chosen(catalog, arguments.dataset)
-    except (SettingsError, DatasetInvalid, UnknownDataset, BadParameter) as error:
-        complain("prepare", error)
-        return 2
     warn("prepare", settings, datasets)
     for dataset in datasets:
         try:
@@ -173,58 +171,40 @@ def _prepare(arguments: argparse.Namespace) -> int:
             failed.append(f"{loss}")
         except Problem as problem:
             failed.append(f"{problem} What is done is kept; run the command again to go on.")
-    for line in failed:
-        complain("prepare", line)
-    return 1 if failed else 0
+    return _status("prepare", failed)
 
 
-def _chosen(catalog: Catalog, names: list[str] | None) -> tuple[list[OpenSnapshot], list[str]]:
-    """Return the datasets of these names, or all, and the errors of those that cannot be served. Raises UnknownDataset."""
-    served, refused = [], dict[str, object]()
-    if not names:
-        refused.update(catalog.refused)
-    for name in names or catalog.datasets:
+def _open(arguments: argparse.Namespace) -> tuple[Settings, Catalog, list[OpenSnapshot], list[str]]:
+    """Open the datasets named, or all. The last item has the errors of those that cannot be served."""
+    _set_libraries_up()
+    from penstock_server.opening import open_data
+
+    settings = Settings.read(vars(arguments), os.environ)
+    catalog = open_data(settings)
+    served, refused = [], dict[str, object]({} if arguments.dataset else catalog.refused)
+    for name in arguments.dataset or catalog.datasets:
         try:
             served.append(catalog[name].latest)
         except DatasetInvalid as refusal:
             refused[name] = refusal
-    return served, [f"{name}: {reason}" for name, reason in refused.items()]
+    return settings, catalog, served, [f"{name}: {reason}" for name, reason in refused.items()]
 
 
-def _serve(arguments: argparse.Namespace) -> int:
-    _set_libraries_up()
-    from penstock_server.serving.listener import bind
-
-    try:
-        settings = Settings.read(vars(arguments), os.environ)
-        with bind(settings) as listener:
-            if settings.processes > 1:
-                from penstock_server.serving.workers import serve_with_workers
-
-                return serve_with_workers(settings, listener)
-            from penstock_server.serving.server import run
-
-            run(settings, listener)
-    except (SettingsError, DatasetInvalid) as error:
-        complain("serve", error)
-        return 2
-    return 0
+def _status(command: str, failed: list[str]) -> int:
+    for line in failed:
+        complain(command, line)
+    return 1 if failed else 0
 
 
 def _sample(arguments: argparse.Namespace) -> int:
     from penstock_server.sample import write_sample
 
     if arguments.rows < 100:
-        print("penstock sample: --rows must be at least 100", file=sys.stderr)
-        return 2
+        raise CommandError("--rows must be at least 100")
+    check_is_here(arguments.out_dir)
     try:
-        check_is_here(arguments.out_dir)
         for line in write_sample(arguments.out_dir, rows=arguments.rows, seed=arguments.seed):
             report(line)
-    except ValueError as error:
-        complain("sample", error)
-        return 2
     except OSError as error:
-        complain("sample", f"{error.filename or arguments.out_dir} cannot be written: {error.strerror}")
-        return 2
+        raise CommandError(f"{error.filename or arguments.out_dir} cannot be written: {error.strerror}") from error
     return 0

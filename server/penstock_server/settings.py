@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.output import CommandError
 from penstock_server.machine import memory_bytes, num_cores
 
 _MAX_PROCESSES = 256
@@ -19,7 +20,7 @@ _INFLIGHT_SHARE = 4  # the rest is for decoding, for counts, and for the page ca
 _DECODING_SHARE, _DECODER_BYTES = 2, 128 << 20  # a thread that tokenizes blocks of 7 MB takes some 140 MB
 
 
-class SettingsError(Exception):
+class SettingsError(CommandError):
     """One or more invalid settings; the message lists them all."""
 
 
@@ -129,6 +130,6 @@ _NUMBERS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
 
 
 def check_is_here(path: Path) -> None:
-    """Check an output folder. Raises ValueError: its path is a URL."""
+    """Check an output folder. Raises CommandError: its path is a URL."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # Path keeps only one of the two slashes
-        raise ValueError(f"{path} is a URL: name a folder of this machine, and copy it from there.")
+        raise CommandError(f"{path} is a URL: name a folder of this machine, and copy it from there.")

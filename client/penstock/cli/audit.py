@@ -13,8 +13,9 @@ from typing import Any
 from penstock.audit.compare import Comparison, Differing, compare, num_missing_batches, rows_of_missing
 from penstock.audit.report import Report, as_json, audit
 from penstock.audit.text import lines_of
-from penstock.cli.connection import greet, parse_address, set_run
+from penstock.cli.connection import greet, parse_address
 from penstock.cli.output import report as show
+from penstock.cli.output import set_run
 from penstock.errors import LedgerError, PenstockError, ServerUnavailable, SpecError
 from penstock.ledger.file import find_ledgers
 from penstock.text import counted
@@ -43,7 +44,7 @@ def configure(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--rows", action="store_true", help="also list the rows of missing batches, as the server has them")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
-    set_run(command, "audit", run)
+    set_run(command, run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,13 +12,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.arguments import ADDRESS, add_spec_options, amount, whole_number
-from penstock.cli.connection import connected, dataset_of, describe_dataset, first_given, parse_address, set_run, spec_query
-from penstock.cli.output import stdout_console
+from penstock.cli.connection import connected, dataset_of, describe_dataset, parse_address
+from penstock.cli.output import set_run, stdout_console
 from penstock.client import Client
 from penstock.errors import PenstockError, SpecError
 from penstock.logs import StatusLine
@@ -54,17 +53,18 @@ def configure(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_spec_options(command, without=("offset",))
-    set_run(command, "bench", run)
+    set_run(command, run)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supply:
-    """Endless supply of batches; `num_bytes` and `num_retries` return the cost so far.
+    """Endless supply of batches.
 
     spec       with every parameter resolved, the snapshot included
     num_steps  steps of an epoch
     memory     location of batches, as a text
     count      returns the tokens and the positions (tokens and padding) of a batch
+    spent      returns the bytes received and the requests retried so far
     """
 
     spec: Spec
@@ -72,8 +72,7 @@ class Supply:
     memory: str
     batches: Generator[Any, None, None]
     count: Callable[[Any], tuple[int, int]]
-    num_bytes: Callable[[], int]
-    num_retries: Callable[[], int]
+    spent: Callable[[], tuple[int, int]]
 
 
 def tensors(server: str, dataset: str, spec: Spec, rank: int, epoch: int) -> Supply:
@@ -94,14 +93,17 @@ def tensors(server: str, dataset: str, spec: Spec, rank: int, epoch: int) -> Sup
             data.set_epoch(number)
             yield from data
 
+    def spent() -> tuple[int, int]:
+        stats = data.stats()
+        return stats.num_bytes, stats.num_retries
+
     return Supply(
         spec=data.spec,
         num_steps=data.steps_per_epoch,
         memory="tensors in pinned memory" if torch.cuda.is_available() else "tensors in ordinary memory (no GPU)",
         batches=batches(),
         count=partial(_count_tensors, data.spec.task == "seq2seq"),
-        num_bytes=lambda: data.stats().num_bytes,
-        num_retries=lambda: data.stats().num_retries,
+        spent=spent,
     )
 
 
@@ -113,8 +115,7 @@ def frames(server: str, dataset: str, spec: Spec, rank: int, epoch: int) -> Supp
 
     def batches() -> Generator[Frame, None, None]:
         for number in count(epoch):
-            transport = client.connect()
-            transports.append(transport)
+            transports.append(transport := client.connect())
             ahead = fetch_ahead(client, transport, resolved.spec, number, range(resolved.num_steps), PREFETCH_BYTES)
             with closing(transport), closing(ahead):
                 yield from ahead
@@ -125,8 +126,7 @@ def frames(server: str, dataset: str, spec: Spec, rank: int, epoch: int) -> Supp
         memory="frames as they came, without tensors",
         batches=batches(),
         count=_count_frame,
-        num_bytes=lambda: sum(transport.num_bytes for transport in transports),
-        num_retries=lambda: sum(transport.num_retries for transport in transports),
+        spent=lambda: (sum(t.num_bytes for t in transports), sum(t.num_retries for t in transports)),
     )
 
 
@@ -177,7 +177,8 @@ def measure(supply: Supply, seconds: float, *, tokens_per_second: float | None =
     """
     waits = list[float]()
     num_tokens = num_positions = 0
-    bytes_before, retries_before, cpu_before = supply.num_bytes(), supply.num_retries(), time.process_time()
+    bytes_before, retries_before = supply.spent()
+    cpu_before = time.process_time()
     began = asked = busy_until = time.perf_counter()
     while asked < began + seconds:
         batch = next(supply.batches)
@@ -191,7 +192,10 @@ def measure(supply: Supply, seconds: float, *, tokens_per_second: float | None =
             busy_until += got - asked + tokens / tokens_per_second
             time.sleep(max(0.0, busy_until - time.perf_counter()))
         asked = time.perf_counter()
-    elapsed, cpu_seconds, num_bytes = asked - began, time.process_time() - cpu_before, supply.num_bytes() - bytes_before
+    elapsed, cpu_seconds = asked - began, time.process_time() - cpu_before
+    num_bytes, num_retries = supply.spent()
+    num_bytes -= bytes_before
+    share = sum(waits) / elapsed
     waits.sort()
     return Figures(
         seconds=elapsed,
@@ -200,47 +204,25 @@ def measure(supply: Supply, seconds: float, *, tokens_per_second: float | None =
         num_tokens=num_tokens,
         num_positions=num_positions,
         num_bytes=num_bytes,
-        num_retries=supply.num_retries() - retries_before,
-        waits=Waits(
-            p50=waits[len(waits) * 50 // 100], p99=waits[len(waits) * 99 // 100], longest=waits[-1], share=sum(waits) / elapsed
-        ),
+        num_retries=num_retries - retries_before,
+        waits=Waits(p50=waits[len(waits) * 50 // 100], p99=waits[len(waits) * 99 // 100], longest=waits[-1], share=share),
         tokens_per_second=num_tokens / elapsed,
         bytes_per_second=num_bytes / elapsed,
         cpu_seconds_per_million_tokens=cpu_seconds / max(num_tokens, 1) * 1e6,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Result:
-    """Result of a benchmark.
-
-    first_batch_seconds  from the first request to the first batch
-    paced                the same figures at the target rate
-    newly_cached_bytes   growth of the server's cache meanwhile
-    """
-
-    server: str
-    dataset: str
-    supply: Supply
-    first_batch_seconds: float
-    free: Figures
-    target_tokens_per_second: float | None
-    paced: Figures | None
-    newly_cached_bytes: int
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Raises the PenstockError that says why there is nothing to measure."""
-    address = parse_address(arguments.address)
-    spec = Spec.from_query(spec_query(arguments, address).items())
+    address = parse_address(arguments.address).with_options(arguments)
+    spec = Spec.from_query(address.query)
     if spec.offset:
         raise SpecError("bench starts at an epoch's first sample: leave offset out", ("offset",))
-    epoch, rank = first_given(arguments.epoch, address.epoch), first_given(arguments.rank, address.rank)
     target, status = arguments.target_tokens_per_second, StatusLine()
     with connected(address.server) as transport:
         dataset = dataset_of(address, transport)
         cached_before = _cached_bytes(transport, dataset)
-        supply = (frames if arguments.no_tensors else tensors)(address.server, dataset, spec, rank, epoch)
+        supply = (frames if arguments.no_tensors else tensors)(address.server, dataset, spec, address.rank, address.epoch)
         with closing(supply.batches):
             began = time.perf_counter()
             next(supply.batches)
@@ -249,21 +231,33 @@ def run(arguments: argparse.Namespace) -> int:
             free = measure(supply, arguments.seconds)
             paced = measure(supply, arguments.seconds, tokens_per_second=target) if target else None
             status.clear()
-        cached = _cached_bytes(transport, dataset)
-    result = _Result(
-        server=address.server,
-        dataset=dataset,
-        supply=supply,
-        first_batch_seconds=first_batch_seconds,
-        free=free,
-        target_tokens_per_second=target,
-        paced=paced,
-        newly_cached_bytes=max(0, cached - cached_before),
-    )
+        grown = max(0, _cached_bytes(transport, dataset) - cached_before)
     if arguments.json:
-        print(json.dumps(_as_json(result), indent=2))
-    else:
-        _show(result, stdout_console())
+        figures = {
+            "server": address.server,
+            "dataset": dataset,
+            "memory": supply.memory,
+            "spec": supply.spec.to_dict(),
+            "first_batch_seconds": first_batch_seconds,
+            **asdict(free),
+            "target_tokens_per_second": target,
+            "at_training_rate": asdict(paced) if paced else None,
+            "newly_cached_bytes": grown,
+        }
+        print(json.dumps(figures, indent=2))
+        return 0
+    console, spec = stdout_console(), supply.spec
+    console.print(Text.assemble((printable(dataset), "bold"), f" from {printable(address.server)}"), soft_wrap=True)
+    shape = f"batches of {spec.batch_size} x {spec.seq_len:,}, packing {spec.packing}, snapshot {spec.snapshot}"
+    console.print(Text(f"{shape}; {supply.memory}\n", "dim"))
+    console.print(_table(free, first_batch_seconds, target, paced))
+    console.print()
+    for warning in _warnings(supply, free.num_batches, free.num_retries + (paced.num_retries if paced else 0), grown):
+        console.print(Text(warning, "yellow"))
+    advice = "Measure with --target-tokens-per-second how long a model of your speed would wait."
+    if paced:
+        advice = f"At {_short(target)} tokens/s of training the loop waited {paced.waits.share:.1%} of the time."
+    console.print(Text(f"This client could feed {_short(free.tokens_per_second)} tokens/s. {advice}"))
     return 0
 
 
@@ -272,12 +266,7 @@ def _cached_bytes(transport: Transport, dataset: str) -> int:
     return cache["used_bytes"] if cache else 0
 
 
-def _show(result: _Result, console: Console) -> None:
-    spec, free, paced = result.supply.spec, result.free, result.paced
-    console.print(Text.assemble((printable(result.dataset), "bold"), f" from {printable(result.server)}"), soft_wrap=True)
-    shape = f"batches of {spec.batch_size} x {spec.seq_len:,}, packing {spec.packing}, snapshot {spec.snapshot}"
-    console.print(Text(f"{shape}; {result.supply.memory}", "dim"))
-    console.print()
+def _table(free: Figures, first_batch_seconds: float, target: float | None, paced: Figures | None) -> Table:
     padding = 1 - free.num_tokens / max(free.num_positions, 1)
     with_padding = f"{_short(free.num_positions / free.seconds)} positions/s with the {padding:.0%} padding" if padding else ""
     cores = f"per million tokens; {free.cpu_seconds / free.seconds:.2f} cores busy"
@@ -288,50 +277,23 @@ def _show(result: _Result, console: Console) -> None:
     table.add_row("wire", f"{free.bytes_per_second / 1e6:,.1f} MB/s", f"{free.num_batches:,} batches in {free.seconds:.1f} s")
     table.add_row("CPU", f"{free.cpu_seconds_per_million_tokens:.3f} s", cores)
     table.add_row("wait, p50", *_waits(free.waits))
-    if paced:
-        table.add_row(f"at {_short(result.target_tokens_per_second or 0)}/s", *_waits(paced.waits))
-    table.add_row("first batch", f"{result.first_batch_seconds:.2f} s")
-    console.print(table)
-    console.print()
-    for warning in _warnings(result):
-        console.print(Text(warning, "yellow"))
-    console.print(Text(_verdict(result)))
+    if target and paced:
+        table.add_row(f"at {_short(target)}/s", *_waits(paced.waits))
+    table.add_row("first batch", f"{first_batch_seconds:.2f} s")
+    return table
 
 
 def _waits(waits: Waits) -> tuple[str, str]:
     return f"{1000 * waits.p50:.2f} ms", f"p99 {1000 * waits.p99:.2f} ms, longest {1000 * waits.longest:.2f} ms"
 
 
-def _warnings(result: _Result) -> Iterator[str]:
-    if result.supply.num_steps * _FEW_EPOCHS < result.free.num_batches:
-        yield f"An epoch has only {result.supply.num_steps:,} steps, and starts with a wait: measure a larger dataset."
-    if result.newly_cached_bytes:
-        grown = size(result.newly_cached_bytes)
-        yield f"The server's cache grew by {grown} meanwhile, so it was cold. Measure again to see the figures of a warm one."
-    if retries := result.free.num_retries + (result.paced.num_retries if result.paced else 0):
-        yield f"{retries:,} requests failed and were retried; penstock doctor may show why."
-
-
-def _verdict(result: _Result) -> str:
-    text = f"This client could feed {_short(result.free.tokens_per_second)} tokens/s."
-    if not result.paced or not result.target_tokens_per_second:
-        return f"{text} Measure with --target-tokens-per-second how long a model of your speed would wait."
-    pace, share = _short(result.target_tokens_per_second), result.paced.waits.share
-    return f"{text} At {pace} tokens/s of training the loop waited {share:.1%} of the time."
-
-
-def _as_json(result: _Result) -> dict[str, Any]:
-    return {
-        "server": result.server,
-        "dataset": result.dataset,
-        "memory": result.supply.memory,
-        "spec": result.supply.spec.to_dict(),
-        "first_batch_seconds": result.first_batch_seconds,
-        **asdict(result.free),
-        "target_tokens_per_second": result.target_tokens_per_second,
-        "at_training_rate": asdict(result.paced) if result.paced else None,
-        "newly_cached_bytes": result.newly_cached_bytes,
-    }
+def _warnings(supply: Supply, num_batches: int, num_retries: int, grown: int) -> Iterator[str]:
+    if supply.num_steps * _FEW_EPOCHS < num_batches:
+        yield f"An epoch has only {supply.num_steps:,} steps, and starts with a wait: measure a larger dataset."
+    if grown:
+        yield f"The server's cache grew by {size(grown)} meanwhile, so it was cold. Measure again to see a warm one's figures."
+    if num_retries:
+        yield f"{num_retries:,} requests failed and were retried; penstock doctor may show why."
 
 
 def _short(number: float) -> str:

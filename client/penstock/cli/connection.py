@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 import httpx
 
-from penstock.cli.output import allow_closed_pipe, complain
 from penstock.client import decode_object, is_address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError
 from penstock.http import by_proxy, tls_remedy
@@ -30,38 +28,32 @@ _WITHOUT_BATCH = ("", "spec", "shuffle-report", "quarantine")
 _NOT_IN_SPEC = ("format", "start", "stop", "stride", "epoch")  # parameters of URLs that do not change a batch's bytes
 
 
-def set_run(command: argparse.ArgumentParser, name: str, run: Callable[[argparse.Namespace], int]) -> None:
-    """Set what a command runs. A PenstockError becomes one line on stderr, and status 2."""
-
-    def run_command(arguments: argparse.Namespace) -> int:
-        # On one line: the place of a warning in this package is no help at a terminal.
-        warnings.showwarning = lambda message, *_: complain(name, message)
-        status = 0
-        try:
-            with allow_closed_pipe():
-                status = run(arguments)
-        except PenstockError as error:
-            complain(name, error)
-            return 2
-        return status
-
-    command.set_defaults(run=run_command)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Parts of an address; None, or an empty query, for a part that it leaves out.
+    """Parts of an address.
 
-    server  "http://host:8000", with a path after it if the service stands behind a gateway
-    query   the spec's parameters in it, as they are spelled
+    server   "http://host:8000", with a path after it if the service stands behind a gateway
+    dataset  None if the address names none
+    query    the spec's parameters in it, as they are spelled
     """
 
     server: str
     dataset: str | None = None
-    epoch: int | None = None
-    rank: int | None = None
-    step: int | None = None
+    epoch: int = 0
+    rank: int = 0
+    step: int = 0
     query: tuple[tuple[str, str], ...] = ()
+
+    def with_options(self, arguments: argparse.Namespace) -> Address:
+        """Return the address with a command's options, which override its parts.
+
+        Raises SpecError: a parameter is unknown or out of bounds, or they contradict each other.
+        """
+        given = {name: value for name, value in vars(arguments).items() if value is not None}
+        spec = {name.removeprefix("spec_"): value for name, value in given.items() if name.startswith("spec_")}
+        query = (*(pair for pair in self.query if pair[0] not in spec), *spec.items())
+        Spec.from_query(query)
+        return replace(self, query=query, **{name: given[name] for name in ("epoch", "rank", "step") if name in given})
 
 
 def parse_address(text: str) -> Address:
@@ -75,46 +67,23 @@ def parse_address(text: str) -> Address:
     if not is_address(root):
         raise SpecError(f"{text!r} is not an address. One looks like http://localhost:8000/stories", ("address",))
     pairs = parse_qsl(split.query, keep_blank_values=True)
-    query = tuple(pair for pair in pairs if pair[0] not in _NOT_IN_SPEC)
     gateway, api, path = split.path.partition(DATASETS)
     if not api:
-        gateway, _, name = split.path.rstrip("/").rpartition("/")
-        return Address(server=root + gateway, dataset=unquote(name) or None, query=query)
+        gateway, _, path = split.path.rstrip("/").rpartition("/")
     name, _, rest = path.strip("/").partition("/")
     match = _BATCHES.fullmatch(rest)
     if not match and rest not in _WITHOUT_BATCH:
         raise SpecError(f"{text} shows no batch. Give the server and the dataset, or the URL of a batch.", ("address",))
-    in_query = {name: value for name, value in pairs if value.isdecimal()}
-    epoch, rank, step = match.groups() if match else (in_query.get("epoch"), None, None)
-    step = step or in_query.get("start")
+    in_query = {name: value for name, value in pairs if api and value.isdecimal()}
+    epoch, rank, step = match.groups() if match else (in_query.get("epoch", 0), 0, 0)
     return Address(
         server=root + gateway,
         dataset=unquote(name) or None,
-        epoch=int(epoch) if epoch else None,
-        rank=int(rank) if rank else None,
-        step=int(step) if step else None,
-        query=query,
+        epoch=int(epoch),
+        rank=int(rank),
+        step=int(step or in_query.get("start", 0)),
+        query=tuple(pair for pair in pairs if pair[0] not in _NOT_IN_SPEC),
     )
-
-
-def first_given(option: int | None, in_address: int | None) -> int:
-    """Return the option's value, else the address's, else 0."""
-    return option if option is not None else in_address or 0
-
-
-def spec_query(arguments: argparse.Namespace, address: Address) -> dict[str, str]:
-    """Return the spec's parameters in the address and the options, as a URL's query spells them; options override.
-
-    Raises SpecError: one is unknown or out of bounds, or they contradict each other.
-    """
-    options = {
-        name.removeprefix("spec_"): value
-        for name, value in vars(arguments).items()
-        if name.startswith("spec_") and value is not None
-    }
-    pairs = [(name, value) for name, value in address.query if name not in options]
-    Spec.from_query([*pairs, *options.items()])
-    return {**dict(pairs), **options}
 
 
 def url(server: str, path: str, query: Mapping[str, str]) -> str:
@@ -160,7 +129,7 @@ def connected(server: str) -> Iterator[Transport]:
 
 def get_json(transport: Transport, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Fetch the JSON object at a path. Raises the PenstockError that fits the failure."""
-    return transport.get(f"{path}?{urlencode(query)}" if query else path, decode_object)
+    return transport.get(url("", path, query or {}), decode_object)
 
 
 def describe_dataset(transport: Transport, dataset: str) -> dict[str, Any]:

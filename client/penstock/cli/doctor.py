@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import platform
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -17,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import __version__, wire
-from penstock.cli.connection import RETRY_SECONDS, describe_dataset, get_json, greet, parse_address, set_run
-from penstock.cli.output import stdout_console
+from penstock.cli.connection import RETRY_SECONDS, connected, describe_dataset, get_json, greet, parse_address
+from penstock.cli.output import set_run, stdout_console
 from penstock.client import Client
 from penstock.errors import PenstockError
 from penstock.http import proxy_of
 from penstock.prefetch import RANGE_BYTES
 from penstock.spec import Spec
 from penstock.text import counted, printable, rows_kept, size
-from penstock.transport import Servers, Transport
+from penstock.transport import Transport
 from penstock.wire.names import DATASETS, dataset_path
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -45,11 +44,10 @@ def configure(command: argparse.ArgumentParser) -> None:
         "exit status is 1 if a check fails."
     )
     command.add_argument("address", metavar="ADDRESS", help="http://HOST:PORT, or http://HOST:PORT/DATASET to check only that")
-    set_run(command, "doctor", run)
+    set_run(command, run)
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """Result of one check: its subject, the finding, and the remedy.
 
     ok    no problem
@@ -68,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     address = parse_address(arguments.address)
     console = stdout_console()
     console.print(Text(printable(address.server), "bold"))
-    num_failed = num_warned = 0
+    found = Counter[str]()
     for check in checks(address.server, address.dataset):
         row = Table.grid(padding=(0, 2, 0, 0))
         for width in (4, 9, None):
@@ -76,12 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = Text(f"\n-> {printable(check.remedy)}" if check.remedy else "", "bold")
         row.add_row(Text(check.level, _STYLES[check.level]), check.name, Text.assemble(printable(check.text), remedy))
         console.print(row)
-        num_failed += check.level == "fail"
-        num_warned += check.level == "warn"
-    summary = [counted(num_failed, "check") + " failed"] if num_failed else []
-    summary += [counted(num_warned, "warning")] if num_warned else []
-    console.print(", ".join(summary) or "all checks passed")
-    return 1 if num_failed else 0
+        found[check.level] += 1
+    failed, warnings = f"{counted(found['fail'], 'check')} failed", counted(found["warn"], "warning")
+    console.print(", ".join([failed] * bool(found["fail"]) + [warnings] * bool(found["warn"])) or "all checks passed")
+    return 1 if found["fail"] else 0
 
 
 def checks(server: str, dataset: str | None) -> Iterator[Check]:
@@ -97,35 +93,29 @@ def checks(server: str, dataset: str | None) -> Iterator[Check]:
     yield from _check_proxy(server)
     yield from check_latency(server)
     yield from check_machine()
-    with closing(Transport(Servers((server,)), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
-        try:
+    try:
+        with connected(server) as transport:
             known = get_json(transport, DATASETS)
             yield from check_datasets(transport, known, dataset)
             yield from check_cache(known["datasets"])
             yield from check_bandwidth(server, transport, known, dataset)
-        except PenstockError as error:
-            yield Check("fail", "data", str(error))
+    except PenstockError as error:
+        yield Check("fail", "data", str(error))
 
 
 def _check_versions(greeting: Mapping[str, Any]) -> Check:
-    there = f"penstock {greeting['version']} with wire version {greeting['wire']} there"
-    here = f"penstock {__version__} with {wire.VERSION} here"
-    if greeting["wire"] != wire.VERSION:
-        return Check("fail", "server", f"{there}, {here}", "install the same penstock on both")
-    if greeting["version"] != __version__:
-        return Check("warn", "server", f"{there}, {here}", "install the same penstock on both")
-    return Check("ok", "server", f"penstock {__version__}, wire version {wire.VERSION}, the same as here")
+    there, here = (greeting["version"], greeting["wire"]), (__version__, wire.VERSION)
+    if there == here:
+        return Check("ok", "server", f"penstock {__version__}, wire version {wire.VERSION}, the same as here")
+    text = f"penstock {there[0]} with wire version {there[1]} there, penstock {__version__} with {wire.VERSION} here"
+    return Check("warn" if there[1] == wire.VERSION else "fail", "server", text, "install the same penstock on both")
 
 
 def _check_proxy(server: str) -> Iterator[Check]:
     """Warn about a proxy: it mostly comes from an overlooked environment variable."""
     if variable := proxy_of(server):
-        yield Check(
-            "warn",
-            "proxy",
-            f"{variable} is set, so batches go through a proxy",
-            f"set NO_PROXY={urlsplit(server).hostname} where the trainer runs",
-        )
+        remedy = f"set NO_PROXY={urlsplit(server).hostname} where the trainer runs"
+        yield Check("warn", "proxy", f"{variable} is set, so batches go through a proxy", remedy)
 
 
 def check_latency(server: str) -> Iterator[Check]:
@@ -142,25 +132,20 @@ def check_latency(server: str) -> Iterator[Check]:
     except httpx.RequestError as error:
         yield Check("fail", "latency", f"the server answered once, but not again: {error!r}", "look at its log")
         return
-    latencies = [seconds for seconds, _ in pings]
-    yield _check_latency(median(latencies), max(latencies))
-    yield _check_clock(min(pings)[1])
-
-
-def _check_latency(typical: float, longest: float) -> Check:
+    typical, longest = median(seconds for seconds, _ in pings), max(pings)[0]
     text = f"{1000 * typical:.1f} ms (median of {_NUM_PINGS}; at most {1000 * longest:.1f} ms)"
     if typical < _SLOW_PING_SECONDS:
-        return Check("ok", "latency", text)
-    limit = RANGE_BYTES / typical / 1e6  # two ranges are requested at a time, but socket buffers seldom hold more of them
-    text = f"{text}: at most {size(RANGE_BYTES)} of batches arrive in that time, {limit:,.0f} MB/s"
-    return Check("warn", "latency", text, "run a server nearer to the trainers")
-
-
-def _check_clock(ahead: float) -> Check:
+        yield Check("ok", "latency", text)
+    else:
+        limit = RANGE_BYTES / typical / 1e6  # two ranges are requested at a time, but socket buffers seldom hold more of them
+        text = f"{text}: at most {size(RANGE_BYTES)} of batches arrive in that time, {limit:,.0f} MB/s"
+        yield Check("warn", "latency", text, "run a server nearer to the trainers")
+    ahead = min(pings)[1]
     text = f"the server's clock is {abs(ahead):,.3f} s {'ahead of' if ahead > 0 else 'behind'} this one"
     if abs(ahead) < _CLOCK_SECONDS:
-        return Check("ok", "clock", text)
-    return Check("warn", "clock", f"{text}: the times in their logs do not match", "let NTP set both clocks")
+        yield Check("ok", "clock", text)
+    else:
+        yield Check("warn", "clock", f"{text}: the times in their logs do not match", "let NTP set both clocks")
 
 
 def check_machine() -> Iterator[Check]:
@@ -172,19 +157,16 @@ def check_machine() -> Iterator[Check]:
         yield Check("warn", "client", f"{here}, no torch ({error})", "RemoteDataset needs it: pip install 'penstock[torch]'")
         return
     yield Check("ok", "client", f"{here}, torch {torch.__version__}")
-    yield _check_memory(torch)
-
-
-def _check_memory(torch: Any) -> Check:
     if not torch.cuda.is_available():
         build = torch.version.cuda or torch.version.hip or "CPU only"
-        return Check("ok", "memory", f"torch (build: {build}) sees no GPU here: batches use ordinary memory")
+        yield Check("ok", "memory", f"torch (build: {build}) sees no GPU here: batches use ordinary memory")
+        return
     name = torch.cuda.get_device_name()
     try:
         torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+        yield Check("ok", "memory", f"{name}; batches use pinned memory")
     except RuntimeError as error:
-        return Check("fail", "memory", f"{name}, but memory cannot be pinned: {error}", "check nvidia-smi and ulimit -l")
-    return Check("ok", "memory", f"{name}; batches use pinned memory")
+        yield Check("fail", "memory", f"{name}, but memory cannot be pinned: {error}", "check nvidia-smi and ulimit -l")
 
 
 def check_datasets(transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:
@@ -192,17 +174,17 @@ def check_datasets(transport: Transport, known: Mapping[str, Any], dataset: str 
 
     Raises UnknownDataset, and the errors of describe_dataset.
     """
-    if dataset and all(entry["name"] != dataset for kind in ("datasets", "mixtures", "refused") for entry in known[kind]):
+    datasets, mixtures, refused = (
+        [entry for entry in known[kind] if dataset in (None, entry["name"])] for kind in ("datasets", "mixtures", "refused")
+    )
+    if dataset and not (datasets or mixtures or refused):
         describe_dataset(transport, dataset)  # raises, and suggests similar names
-    for entry in known["datasets"]:
-        if dataset in (None, entry["name"]):
-            yield _check_dataset(describe_dataset(transport, entry["name"]))
-    for mixture in known["mixtures"]:
-        if dataset in (None, mixture["name"]):
-            yield Check("ok", "dataset", f"{mixture['name']}: a mixture, {mixture['mix']}")
-    for refused in known["refused"]:
-        if dataset in (None, refused["name"]):
-            yield Check("fail", "dataset", f"{refused['name']} is not served: {refused['error']}")
+    for entry in datasets:
+        yield _check_dataset(describe_dataset(transport, entry["name"]))
+    for mixture in mixtures:
+        yield Check("ok", "dataset", f"{mixture['name']}: a mixture, {mixture['mix']}")
+    for entry in refused:
+        yield Check("fail", "dataset", f"{entry['name']} is not served: {entry['error']}")
 
 
 def _check_dataset(about: Mapping[str, Any]) -> Check:

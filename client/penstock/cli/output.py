@@ -1,20 +1,48 @@
-"""Stdout of commands: the terminal may lack characters, and the reader of a pipe may close it."""
+"""How commands print and end: the terminal may lack characters, and the reader of a pipe may close it."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from penstock.errors import PenstockError
 from penstock.text import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _PIPE_COLUMNS = 100
+
+
+class CommandError(Exception):
+    """A command cannot do what it was asked to do. The message says why."""
+
+
+def set_run(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *errors: type[Exception]) -> None:
+    """Set what a command runs. Its `errors`, PenstockError and CommandError become one line on stderr, and status 2."""
+    name = command.prog.rpartition(" ")[2]
+    refusals: tuple[type[Exception], ...] = (PenstockError, CommandError, *errors)
+
+    def run_command(arguments: argparse.Namespace) -> int:
+        # On one line: the place of a warning in this package is no help at a terminal.
+        warnings.showwarning = lambda message, *_: complain(name, message)
+        status = 0
+        try:
+            status = run(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, such as head, has closed the pipe
+            _discard_stdout()
+        except refusals as error:
+            complain(name, error)
+            return 2
+        return status
+
+    command.set_defaults(run=run_command)
 
 
 def prepare_streams() -> None:
@@ -45,16 +73,6 @@ def stdout_console() -> Console:
         highlight=False,
         emoji=False,
     )
-
-
-@contextmanager
-def allow_closed_pipe() -> Iterator[None]:
-    """End the block without an error if the reader of stdout, such as head, closes the pipe."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_stdout()
 
 
 def report(text: str) -> None:

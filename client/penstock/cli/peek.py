@@ -13,8 +13,8 @@ from rich.text import Text
 
 from penstock.cli.arguments import ADDRESS, add_spec_options, whole_number
 from penstock.cli.batch_view import LineView, SampleView, append_abridged, padding_of, text_of, view
-from penstock.cli.connection import connected, dataset_of, first_given, get_json, parse_address, set_run, spec_query, url
-from penstock.cli.output import stdout_console
+from penstock.cli.connection import connected, dataset_of, get_json, parse_address, url
+from penstock.cli.output import set_run, stdout_console
 from penstock.spec import Spec
 from penstock.text import counted, printable
 from penstock.wire.names import batches_path, dataset_path
@@ -36,17 +36,15 @@ def configure(command: argparse.ArgumentParser) -> None:
         "--lines", type=whole_number, metavar="N", default=4, help="lines of text per row, 0 for all (default: 4)"
     )
     add_spec_options(command)
-    set_run(command, "peek", run)
+    set_run(command, run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the batch. Raises the PenstockError that fits the failure."""
-    address = parse_address(arguments.address)
-    query = spec_query(arguments, address)
-    epoch, rank = first_given(arguments.epoch, address.epoch), first_given(arguments.rank, address.rank)
-    step = first_given(arguments.step, address.step)
+    address = parse_address(arguments.address).with_options(arguments)
+    query = dict(address.query)
     with connected(address.server) as transport:
-        path = f"{batches_path(dataset_of(address, transport), epoch, rank)}/{step}"
+        path = f"{batches_path(dataset_of(address, transport), address.epoch, address.rank)}/{address.step}"
         batch = get_json(transport, path, {**query, "format": "json"})
         # The dataset may grow between the two requests.
         provenance = get_json(transport, f"{path}/provenance", {**query, "snapshot": batch["snapshot"]})

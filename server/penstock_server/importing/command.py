@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.output import complain, report
+from penstock.cli.output import CommandError, report, set_run
 from penstock.text import counted
 from penstock_server.settings import byte_count
 
@@ -62,7 +61,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR once all rows are written"
     )
-    parser.set_defaults(run=_import)
+    set_run(parser, _import)
 
 
 def _names(text: str) -> list[str]:
@@ -78,14 +77,12 @@ def _delimiter(text: str) -> str:
 
 def _import(arguments: argparse.Namespace) -> int:
     from penstock_server.importing.run import Import
-    from penstock_server.importing.schema import ImportRefused
     from penstock_server.importing.shards import Shape
     from penstock_server.importing.token_files import Documents
 
     shard_bytes = byte_count(arguments.shard_bytes)
     if shard_bytes is None or shard_bytes < _MIN_SHARD_BYTES:
-        print(f"penstock import: --shard-bytes must be at least 1MB, not {arguments.shard_bytes}", file=sys.stderr)
-        return 2
+        raise CommandError(f"--shard-bytes must be at least 1MB, not {arguments.shard_bytes}")
     # SIGTERM stops it as Ctrl-C does, so that it removes half-written files.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     task = Import(
@@ -99,12 +96,7 @@ def _import(arguments: argparse.Namespace) -> int:
         shape=Shape(shard_bytes=shard_bytes),
         overwrite=arguments.overwrite,
     )
-    try:
-        done = task.run()
-    except ImportRefused as refusal:
-        complain("import", refusal)
-        return 2
-    report(_summary(done, task.out_dir))
+    report(_summary(task.run(), task.out_dir))
     return 0
 
 

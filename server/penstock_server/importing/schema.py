@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from penstock.cli.output import CommandError
 from penstock.text import cut, listed, one_line
 from penstock_server.arrow import holds_json
 from penstock_server.recipes.fields import is_tokens
 
 
-class ImportRefused(Exception):
+class ImportRefused(CommandError):
     """The files cannot be imported. The message names the file, the reason and the remedy."""
 
 

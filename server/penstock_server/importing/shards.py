@@ -127,10 +127,7 @@ def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
 
     Raises ImportRefused: shards exist and may not be replaced, or the path is not a local folder.
     """
-    try:
-        check_is_here(out_dir)
-    except ValueError as error:
-        raise ImportRefused(f"{error}") from error
+    check_is_here(out_dir)
     if out_dir.is_file():
         raise ImportRefused(f"{out_dir} is a file, not a folder. The last name given is the folder to write to.")
     old = [out_dir / name for name in list_folder(out_dir).shards] if out_dir.exists() else []

@@ -51,8 +51,7 @@ def supply(clock: Clock, *seconds: float) -> Supply:
         memory="",
         batches=batches(),
         count=lambda _: (1000, 1250),
-        num_bytes=lambda: 2000 * made,
-        num_retries=lambda: made // 10,
+        spent=lambda: (2000 * made, made // 10),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from penstock import __version__, wire
-from penstock.cli import doctor
+from penstock.cli import connection, doctor
 from penstock.cli.doctor import Check, check_bandwidth, check_cache, check_datasets, check_machine, checks
 from penstock.transport import Servers, Transport
 from support.servers import pages
@@ -70,7 +70,7 @@ def test_server_check_refuses_another_service() -> None:
 
 
 def test_data_checks_retry_a_response_that_is_not_a_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "RETRY_SECONDS", 0.3)
     answers = chain([b"{", b"[]"], repeat(b'{"datasets": [], "mixtures": [], "refused": []}'))
     with pages(lambda path: (200, json.dumps({**GOOD, "time": 0}).encode() if path == "/healthz" else next(answers))) as url:
         assert "data" not in found(url)
