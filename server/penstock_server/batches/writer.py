@@ -1,10 +1,13 @@
-"""Batches: writes the samples of a chunk as the tensors of frames."""
+"""Batches: writes the samples of a chunk as the tensors of frames.
+
+Everything in a body is a piece: the lines of tokens, their padding, and the values of the other tensors.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby, islice, pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock import wire
+from penstock.wire.layout import DTYPES, TEXTS
 from penstock_server.batches.assemble import Chunk, gather
 from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan, Tensor
 from penstock_server.batches.samples import Samples
@@ -19,7 +23,7 @@ from penstock_server.blocks.block import Block
 from penstock_server.blocks.columns import ListColumns, joined
 from penstock_server.blocks.mmap import Waits
 from penstock_server.blocks.on_demand import PickedRows
-from penstock_server.order.arrays import IntArray, find, in_order, starts_of
+from penstock_server.order.arrays import IntArray, in_order
 from penstock_server.problems import BadParameter
 
 Array = npt.NDArray[Any]
@@ -27,7 +31,8 @@ Sizes = dict[str, IntArray]  # bytes per sample of each passthrough column of te
 
 _waits = Waits()  # shared by all datasets of this process
 _STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # from each of these on, msgpack encodes a step with more bytes
-_ZEROS = pa.py_buffer(bytes(1 << 16))  # longer gaps take several pieces
+_ZEROS = pa.py_buffer(bytes(1 << 16))
+_BYTE = np.dtype(np.uint8)
 
 
 def frames(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> memoryview:
@@ -35,18 +40,19 @@ def frames(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> memoryview:
     plan, samples = chunk.plan, gather(chunk, blocks)
     sizes = {tensor.name: _sizes(tensor.name, samples) for tensor in plan.tensors if tensor.is_ragged}
     groups = list(frame_groups(plan.address(chunk.epoch, chunk.rank), chunk.steps, _layouts(plan, samples, sizes)))
-    placed = [(tensor, Places([group.place(number) for group in groups])) for number, tensor in enumerate(plan.tensors)]
-    pieces = Pieces()
-    for tensor, places in placed:
+    pieces, payloads = Pieces(), np.concatenate([group.payloads for group in groups])
+    for number, tensor in enumerate(plan.tensors):
+        places = Places.of(groups, payloads, number)
         if tensor.kind == "tokens":
             _add_tokens(tensor, places, samples, plan.pad_id, pieces)
         elif tensor.kind == "mask":
             _add_ones(tensor, places, samples, pieces)
+        elif tensor.is_ragged:
+            _add_texts(tensor.name, places, samples, sizes[tensor.name], pieces)
+        else:
+            pieces.put(_values(tensor, samples).astype(tensor.dtype), places.begins)
     with _waits.copying(pieces.spans()):
         body = pieces.join(groups[-1].stop)
-    for tensor, places in placed:
-        if not tensor.has_lines:
-            _write(tensor, places, body, samples)
     num_replaced = iter(samples.replaced.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
     for group in groups:
         group.write_heads(body, num_replaced)
@@ -98,53 +104,48 @@ def _widths(plan: Plan, tensor: Tensor, samples: Samples, sizes: Sizes) -> list[
 def _add_ones(tensor: Tensor, places: Places, samples: Samples, pieces: Pieces) -> None:
     """Adds the ones of a mask, for tokens with loss, in every batch."""
     runs = samples.runs(tensor)
-    begins = places.begins(runs.lines, runs.offsets)
+    begins = places.at(runs.lines, runs.offsets)
     pieces.fill(1, np.dtype(tensor.dtype), begins[runs.in_loss], runs.lengths[runs.in_loss])
 
 
 def _add_tokens(tensor: Tensor, places: Places, samples: Samples, pad_id: int, pieces: Pieces) -> None:
     """Adds the lines of a tensor of tokens, and their padding, in every batch."""
     runs, dtype = samples.runs(tensor), np.dtype(tensor.dtype)
-    begins = places.begins(runs.lines, runs.offsets)
+    begins = places.at(runs.lines, runs.offsets)
     pieces.copy(samples.tokens(tensor.feature), dtype, begins, runs.blocks, runs.starts, runs.lengths)
     lengths = samples.lengths(tensor)
-    missing = places.widths() - lengths
+    missing = np.repeat(places.widths, places.batch_size) - lengths
     if pad_id and missing.any():
         short = np.flatnonzero(missing)
-        pieces.fill(pad_id, dtype, places.begins(short, lengths[short]), missing[short])
+        pieces.fill(pad_id, dtype, places.at(short, lengths[short]), missing[short])
 
 
-def _write(tensor: Tensor, places: Places, body: memoryview, samples: Samples) -> None:
-    """Writes a tensor without lines in every batch."""
-    if tensor.is_ragged:
-        rest = iter(_texts(tensor.name, samples))
-        size = samples.count // places.num_frames
-        for out in places.frames(body):
-            wire.pack_texts(list(islice(rest, size)), out)
-    else:
-        of_kind = {"count": _counts, "starts": _starts, "member": _members, "column": _numbers}
-        for array, values in places.parts(body, of_kind[tensor.kind](tensor, samples)):
-            array[...] = values.reshape(array.shape)
+def _add_texts(name: str, places: Places, samples: Samples, sizes: IntArray, pieces: Pieces) -> None:
+    """Adds a passthrough column of texts or bytes, in the format of penstock.wire, in every batch."""
+    offsets = np.zeros((len(places.begins), places.batch_size + 1), np.int64)
+    np.cumsum(sizes.reshape(len(offsets), -1), axis=1, out=offsets[:, 1:])
+    pieces.put(offsets, places.begins)
+    begins = (places.begins[:, None] + offsets[0].nbytes + offsets[:, :-1]).reshape(-1)
+    memory, numbers, starts = list[pa.Buffer](), np.empty_like(begins), np.empty_like(begins)
+    for block, lines, rows in samples.rows():
+        numbers[lines], starts[lines] = len(memory), block.text_bounds(name, rows)[0]
+        memory.append(block.columns[name].buffers()[2] or _ZEROS)
+    pieces.copy_bytes(memory, begins, numbers, starts, sizes)
 
 
-def _counts(tensor: Tensor, samples: Samples) -> Array:
-    return samples.lengths(tensor)
-
-
-def _starts(tensor: Tensor, samples: Samples) -> Array:
-    begins = np.zeros((samples.count, tensor.longest), np.bool_)
-    begins[samples.begins] = True
-    lengths = samples.lengths(tensor)
-    short = np.flatnonzero(lengths < tensor.longest)
-    begins[short, lengths[short]] = True
-    return np.packbits(begins, axis=1, bitorder="little")
-
-
-def _members(_: Tensor, samples: Samples) -> Array:
-    return samples.member_numbers
-
-
-def _numbers(tensor: Tensor, samples: Samples) -> Array:
+def _values(tensor: Tensor, samples: Samples) -> Array:
+    """Returns the values of a tensor that has one of fixed size per sample, shape [count, ...]."""
+    if tensor.kind == "member":
+        return samples.member_numbers
+    if tensor.kind == "count":
+        return samples.lengths(tensor)
+    if tensor.kind == "starts":
+        begins = np.zeros((samples.count, tensor.longest), np.bool_)
+        begins[samples.begins] = True
+        lengths = samples.lengths(tensor)
+        short = np.flatnonzero(lengths < tensor.longest)
+        begins[short, lengths[short]] = True
+        return np.packbits(begins, axis=1, bitorder="little")
     numbers = np.empty((samples.count, *tensor.item), tensor.dtype)
     for block, lines, rows in samples.rows():
         numbers[lines] = block.numbers[tensor.name][rows]
@@ -154,16 +155,9 @@ def _numbers(tensor: Tensor, samples: Samples) -> Array:
 def _sizes(name: str, samples: Samples) -> IntArray:
     sizes = np.zeros(samples.count, np.int64)
     for block, lines, rows in samples.rows():
-        sizes[lines] = block.text_lengths(name, rows)
+        starts, stops = block.text_bounds(name, rows)
+        sizes[lines] = stops - starts
     return sizes
-
-
-def _texts(name: str, samples: Samples) -> list[bytes]:
-    texts = [b""] * samples.count
-    for block, lines, rows in samples.rows():
-        for line, row in zip(lines.tolist(), rows.tolist(), strict=True):
-            texts[line] = block.columns[name][row].as_buffer().to_pybytes()
-    return texts
 
 
 class FrameGroup(NamedTuple):
@@ -181,14 +175,14 @@ class FrameGroup(NamedTuple):
         return self.head_nbytes + self.layout.nbytes
 
     @property
+    def payloads(self) -> IntArray:
+        """Byte offset of each payload."""
+        return np.arange(len(self.steps)) * self.frame_nbytes + (self.start + self.head_nbytes)
+
+    @property
     def stop(self) -> int:
         """Byte offset after the last frame."""
         return self.start + len(self.steps) * self.frame_nbytes
-
-    def place(self, number: int) -> Place:
-        """Returns the place of tensor `number` of the layout, in all of these frames."""
-        tensor = self.layout.tensors[number]
-        return Place(self.start + self.head_nbytes + tensor.offset, self.frame_nbytes, len(self.steps), tensor)
 
     def write_heads(self, body: memoryview, replaced: Iterator[int]) -> None:
         """Writes each frame's head for the payload in `body`. Keep it short: a statement costs as much as copying a row."""
@@ -218,88 +212,64 @@ def by_step_width(steps: range) -> Iterator[range]:
             yield part
 
 
-class Place(NamedTuple):
-    """A tensor in frames of one layout: it starts at byte `begin` of the body, and then every `stride` bytes."""
+class Places(NamedTuple):
+    """One tensor in all frames of a body: in frame f it begins at byte begins[f], and has lines of widths[f] elements."""
 
-    begin: int
-    stride: int
-    num_frames: int
-    tensor: wire.TensorLayout
+    begins: IntArray
+    widths: IntArray
+    batch_size: int
+    itemsize: int
 
-    @property
-    def num_lines(self) -> int:
-        """Lines of a tensor of shape [batch_size, ...], in all of these frames."""
-        return self.num_frames * self.tensor.shape[0]
+    @classmethod
+    def of(cls, groups: Sequence[FrameGroup], payloads: IntArray, number: int) -> Places:
+        """Returns the places of tensor `number` of the layouts, in frames whose payloads begin at these bytes."""
+        tensors = [group.layout.tensors[number] for group in groups]
+        of_groups = np.array([[tensor.offset for tensor in tensors], [tensor.shape[-1] for tensor in tensors]])
+        offsets, widths = np.repeat(of_groups, [len(group.steps) for group in groups], axis=1)
+        itemsize = 1 if tensors[0].dtype in TEXTS else DTYPES[tensors[0].dtype].itemsize
+        return cls(payloads + offsets, widths, tensors[0].shape[0], itemsize)
 
-    def array(self, body: memoryview) -> Array:
-        """Views the tensor in all of these frames, shape [num_frames, batch_size, ...]; [num_frames, nbytes] for texts."""
-        return wire.strided(self.tensor, body, self.begin, self.stride, self.num_frames)
-
-
-class Places:
-    """One tensor in all frames of a body."""
-
-    def __init__(self, places: list[Place]) -> None:
-        self._places = places
-
-    @property
-    def num_frames(self) -> int:
-        """Number of frames."""
-        return sum(place.num_frames for place in self._places)
-
-    def frames(self, body: memoryview) -> Iterator[Array]:
-        """Yields the tensor in each frame, shape [batch_size, ...]; [nbytes] for texts."""
-        return chain.from_iterable(place.array(body) for place in self._places)
-
-    def parts(self, body: memoryview, values: Array) -> Iterator[tuple[Array, Array]]:
-        """Yields each Place.array with its part of `values`, which has one value per line of all frames; not for texts."""
-        first = 0
-        for place in self._places:
-            last = first + place.num_lines
-            yield place.array(body), values[first:last]
-            first = last
-
-    def widths(self) -> IntArray:
-        """Returns the width of each line of a tensor [batch_size, width], shape [num_lines], or [1] if all are equal."""
-        widths = np.array([place.tensor.shape[1] for place in self._places])
-        return widths if len(widths) == 1 else np.repeat(widths, [place.num_lines for place in self._places])
-
-    def begins(self, lines: IntArray, offsets: IntArray) -> IntArray:
+    def at(self, lines: IntArray, offsets: IntArray) -> IntArray:
         """Returns the byte offsets in the body of elements offsets[i] of samples lines[i], numbered over all frames."""
-        [place, *others] = self._places
-        size, itemsize = place.tensor.shape[0], np.dtype(place.tensor.dtype).itemsize
-        widths = self.widths()
-        of_place: tuple[int | IntArray, ...] = (place.begin, place.stride, 0)
-        if others:
-            first_lines = starts_of(np.array([place.num_lines for place in self._places]))
-            which = find(first_lines, lines)
-            widths = widths[lines]
-            of_place = (*np.array([(place.begin, place.stride) for place in self._places])[which].T, first_lines[which])
-        begin, stride, first_line = of_place
-        frames, number = np.divmod(lines - first_line, size)
-        begins: IntArray = begin + frames * stride + (number * widths + offsets) * itemsize
+        frames, number = np.divmod(lines, self.batch_size)
+        begins: IntArray = self.begins[frames] + (number * self.widths[frames] + offsets) * self.itemsize
         return begins
 
 
 class _Copies(NamedTuple):
-    """Columns of copies: bytes [starts[i], starts[i] + nbytes[i]) of source sources[i] go to byte begins[i] of the body."""
+    """Copies: bytes [starts[i], starts[i] + nbytes[i]) of memory[numbers[i]] go to byte begins[i] of the body.
 
+    They hold elements of type `there`, which have the type `here` in the body.
+    """
+
+    memory: Sequence[pa.Buffer]
     begins: IntArray
-    sources: IntArray
+    numbers: IntArray
     starts: IntArray
     nbytes: IntArray
+    there: np.dtype[Any] = _BYTE
+    here: np.dtype[Any] = _BYTE
+
+    def take(self, at: IntArray) -> _Copies:
+        """Returns some of the copies."""
+        begins, numbers, starts, nbytes = (column[at] for column in self[1:5])
+        return _Copies(self.memory, begins, numbers, starts, nbytes, self.there, self.here)
+
+    def cast(self) -> _Copies:
+        """Returns the copies from elements that are cast already. Raises IndexError: a copy exceeds its source."""
+        if self.there == self.here:
+            return self
+        values = np.frombuffer(joined(self.memory, self.numbers, self.starts, self.nbytes), self.there).astype(self.here)
+        nbytes = self.nbytes // self.there.itemsize * self.here.itemsize
+        return _Copies([pa.py_buffer(values)], self.begins, np.zeros_like(nbytes), np.cumsum(nbytes) - nbytes, nbytes)
 
 
 class Pieces:
-    """Pieces of one body, without overlap; uncovered bytes are zero."""
+    """Pieces of one body, without overlap; uncovered bytes are zero. Each call adds pieces in the order of the body."""
 
     def __init__(self) -> None:
-        self._memory: list[pa.Buffer] = []  # sources of pieces
-        self._types: list[np.dtype[Any]] = []  # element type of each source
-        self._types_here: list[np.dtype[Any]] = []  # element type of each source in the body
-        self._cast: list[int] = []  # sources with another type in the body
-        self._copies: list[_Copies] = []
-        self._fills: list[_Copies] = []
+        self._of_blocks: list[_Copies] = []
+        self._made: list[_Copies] = []
 
     def copy(
         self,
@@ -310,75 +280,57 @@ class Pieces:
         starts: IntArray,
         lengths: IntArray,
     ) -> None:
-        """Copies values [starts[i], starts[i] + lengths[i]) of lists[numbers[i]] to byte begins[i], as `dtype`.
+        """Copies values [starts[i], starts[i] + lengths[i]) of lists[numbers[i]] to byte begins[i], as `dtype`."""
+        types = set(lists.dtypes)
+        for there in types:
+            copies = _Copies(lists.memory, begins, numbers, starts * there.itemsize, lengths * there.itemsize, there, dtype)
+            if len(types) > 1:
+                copies = copies.take(np.flatnonzero(np.array([other == there for other in lists.dtypes])[numbers]))
+            self._of_blocks.append(copies)
 
-        The pieces are in the order of the body.
-        """
-        size = dtype.itemsize
-        self._copies.append(_Copies(begins, numbers + len(self._memory), starts * size, lengths * size))
-        self._add(lists.memory, lists.dtypes, dtype)
+    def copy_bytes(
+        self, memory: Sequence[pa.Buffer], begins: IntArray, numbers: IntArray, starts: IntArray, nbytes: IntArray
+    ) -> None:
+        """Copies bytes [starts[i], starts[i] + nbytes[i]) of memory[numbers[i]] to byte begins[i]."""
+        self._of_blocks.append(_Copies(memory, begins, numbers, starts, nbytes))
+
+    def put(self, values: Array, begins: IntArray) -> None:
+        """Puts an equal part of the values at each of some bytes."""
+        nothing = np.zeros_like(begins)
+        nbytes = nothing + values.nbytes // len(begins)
+        self._made.append(_Copies([pa.py_buffer(values)], begins, nothing, np.cumsum(nbytes) - nbytes, nbytes))
 
     def fill(self, value: int, dtype: np.dtype[Any], begins: IntArray, lengths: IntArray) -> None:
-        """Fills lengths[i] elements at byte begins[i] with a value. The pieces are in the order of the body."""
-        zeros = np.zeros_like(lengths)
-        self._fills.append(_Copies(begins, zeros + len(self._memory), zeros, lengths * dtype.itemsize))
-        self._add([pa.py_buffer(np.full(lengths.max(initial=0), value, dtype))], [dtype], dtype)
+        """Fills lengths[i] elements at byte begins[i] with a value."""
+        values, nothing = np.full(lengths.max(initial=0), value, dtype), np.zeros_like(begins)
+        self._made.append(_Copies([pa.py_buffer(values)], begins, nothing, nothing, lengths * dtype.itemsize))
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yields (address, bytes) of each copy."""
-        addresses = np.array([memory.address for memory in self._memory])
-        sizes, sizes_in_body = (np.array([dtype.itemsize for dtype in types]) for types in (self._types, self._types_here))
-        for _, sources, starts, nbytes in self._copies:
-            firsts, counts = (column // sizes_in_body[sources] * sizes[sources] for column in (starts, nbytes))
-            yield from zip((addresses[sources] + firsts).tolist(), counts.tolist(), strict=True)
+        """Yields (address, bytes) of each copy from a block."""
+        for copies in self._of_blocks:
+            addresses = np.array([memory.address for memory in copies.memory])[copies.numbers] + copies.starts
+            yield from zip(addresses.tolist(), copies.nbytes.tolist(), strict=True)
 
     def join(self, nbytes: int) -> memoryview:
         """Returns the body of `nbytes`.
 
         Raises IndexError: a piece overlaps another or exceeds its source, or the body is longer than 2^31 - 1 bytes.
         """
-        tables = [*self._copies, *self._fills]
-        copies = tables[0] if len(tables) == 1 else _Copies(*in_order(tables))
-        sources, starts, sizes = self._with_gaps(copies, nbytes)
-        if sizes.min() < 0:
-            raise IndexError("a piece of a body overlaps another, or exceeds the body")
-        memory = [*self._memory, _ZEROS]
-        mine = np.flatnonzero(np.isin(sources, self._cast)) if self._cast else sources[:0]
-        if not len(mine):
-            return joined(memory, sources, starts, sizes)
-        # Leave gaps for cast pieces, since `joined` does not cast.
-        spans = zip(*(column[mine].tolist() for column in (sources, np.cumsum(sizes) - sizes, starts, sizes)), strict=True)
-        memory.append(pa.py_buffer(bytes(sizes[mine].max())))
-        sources[mine], starts[mine] = len(memory) - 1, 0
-        body = joined(memory, sources, starts, sizes)
-        for source, begin, start, size in spans:
-            values, here = np.frombuffer(memory[source], self._types[source]), self._types_here[source]
-            first, last = start // here.itemsize, (start + size) // here.itemsize
-            if not 0 <= first <= last <= len(values):
-                raise IndexError("a piece of a body exceeds its source")
-            np.frombuffer(body, here, last - first, begin)[...] = values[first:last]
-        return body
-
-    def _add(self, memory: Sequence[pa.Buffer], types: list[np.dtype[Any]], here: np.dtype[Any]) -> None:
-        """Adds sources with elements of `types`, which have the type `here` in the body."""
-        if types.count(here) < len(types):
-            self._cast += [len(self._memory) + number for number, there in enumerate(types) if there != here]
-        self._memory += memory
-        self._types += types
-        self._types_here += [here] * len(memory)
-
-    def _with_gaps(self, copies: _Copies, nbytes: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Returns the source, start and bytes of the consecutive parts of a body: copies, and the gaps between them."""
+        memory, tables = list[pa.Buffer](), []
+        for copies in (*self._of_blocks, *self._made):
+            of_table, begins, numbers, starts, sizes, *_ = copies.cast()
+            tables.append((begins, numbers + len(memory), starts, sizes))
+            memory += of_table
+        begins, numbers, starts, sizes = tables[0] if len(tables) == 1 else in_order(tables)
         # Parts alternate between gap and copy, and end with a gap.
-        offsets = np.zeros(2 * len(copies.begins) + 2, np.int64)
-        offsets[1:-1:2], offsets[2:-1:2], offsets[-1] = copies.begins, copies.begins + copies.nbytes, nbytes
-        sizes = offsets[1:] - offsets[:-1]
-        sources, starts = np.full(len(sizes), len(self._memory)), np.zeros(len(sizes), np.int64)
-        sources[1::2], starts[1::2] = copies.sources, copies.starts
-        if sizes[::2].max() > _ZEROS.size:  # empty copies split a long gap
-            gaps = zip(offsets[::2].tolist(), offsets[1::2].tolist(), strict=True)
-            cuts = np.array([at for first, last in gaps for at in range(first + _ZEROS.size, last, _ZEROS.size)])
-            nothing = np.zeros_like(cuts)
-            return self._with_gaps(_Copies(*in_order([copies, _Copies(cuts, nothing, nothing, nothing)])), nbytes)
-        nonempty = np.flatnonzero(sizes)
-        return sources[nonempty], starts[nonempty], sizes[nonempty]
+        offsets = np.zeros(2 * len(begins) + 2, np.int64)
+        offsets[1:-1:2], offsets[2:-1:2], offsets[-1] = begins, begins + sizes, nbytes
+        parts = np.diff(offsets)
+        if parts.min() < 0:
+            raise IndexError("a piece of a body overlaps another, or exceeds the body")
+        sources, firsts = np.full(len(parts), len(memory)), np.zeros(len(parts), np.int64)
+        sources[1::2], firsts[1::2] = numbers, starts
+        longest = int(parts[::2].max())
+        memory.append(_ZEROS if longest <= _ZEROS.size else pa.py_buffer(bytes(longest)))
+        nonempty = np.flatnonzero(parts)
+        return joined(memory, sources[nonempty], firsts[nonempty], parts[nonempty])

@@ -93,11 +93,11 @@ class Block:
         """Numeric columns, each of shape [num_rows, *item]."""
         return {name: _numbers(column) for name, column in self.columns.items() if not is_raw(column.type)}
 
-    def text_lengths(self, name: str, rows: IntArray) -> IntArray:
-        """Returns the bytes of a text or binary column in some rows, shape of `rows`, without a copy."""
+    def text_bounds(self, name: str, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns where the values of a text or binary column in some rows start and stop in the column's bytes."""
         column = self.columns[name]
         offsets = np.frombuffer(column.buffers()[1], np.int64)[column.offset :]
-        return offsets[rows + 1] - offsets[rows]
+        return offsets[rows], offsets[rows + 1]
 
     @property
     def row_lengths(self) -> IntArray:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from penstock.wire import Address, Heads, Layout
 from penstock_server.batches.plan import Tensor
 from penstock_server.batches.samples import LoadedBlock, Samples
-from penstock_server.batches.writer import Pieces, Place, Places, _add_ones, _add_tokens, _write, by_step_width
+from penstock_server.batches.writer import Pieces, Places, _add_ones, _add_tokens, _values, by_step_width
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.columns import Feature, Features, ListColumn, RowSpans
 from penstock_server.order.packing import STREAM, Spans
@@ -164,28 +164,28 @@ def test_samples_fill_lines_in_order_then_pad(
         layout = Layout.of(
             [("other", "uint8", (random.randint(1, 99),)), ("it", dtype, (batch_size, width)[: 2 if width else 1])]
         )
-        # In two or three parts, and of one of them the frames stand farther apart.
+        # In two or three parts, and in one of them the frames stand farther apart.
         cuts = sorted({0, random.randint(0, num_batches - 1), random.randint(0, num_batches - 1)})
-        parts = []
+        begins = []
         for number, (first, last) in enumerate(pairwise([*cuts, num_batches])):
-            begin = 2 * first * layout.nbytes + layout.tensors[1].offset
-            parts.append(Place(begin, (1 + (number == 1)) * layout.nbytes, last - first, layout.tensors[1]))
-        places, nbytes = Places(parts), num_batches * 2 * layout.nbytes
-        if tensor.has_lines:
-            pieces = Pieces()
-            if tensor.kind == "mask":
-                _add_ones(tensor, places, samples, pieces)
-            else:
-                _add_tokens(tensor, places, samples, PAD, pieces)
-            body = pieces.join(nbytes)
+            begin, stride = 2 * first * layout.nbytes + layout.tensors[1].offset, (1 + (number == 1)) * layout.nbytes
+            begins += [begin + at * stride for at in range(last - first)]
+        itemsize = np.dtype(dtype).itemsize
+        places = Places(np.array(begins), np.full(num_batches, width or batch_size), batch_size, itemsize)
+        pieces = Pieces()
+        if tensor.kind == "mask":
+            _add_ones(tensor, places, samples, pieces)
+        elif tensor.has_lines:
+            _add_tokens(tensor, places, samples, PAD, pieces)
         else:
-            body = memoryview(bytearray(nbytes))
-            _write(tensor, places, body, samples)
-        written = np.concatenate([part.array(body) for part in parts]).reshape(-1, *layout.tensors[1].shape[1:]).tolist()
-        for part in parts:
-            part.array(body)[...] = 0
+            pieces.put(_values(tensor, samples).astype(dtype), places.begins)
+        body = pieces.join(num_batches * 2 * layout.nbytes)
+        written = [np.frombuffer(body, dtype, batch_size * max(width, 1), begin) for begin in begins]
+        values = np.concatenate(written).reshape((-1, width) if width else -1).tolist()
+        for array in written:
+            array[...] = 0
         assert not any(body)
-        return written
+        return values
 
     def padded(line: list[int], width: int, value: int) -> list[int]:
         return line + [value] * (width - len(line))
