@@ -23,7 +23,7 @@ from penstock.distributed import Worker
 from penstock.http import MAX_BUFFER
 from penstock.prefetch import Prefetch
 from penstock.tensors import CPU, Batch, Item, expand, names_of
-from penstock.wire.layout import DTYPES, Layout, TensorLayout, strided
+from penstock.wire.layout import DTYPES, Layout, TensorLayout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -308,11 +308,11 @@ def test_expanding_a_batch_does_not_synchronize(frame: wire.Frame) -> None:
     count=st.integers(1, 3),
 )
 def test_tensor_over_is_a_view_of_the_array(dtype: str, shape: list[int], begin: int, gap: int, count: int) -> None:
-    layout = TensorLayout(name="x", dtype=dtype, shape=tuple(shape), offset=0)
+    layout = Layout((TensorLayout(name="x", dtype=dtype, shape=tuple(shape), offset=0),), 0)
     itemsize = np.dtype(dtype).itemsize
     stride = math.prod(shape) * itemsize + gap
     owner = torch.randint(0, 2, (begin + count * stride,), dtype=torch.uint8)
-    for array in strided(layout, np.frombuffer(owner.numpy().data, np.uint8), begin, stride, count):
+    for array in layout.arrays(owner.numpy().data, begin, stride, count)["x"]:
         tensor = tensor_over(array)
         at = array.ctypes.data - owner.data_ptr()
         if at % itemsize:

@@ -20,7 +20,7 @@ byte i // 8, the lowest bit first. A sample's first token always begins a docume
 
 from penstock.wire.frame import Frame, FrameGroup, decode, decode_groups
 from penstock.wire.header import VERSION, Address, Heads, content_digest, digest
-from penstock.wire.layout import Layout, TensorLayout, pack_texts, strided
+from penstock.wire.layout import Layout, TensorLayout
 
 MEDIA_TYPE = "application/vnd.msgpack"
 
@@ -37,6 +37,4 @@ __all__ = [
     "decode",
     "decode_groups",
     "digest",
-    "pack_texts",
-    "strided",
 ]

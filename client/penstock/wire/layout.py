@@ -60,28 +60,18 @@ class Layout:
         return cls(tuple(placed), end)
 
     def arrays(self, body: memoryview, begin: int, stride: int, count: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the tensors of `count` payloads as views that keep the body's memory alive: see `strided`."""
+        """View the tensors of `count` payloads, each [count, *shape]: the first at byte `begin`, then each `stride` bytes.
+
+        Texts are raw bytes, shape [count, nbytes]. The views keep the body's memory alive.
+        """
         # np.ndarray keeps only arrays alive: without frombuffer the receive buffer could be reused during a read.
-        memory = np.frombuffer(body, np.uint8)
-        return {t.name: strided(t, memory, begin + t.offset, stride, count) for t in self.tensors}
-
-
-def strided(
-    tensor: TensorLayout, body: memoryview | npt.NDArray[np.uint8], begin: int, stride: int, count: int
-) -> npt.NDArray[Any]:
-    """View one tensor of `count` frames, shape [count, *shape]: first at byte `begin` of a body, then each `stride` bytes.
-
-    Texts are raw bytes, shape [count, nbytes]. The view keeps the body's memory alive only if the body is an array.
-    """
-    shape, dtype = tensor.shape, DTYPES.get(tensor.dtype)
-    if dtype is None:  # texts: raw bytes
-        shape, dtype = (tensor.nbytes,), np.dtype(np.uint8)
-    if count == 1:
-        return np.ndarray((1, *shape), dtype, body, begin)
-    strides = [dtype.itemsize]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return np.ndarray((count, *shape), dtype, body, begin, (stride, *strides[: len(shape)]))
+        memory, views = np.frombuffer(body, np.uint8), {}
+        for tensor in self.tensors:
+            at, dtype = begin + tensor.offset, DTYPES.get(tensor.dtype, np.dtype(np.uint8))
+            shape = (tensor.nbytes,) if tensor.dtype in TEXTS else tensor.shape
+            first = np.ndarray(shape, dtype, memory, at)
+            views[tensor.name] = np.ndarray((count, *shape), dtype, memory, at, (stride, *first.strides))
+        return views
 
 
 @lru_cache(maxsize=256)  # most frames of a run have the same layout
@@ -96,13 +86,6 @@ def layout_of(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], nbytes
                 f"the server sends what this client does not know ({name} is {dtype}): install the same penstock on both"
             )
     return Layout(tuple(TensorLayout(name=n, dtype=d, shape=s, offset=o) for n, d, s, o in tensors), nbytes)
-
-
-def pack_texts(texts: Sequence[bytes], out: npt.NDArray[np.uint8]) -> None:
-    """Write texts in the format of a utf8 or binary tensor: int64 offsets, then the bytes."""
-    head = 8 * (len(texts) + 1)
-    out[:head].view("<i8")[:] = np.cumsum([0, *map(len, texts)])
-    out[head:] = np.frombuffer(b"".join(texts), np.uint8)
 
 
 def unpack_texts(tensor: TensorLayout, content: npt.NDArray[np.uint8]) -> list[str] | list[bytes]:

@@ -16,7 +16,7 @@ import penstock.wire.frame
 import penstock.wire.header
 from penstock import VersionMismatch, WireError, wire
 from penstock.wire import Address, Frame, Layout
-from penstock.wire.layout import DTYPES, MAX_SAMPLES, layout_of, pack_texts
+from penstock.wire.layout import DTYPES, MAX_SAMPLES, layout_of
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -197,7 +197,8 @@ def text_body(tensors: dict[str, tuple[str, list[bytes]]]) -> bytes:
     layout = Layout.of([(name, dtype, (len(texts), sum(map(len, texts)))) for name, (dtype, texts) in tensors.items()])
     payload = bytearray(layout.nbytes)
     for name, [view] in layout.arrays(memoryview(payload), 0, layout.nbytes, 1).items():
-        pack_texts(tensors[name][1], view)
+        texts = tensors[name][1]
+        view[...] = np.frombuffer(np.cumsum([0, *map(len, texts)]).tobytes() + b"".join(texts), np.uint8)
     address = Address(dataset="d", snapshot="s", spec_digest="p", epoch=0, rank=0, step=0)
     return wire.Heads(address, layout).head(0, wire.digest(memoryview(payload))) + payload
 
