@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.distributed import Worker
+from penstock.distributed import LoaderWorker
 from penstock.errors import PenstockError, SpecError
 from penstock.http import MAX_BUFFER
 from penstock.prefetch import Prefetch
@@ -50,7 +50,7 @@ def check_device(device: str | int | torch.device | None) -> torch.device | None
     return chosen
 
 
-def find_destination(device: torch.device | None, worker: Worker | None) -> Destination:
+def find_destination(device: torch.device | None, worker: LoaderWorker | None) -> Destination:
     """Return the destination of batches for an iteration in this process. 'cuda' is the current GPU.
 
     Raises PenstockError: a loader worker cannot yield batches on a GPU.

@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 from penstock.client import Client
 from penstock.cuda import check_device, find_destination
 from penstock.distributed import (
+    LoaderWorker,
     PeerCheck,
     SnapshotConsensus,
-    Worker,
     check_not_sharded_again,
     check_rank,
     find_rank,
@@ -266,7 +266,7 @@ class RemoteDataset(IterableDataset[Batch]):
         elif self._progress.is_resumed:
             warn_of_lag(epoch)
         elif self._progress.is_left:
-            warn_of_restart(self.spec, self._progress.position)
+            warn_of_restart(self.spec, self._progress.cursor)
 
     def rewind(self, epoch: int = 0) -> None:
         """Puts the next iteration at the first step of an epoch, whatever was consumed or loaded.
@@ -290,13 +290,13 @@ class RemoteDataset(IterableDataset[Batch]):
         # torchdata asks a worker for its state before the first batch, when that must no longer be the pass before.
         return Iteration(self._batches(worker, self._progress.begin(worker) if worker else None))
 
-    def _batches(self, worker: Worker | None, begun: Pass | None) -> Generator[Batch, object, None]:
+    def _batches(self, worker: LoaderWorker | None, begun: Pass | None) -> Generator[Batch, object, None]:
         name_rank(self._rank, self._world_size)  # in a loader worker, too
         this = begun or self._progress.begin(worker)
         self._check_rank()
         if self._consensus and not worker:
             self._consensus.settle(self.snapshot)
-        at = this.stretch.position
+        at = this.cursor
         spec = replace(self.spec, offset=at.offset)
         if this.is_repetition and self._replay is None:
             warn_of_repetition(spec, at.epoch)
@@ -348,7 +348,7 @@ class RemoteDataset(IterableDataset[Batch]):
             self._consensus.check(self.snapshot)
 
     def __repr__(self) -> str:
-        at = self._progress.position
+        at = self._progress.cursor
         place = f"epoch {at.epoch}, at step {at.step} of {self.steps_per_epoch}"
         return f"RemoteDataset({self.dataset!r}, rank {self.rank} of {self.world_size}, {place})"
 
@@ -378,7 +378,7 @@ class RemoteDataset(IterableDataset[Batch]):
             )
         if self._replay is not None:
             warn_of_replay(self._replay)
-        return write_state(self.dataset, self.spec, self._progress.position, *self._progress.ids)
+        return write_state(self.dataset, self.spec, self._progress.cursor, *self._progress.ids)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Starts the next iteration where state_dict was taken; at the same sample, if world_size or batch_size changed.
@@ -391,8 +391,8 @@ class RemoteDataset(IterableDataset[Batch]):
         Raises ServerUnavailable, or what says why it refuses: in mid-epoch it is asked how many other steps are left.
         """
         worker = find_worker()
-        stretch, origin = resume(state_dict, self._client, self._resolved, worker, strict=strict)
-        self._progress.load(stretch, origin, worker)
+        cursor, origin = resume(state_dict, self._client, self._resolved, worker, strict=strict)
+        self._progress.load(cursor, origin, worker)
 
 
 def _check_tensors(tensors: Collection[str], known: list[str]) -> frozenset[str]:

@@ -28,7 +28,7 @@ _TOLERANCE_SECONDS = 30.0  # delay between the ranks' starts that is not reporte
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class LoaderWorker:
     """A DataLoader's worker process, which takes every `stride`-th step from `first` on.
 
     loader  number of processes that the loop's process had started before this DataLoader's workers: it tells loaders apart
@@ -39,14 +39,14 @@ class Worker:
     loader: int
 
 
-def find_worker() -> Worker | None:
+def find_worker() -> LoaderWorker | None:
     """Return the loader worker that this process is; None in the training loop's process."""
     info = get_worker_info()
     if info is None:
         return None
     # The loader's seed would not tell loaders apart: a loop may give torch one seed before each, and so does torchdata.
     number = re.search(r"\d+$", multiprocessing.current_process().name)
-    return Worker(info.id, info.num_workers, int(number[0]) - info.id if number else 0)
+    return LoaderWorker(info.id, info.num_workers, int(number[0]) - info.id if number else 0)
 
 
 def is_distributed() -> bool:

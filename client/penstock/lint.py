@@ -11,7 +11,7 @@ from penstock.distributed import PeerCheck
 from penstock.logs import warn
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, prompt_remedy
 from penstock.spec import Spec
-from penstock.state import Position
+from penstock.state import Cursor
 from penstock.tensors import Batch
 from penstock.text import counted
 from penstock.wire.names import IGNORED, SIDES
@@ -136,7 +136,7 @@ def warn_of_same_batch(spec: Spec, epoch: int) -> None:
         )
 
 
-def warn_of_restart(spec: Spec, left: Position) -> None:
+def warn_of_restart(spec: Spec, left: Cursor) -> None:
     """Warn that set_epoch restarts an epoch that the loop left unfinished, for example after an interrupt."""
     if is_trained_on(spec):
         warn(

@@ -10,34 +10,24 @@ from __future__ import annotations
 import multiprocessing
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
-from penstock.distributed import Worker, agree, find_worker
+from penstock.distributed import LoaderWorker, agree, find_worker
 from penstock.errors import PenstockError
-from penstock.state import Origin, Position, StepRange
+from penstock.state import Cursor, StateOrigin
 
 _STUCK_LOOKS = 2  # one-batch iterations before the third
-# EPOCH, OFFSET, STEP, NUM_STEPS  the steps of the next pass
-# SETS        number of times that steps were set
-# TAKEN_BY    the pass that took these steps; 0: none yet
-# BY_WORKERS  1: loader workers yielded the last batch
-# BY_STATE    1: a loaded state set the steps
-# CHOSEN      1: the loop chose the epoch, and no pass has yielded a batch since
-# START       id of the start of the next pass
-# FIRST       the first pass of this start; 0: none has begun
-# RUN, PARENT, PARENT_EPOCH, PARENT_SAMPLES  the start's origin; ids are 0 without one
-_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _TAKEN_BY, _BY_WORKERS, _BY_STATE, _CHOSEN, _START = range(10)
-_FIRST, _RUN, _PARENT, _PARENT_EPOCH, _PARENT_SAMPLES, _NUM_CELLS = range(10, 16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One iteration of this process: the steps of a range that it yields.
+    """One iteration of this process, from a cursor on.
 
+    steps          those that this process yields: in a loader worker a part of the pass
     name           equal for all workers of a pass and positive; negative in the loop's process
     num_sets       number of times that steps were set before it
     start, origin  id of the start, and the state that the start loaded
@@ -48,146 +38,138 @@ class Pass:
                    calls next(iter(data)) in each step
     """
 
-    worker: Worker | None
-    stretch: StepRange
+    worker: LoaderWorker | None
+    cursor: Cursor
     steps: range
     name: int
     num_sets: int
     start: str
-    origin: Origin
+    origin: StateOrigin
     is_first: bool = False
     is_repetition: bool = False
     is_stuck: bool = False
 
 
-@dataclass(slots=True)
-class _Counted:
-    """Batches that the loop consumed after `position`, since the steps were set for the `num_sets`th time.
-
-    A worker yields every `stride`th step. It counts `stride` steps per batch, and adds its worker number when it resumes. The
-    last turn of the workers may be short, so the count stops at `num_left` steps.
-    """
-
-    num_sets: int = 0
-    position: Position = field(default_factory=Position)
-    stride: int = 1
-    num_left: int = 0
-    num_batches: int = 0
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps that these batches cover."""
-        return min(self.num_batches * self.stride, self.num_left)
-
-
 class Progress:
-    """Position of the loop, as far as this process knows. `name` is equal for the ranks that share an epoch."""
+    """Place of the loop, as far as this process knows. `name` is equal for the ranks that share an epoch."""
 
     def __init__(self, steps_per_epoch: int, name: str = "") -> None:
         self._steps_per_epoch, self._name = steps_per_epoch, name
-        self._shared = SharedCells(_NUM_CELLS)
-        self._num_passes, self._latest = 0, 0  # the latest pass, unless steps were set since then
-        # Steps and origin of this loader worker's next pass, from its own state, and the number of sets at that time.
-        self._loaded: tuple[int, StepRange, Origin] | None = None
+        self._cells = SharedCells()
+        self._num_passes = 0
+        self._pass: Pass | None = None  # the latest pass, unless this process has set steps since then
+        self._num_batches = 0  # those of the latest pass that the loop has consumed
+        # Place and origin of this loader worker's next pass, from the worker's own state, and the number of sets at that time.
+        self._loaded: tuple[int, Cursor, StateOrigin] | None = None
         self._ended_epoch: int | None = None  # the epoch that the loaded state had finished
         self._is_meant = False  # the loop repeats the epoch on purpose
         self._num_looks = 0  # iterations in a row that ended after the same first batch
-        self._counted = _Counted()
-        self._begin_start(Origin())
-        self._set(self._whole(0), by_state=False)
+        self._begin_start(StateOrigin())
+        self._set(self._whole(0))
 
     @property
-    def _cells(self) -> torch.Tensor:
-        return self._shared.now
-
-    @property
-    def _stretch(self) -> StepRange:
-        """The steps that were set last, taken or not."""
-        epoch, offset, step, num_steps = self._cells[: _NUM_STEPS + 1].tolist()
-        return StepRange(position=Position(epoch=epoch, offset=offset, step=step), num_steps=num_steps)
-
-    @property
-    def _num_sets(self) -> int:
-        return int(self._cells[_SETS])
+    def _next(self) -> Cursor:
+        """The place that was set last, taken or not."""
+        cells = self._cells
+        return Cursor(epoch=cells["epoch"], offset=cells["offset"], step=cells["step"], num_steps=cells["num_steps"])
 
     @property
     def _is_taken(self) -> bool:
-        return bool(self._cells[_TAKEN_BY])
+        return bool(self._cells["taken_by"])
 
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration."""
-        return int(self._cells[_EPOCH])
+        return self._cells["epoch"]
 
     @property
     def num_left(self) -> int:
         """Number of steps of the next iteration."""
-        return self._steps_per_epoch if self._is_taken else self._stretch.num_left
+        return self._steps_per_epoch if self._is_taken else self._next.num_left
 
     @property
     def discards(self) -> int:
-        """Number of steps after a set position that no iteration has continued from; 0 without one."""
-        at = self._stretch.position
-        return self._stretch.num_left if not self._is_taken and (at.step or at.offset) else 0
+        """Number of steps after a set place that no iteration has continued from; 0 without one."""
+        at = self._next
+        return at.num_left if not self._is_taken and (at.step or at.offset) else 0
 
     @property
     def has_loaded(self) -> bool:
         """Whether a state was loaded, and no iteration has continued from it yet."""
-        return not self._is_taken and bool(self._cells[_BY_STATE])
+        return not self._is_taken and bool(self._cells["by_state"])
 
     @property
     def is_resumed(self) -> bool:
         """Whether an iteration has continued from a loaded state."""
-        return self._is_taken and bool(self._cells[_BY_STATE])
+        return self._is_taken and bool(self._cells["by_state"])
 
     @property
     def is_left(self) -> bool:
         """Whether the last iteration yielded more than one batch, but not all of its batches."""
-        has_left = self._is_taken and self._counted.num_steps < self._counted.num_left
-        return has_left and self._has_been_in(self._whole(self.epoch), self._num_sets)
+        return self._is_taken and self._came_far and self._pass is not None and self._num_steps < self._pass.cursor.num_left
 
     @property
     def is_with_workers(self) -> bool:
-        """Whether loader workers iterate, so that this process, which is not one, cannot know the position."""
-        return self._is_taken and bool(self._cells[_BY_WORKERS])
+        """Whether loader workers iterate, so that this process, which is not one, cannot know the place."""
+        return self._is_taken and bool(self._cells["by_workers"])
 
     @property
-    def position(self) -> Position:
-        """Position of the loop: the end of its consumed steps, or a set position until an iteration continues from it."""
-        counted = self._counted
-        if counted.num_sets != self._num_sets:
-            return self._stretch.position
-        return replace(counted.position, step=counted.position.step + counted.num_steps)
+    def cursor(self) -> Cursor:
+        """Place of the loop: the end of its consumed steps, or a set place until an iteration continues from it."""
+        num_sets, last = self._cells["num_sets"], self._pass
+        if self._loaded and self._loaded[0] == num_sets:
+            return self._loaded[1]
+        if not last or last.num_sets != num_sets:
+            return self._next
+        return replace(last.cursor, step=last.cursor.step + self._num_steps)
+
+    @property
+    def _num_steps(self) -> int:
+        """Number of steps that the consumed batches of the latest pass cover.
+
+        A worker yields every `stride`th step. It counts `stride` steps per batch, and adds its worker number when it resumes.
+        The last turn of the workers may be short.
+        """
+        return min(self._num_batches * self._pass.steps.step, self._pass.cursor.num_left) if self._pass else 0
+
+    @property
+    def _came_far(self) -> bool:
+        """Whether the last iteration came further into the epoch than its first batch, and no steps were set since then."""
+        last = self._pass
+        if not last or last.num_sets != self._cells["num_sets"]:
+            return False
+        return last.cursor.offset > 0 or last.cursor.step + self._num_steps > min(1, self._steps_per_epoch - 1)
 
     @property
     def start(self) -> str:
         """Id of the start of the next iteration."""
-        return _text_of(self._cells[_START])
+        return _text_of(self._cells["start"])
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> StateOrigin:
         """The state that this start loaded."""
-        run, parent, epoch, samples = self._cells[_RUN:].tolist()
-        return Origin(_text_of(run) if run else None, _text_of(parent) if parent else None, epoch, samples)
+        cells = self._cells
+        run, parent = (_text_of(cells[name]) if cells[name] else None for name in ("run", "parent"))
+        return StateOrigin(run, parent, cells["parent_epoch"], cells["parent_samples"])
 
     @property
     def ids(self) -> tuple[str | None, str | None]:
-        """Ids of the run and of the start that consumed the samples before the position; None without one."""
+        """Ids of the run and of the start that consumed the samples before the place; None without one."""
         origin = self.origin
-        return (origin.run or self.start, self.start) if self._cells[_FIRST] else (origin.run, origin.parent)
+        return (origin.run or self.start, self.start) if self._cells["first"] else (origin.run, origin.parent)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the first step of the epoch."""
-        self._set(self._whole(epoch), by_state=False)
-        self._cells[_CHOSEN] = 1
+        self._set(self._whole(epoch))
+        self._cells.update(chosen=True)
 
     def rewind(self, epoch: int) -> None:
         """Start the next iteration at the first step of the epoch, as a start without a state."""
-        self._begin_start(Origin())
+        self._begin_start(StateOrigin())
         self.set_epoch(epoch)
 
-    def load(self, stretch: StepRange, origin: Origin, worker: Worker | None) -> None:
-        """Set the steps of the next iteration from a state. In a loader worker, the others take only the epoch.
+    def load(self, at: Cursor, origin: StateOrigin, worker: LoaderWorker | None) -> None:
+        """Set the place of the next iteration from a state. In a loader worker, the others take only the epoch.
 
         If the epoch has no steps left, the next epoch begins: otherwise a loop that never calls set_epoch would get an epoch
         without batches. A loop that chooses the ended epoch means that epoch, and gets no batches of it.
@@ -195,152 +177,168 @@ class Progress:
         Loaders pass a state on only when the loop begins an iteration. The loop may have chosen a later epoch by then; a state
         from the end of an epoch does not know that.
         """
-        epoch, chosen = stretch.position.epoch, self.epoch if self._cells[_CHOSEN] else None
+        chosen = self.epoch if self._cells["chosen"] else None
         if worker:
-            is_behind = chosen is not None and epoch < chosen
-            if (_steps_of(stretch, worker) or epoch > self.epoch) and not is_behind:
-                self._move(self._whole(epoch), by_state=True)
-            self._loaded = (self._num_sets, stretch, origin)
-            self._counted = _Counted(self._num_sets, stretch.position)
+            is_behind = chosen is not None and at.epoch < chosen
+            if (_steps_of(at, worker) or at.epoch > self.epoch) and not is_behind:
+                self._move(self._whole(at.epoch), by_state=True)
+            self._loaded = (self._cells["num_sets"], at, origin)
             return
         self._begin_start(origin)
-        if stretch.num_left or chosen == epoch:
-            self._set(stretch, by_state=True)
-        elif chosen is None or chosen < epoch:
-            self._set(self._whole(epoch + 1), by_state=True)
-            self._ended_epoch = epoch
+        if at.num_left or chosen == at.epoch:
+            self._set(at, by_state=True)
+        elif chosen is None or chosen < at.epoch:
+            self._set(self._whole(at.epoch + 1), by_state=True)
+            self._ended_epoch = at.epoch
 
     def confirm_epoch(self, epoch: int) -> None:
         """Record that the loop chooses an epoch. A repeat is on purpose, or already warned about: see is_left."""
         self._is_meant = True
         if epoch == self._ended_epoch and not self._is_taken:
-            ended = Position(epoch=epoch, step=self._steps_per_epoch)
-            self._set(StepRange(position=ended, num_steps=self._steps_per_epoch), by_state=True)
-        self._cells[_CHOSEN] = 1
+            self._set(replace(self._whole(epoch), step=self._steps_per_epoch), by_state=True)
+        self._cells.update(chosen=True)
 
-    def begin(self, worker: Worker | None) -> Pass:
-        """Begin an iteration at the steps that were set, or at the epoch's first step if a pass took them.
+    def begin(self, worker: LoaderWorker | None) -> Pass:
+        """Begin an iteration at the place that was set, or at the epoch's first step if a pass took that place.
 
         Raises PenstockError: no memory is shared, so the loop's process and other workers would not see this worker's pass.
         """
-        if worker and not self._shared.is_shared:
+        if worker and not self._cells.is_shared:
             raise PenstockError(
                 "no memory could be shared between this process and its loader workers when the dataset was made, so it "
                 "cannot count their batches. Give /dev/shm more room, or take num_workers=0: a thread fetches ahead anyway."
             )
         self._num_passes += 1
         name = (worker.loader << 32) + self._num_passes if worker else -self._num_passes
-        has_begun = self._cells[_TAKEN_BY] not in (0, name)
-        stretch, num_sets = self._whole(self.epoch) if has_begun else self._stretch, self._num_sets
-        has_been_in = self._has_been_in(stretch, num_sets)
-        was_look = has_begun and not worker and not has_been_in and self._has_looked_at(stretch, num_sets)
+        num_sets, first = self._cells["num_sets"], self._cells["first"]
+        has_begun = self._cells["taken_by"] not in (0, name)
+        cursor, start, origin = self._whole(self.epoch) if has_begun else self._next, self.start, self.origin
+        is_again = has_begun and not worker
+        was_look = is_again and not self._came_far and self._num_batches == 1 and self._is_at(cursor, num_sets)
         self._num_looks = self._num_looks + 1 if was_look else 0
-        is_repetition = has_begun and not worker and has_been_in and not self._is_meant
-        self._is_meant = False
-        is_first = not has_begun and bool(self._cells[_FIRST] in (0, name))
-        start, origin = self.start, self.origin
+        is_repetition = is_again and self._came_far and not self._is_meant
         if worker and self._loaded and self._loaded[0] == num_sets:
-            _, stretch, origin = self._loaded
+            _, cursor, origin = self._loaded
             start = _derived_id(self._drawn, origin, name)
             self._write_ids(start, origin)
         elif has_begun:  # the epoch once more: a start without a state, as its positions were trained on before
-            origin = Origin(run=origin.run or start)
+            origin = StateOrigin(run=origin.run or start)
             start = _derived_id(self._drawn, origin, name) if worker else self._draw(origin)
             self._write_ids(start, origin)
-        self._loaded = None
-        if worker and not self._cells[_FIRST]:
-            self._cells[_FIRST] = name
-        steps, self._latest = _steps_of(stretch, worker), name
-        self._counted = _Counted(num_sets, stretch.position, steps.step, stretch.num_left)
-        return Pass(
+        if worker and not self._cells["first"]:
+            self._cells.update(first=name)
+        self._loaded, self._is_meant, self._num_batches = None, False, 0
+        self._pass = Pass(
             worker=worker,
-            stretch=stretch,
-            steps=steps,
+            cursor=cursor,
+            steps=_steps_of(cursor, worker),
             name=name,
             num_sets=num_sets,
             start=start,
             origin=origin,
-            is_first=is_first,
+            is_first=not has_begun and first in (0, name),
             is_repetition=is_repetition,
             is_stuck=self._num_looks == _STUCK_LOOKS,
         )
+        return self._pass
+
+    def _is_at(self, cursor: Cursor, num_sets: int) -> bool:
+        """Whether the last iteration began at this place."""
+        return self._pass is not None and (self._pass.cursor, self._pass.num_sets) == (cursor, num_sets)
 
     def finish(self, this: Pass) -> None:
         """Record that the iteration yielded all its batches. An empty range is taken here: it has no first batch."""
-        if not this.stretch.num_left:
+        if not this.cursor.num_left:
             self.take(this)
 
     def take(self, this: Pass) -> None:
         """Record that the iteration yields its first batch; the next iteration is a new pass."""
-        if this.start == self.start and not self._cells[_FIRST]:
-            self._cells[_FIRST] = this.name
-        if this.num_sets == self._num_sets:
-            self._cells[_BY_WORKERS] = int(this.worker is not None)
-            self._cells[_CHOSEN] = 0
-            if not self._is_taken:
-                self._cells[_TAKEN_BY] = this.name
+        if this.start == self.start and not self._cells["first"]:
+            self._cells.update(first=this.name)
+        if this.num_sets == self._cells["num_sets"]:
+            self._cells.update(by_workers=this.worker is not None, chosen=False, taken_by=self._cells["taken_by"] or this.name)
 
     def counts(self, this: Pass) -> bool:
-        """Whether `position` belongs to this iteration: since then none began, and this process set no steps."""
-        return this.name == self._latest and this.num_sets == self._counted.num_sets
+        """Whether `cursor` belongs to this iteration: since then none began, and this process set no steps."""
+        return this is self._pass
 
     def count(self, this: Pass, num_batches: int) -> None:
         """Record that the loop has consumed `num_batches` batches of the iteration."""
-        # `position` checks whether a worker set the steps: a check here would cost microseconds per batch.
-        if self.counts(this):
-            self._counted.num_batches = num_batches
+        # `cursor` checks whether a worker set the steps: a check here would cost microseconds per batch.
+        if this is self._pass:
+            self._num_batches = num_batches
 
-    def _has_been_in(self, stretch: StepRange, num_sets: int) -> bool:
-        """Whether the last iteration came further into the epoch than its first batch."""
-        at, num_steps = self._counted.position, self._counted.num_steps
-        came_far = at.offset > 0 or at.step + num_steps > min(1, stretch.num_steps - 1)
-        return self._counted.num_sets == num_sets and came_far
-
-    def _has_looked_at(self, stretch: StepRange, num_sets: int) -> bool:
-        """Whether the last iteration ended after the first batch of this range."""
-        counted = self._counted
-        return (counted.num_sets, counted.position, counted.num_batches) == (num_sets, stretch.position, 1)
-
-    def _begin_start(self, origin: Origin) -> None:
+    def _begin_start(self, origin: StateOrigin) -> None:
         """Begin a start that loads a state."""
         self._drawn = self._draw(origin)
         self._write_ids(self._drawn, origin)
 
-    def _draw(self, origin: Origin) -> str:
+    def _draw(self, origin: StateOrigin) -> str:
         """Draw the id of a start; the ranks of a job draw the same id."""
         return agree(f"start/{self._name}/{origin}", _draw_id())
 
-    def _write_ids(self, start: str, origin: Origin) -> None:
-        ids = [int(text or "0", 16) for text in (start, origin.run, origin.parent)]
-        values = [ids[0], 0, *ids[1:], origin.epoch, origin.samples]
-        self._cells[_START:] = torch.tensor(values, device="cpu")
+    def _write_ids(self, start: str, origin: StateOrigin) -> None:
+        run, parent = (int(text or "0", 16) for text in (origin.run, origin.parent))
+        ids = {"start": int(start, 16), "first": 0, "run": run, "parent": parent}
+        self._cells.update(**ids, parent_epoch=origin.epoch, parent_samples=origin.samples)
 
-    def _set(self, stretch: StepRange, *, by_state: bool) -> None:
-        self._latest = 0  # stops the count of an iteration that still runs
-        self._ended_epoch = None
-        self._move(stretch, by_state=by_state)
-        self._cells[_SETS] += 1
-        self._cells[_TAKEN_BY] = self._cells[_CHOSEN] = 0
+    def _set(self, at: Cursor, *, by_state: bool = False) -> None:
+        self._pass = self._loaded = self._ended_epoch = None  # no pass: stops the count of an iteration that still runs
+        self._move(at, by_state=by_state)
+        self._cells.update(num_sets=self._cells["num_sets"] + 1, taken_by=0, chosen=False)
 
-    def _move(self, stretch: StepRange, *, by_state: bool) -> None:
-        """Move the steps; they stay taken or not taken."""
-        at = stretch.position
-        self._cells[: _NUM_STEPS + 1] = torch.tensor([at.epoch, at.offset, at.step, stretch.num_steps], device="cpu")
-        self._cells[_BY_STATE] = by_state
+    def _move(self, at: Cursor, *, by_state: bool) -> None:
+        """Move the next place; it stays taken or not taken."""
+        self._cells.update(epoch=at.epoch, offset=at.offset, step=at.step, num_steps=at.num_steps, by_state=by_state)
 
-    def _whole(self, epoch: int) -> StepRange:
-        return StepRange(position=Position(epoch=epoch), num_steps=self._steps_per_epoch)
+    def _whole(self, epoch: int) -> Cursor:
+        return Cursor(epoch=epoch, num_steps=self._steps_per_epoch)
 
 
 class SharedCells:
     """Integers that the process of the loop shares with its loader workers, initially 0.
 
+    epoch, offset, step, num_steps  place of the next pass
+    num_sets    number of times that a place was set
+    taken_by    the pass that took it; 0: none yet
+    by_workers  1: loader workers yielded the last batch
+    by_state    1: a loaded state set the place
+    chosen      1: the loop chose the epoch, and no pass has yielded a batch since
+    start       id of the start of the next pass
+    first       the first pass of this start; 0: none has begun
+    run, parent, parent_epoch, parent_samples  the start's origin; ids are 0 without one
+
     A copy, and a fork that is no loader worker, such as one for evaluation, has private cells: its passes are of another start.
     """
 
-    def __init__(self, num_cells: int) -> None:
+    NAMES = (
+        *("epoch", "offset", "step", "num_steps", "num_sets", "taken_by", "by_workers", "by_state", "chosen"),
+        *("start", "first", "run", "parent", "parent_epoch", "parent_samples"),
+    )
+
+    def __init__(self) -> None:
         with torch.inference_mode(False):  # an inference tensor cannot be written outside of inference mode
-            self._own(torch.zeros(num_cells, dtype=torch.int64, device="cpu"))  # torch's default device may be a GPU
+            self._own(torch.zeros(len(self.NAMES), dtype=torch.int64, device="cpu"))  # torch's default device may be a GPU
+
+    def __getitem__(self, name: str) -> int:
+        return int(self._now[self.NAMES.index(name)])
+
+    def update(self, **values: int) -> None:
+        """Write some cells."""
+        now = self._now
+        for name, value in values.items():
+            now[self.NAMES.index(name)] = value
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether workers see writes to the cells; False if no memory could be shared."""
+        return bool(self._now.is_shared())  # type: ignore[no-untyped-call]
+
+    @property
+    def _now(self) -> torch.Tensor:
+        if self._process != os.getpid() and not self._is_shared_here():
+            self._separate()
+        return self._memory
 
     def _own(self, memory: torch.Tensor) -> None:
         self._process, self._memory = os.getpid(), memory
@@ -350,20 +348,7 @@ class SharedCells:
     def _separate(self) -> None:
         with torch.inference_mode(False):
             self._own(self._memory.clone())
-        self._memory[_START:] = 0
-        self._memory[_START] = int(_draw_id(), 16)
-
-    @property
-    def now(self) -> torch.Tensor:
-        """The cells, to read and write: int64, shape [num_cells]."""
-        if self._process != os.getpid() and not self._is_shared_here():
-            self._separate()
-        return self._memory
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether workers see writes to the cells; False if no memory could be shared."""
-        return bool(self.now.is_shared())  # type: ignore[no-untyped-call]
+        self.update(start=int(_draw_id(), 16), first=0, run=0, parent=0, parent_epoch=0, parent_samples=0)
 
     def _is_shared_here(self) -> bool:
         """Whether this process is a loader worker of the process that made the cells."""
@@ -375,29 +360,22 @@ class SharedCells:
         if self._process == os.getpid():  # unpickled in the same process: a copy
             self._separate()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedCells:
-        """Return a copy with private cells."""
-        copied = SharedCells.__new__(SharedCells)
-        copied._memory = self.now
-        copied._separate()
-        return copied
 
-
-def _steps_of(stretch: StepRange, worker: Worker | None) -> range:
-    """Return the steps of a range that a worker yields; all of them without a worker."""
+def _steps_of(at: Cursor, worker: LoaderWorker | None) -> range:
+    """Return the steps that are left for a worker; all of them without a worker."""
     first, stride = (worker.first, worker.stride) if worker else (0, 1)
-    return range(stretch.position.step + first, stretch.num_steps, stride)
+    return range(at.step + first, at.num_steps, stride)
 
 
 def _draw_id() -> str:
     return _text_of(int.from_bytes(os.urandom(8), "big") >> 1 or 1)  # fits a signed cell
 
 
-def _text_of(number: int | torch.Tensor) -> str:
-    return f"{int(number):016x}"
+def _text_of(number: int) -> str:
+    return f"{number:016x}"
 
 
-def _derived_id(drawn: str, origin: Origin, name: int) -> str:
+def _derived_id(drawn: str, origin: StateOrigin, name: int) -> str:
     """Return the id of a start whose loader workers loaded their states: the same in all of them, without communication."""
     digest = blake2b(f"{drawn}/{origin.parent}/{name}".encode(), digest_size=8).digest()
     return _text_of(int.from_bytes(digest, "big") >> 1)

@@ -62,11 +62,11 @@ def first_new(ranges: Ranges, known: Ranges) -> int | None:
     return None
 
 
-def kept_runs(ranges: Ranges, num_positions: int) -> list[tuple[int, int]]:
-    """Return the half-open runs of kept positions among the first `num_positions`, without empty ones."""
-    inside = [(start, stop) for start, stop in ranges if start < num_positions]
+def kept_runs(ranges: Ranges, num_samples: int) -> list[tuple[int, int]]:
+    """Return the half-open runs of kept positions among the first `num_samples`, without empty ones."""
+    inside = [(start, stop) for start, stop in ranges if start < num_samples]
     starts = [0, *(stop for _, stop in inside)]
-    stops = [*(start for start, _ in inside), num_positions]
+    stops = [*(start for start, _ in inside), num_samples]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 

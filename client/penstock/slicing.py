@@ -15,11 +15,11 @@ class Slicing:
     """Mapping from steps to samples: sample n after `offset` is (step * world_size + rank) * batch_size + index.
 
     Another world size or batch size slices the same order differently. Each rank has the same number of steps: unequal ranks
-    would hang the trainer's collectives. An epoch has `num_positions` positions; those in the half-open ranges `skipped` hold
-    no samples. `drop_last` decides only the last step: slicings that differ only in it are equal.
+    would hang the trainer's collectives. The epoch's samples are at positions 0 to num_samples - 1; those in the half-open
+    ranges `skipped` are in no step. `drop_last` decides only the last step: slicings that differ only in it are equal.
     """
 
-    num_positions: int
+    num_samples: int
     batch_size: int
     world_size: int
     offset: int
@@ -27,10 +27,10 @@ class Slicing:
     skipped: Ranges = ()
 
     @classmethod
-    def of(cls, spec: Spec, num_positions: int) -> Self:
-        """Build the slicing of a spec's epoch with `num_positions` positions."""
+    def of(cls, spec: Spec, num_samples: int) -> Self:
+        """Build the slicing of a spec's epoch, which has `num_samples` samples, skipped ones included."""
         return cls(
-            num_positions=num_positions,
+            num_samples=num_samples,
             batch_size=spec.batch_size,
             world_size=spec.world_size,
             offset=spec.offset,
@@ -44,29 +44,29 @@ class Slicing:
         return self.batch_size * self.world_size
 
     @cached_property
-    def num_samples(self) -> int:
-        """Samples of the whole epoch."""
-        return num_kept_before(self.skipped, self.num_positions)
+    def num_kept(self) -> int:
+        """Samples of the epoch without skipped ones."""
+        return num_kept_before(self.skipped, self.num_samples)
 
     @cached_property
     def num_left_out(self) -> int:
-        """Samples before `offset`."""
-        return num_kept_before(self.skipped, min(self.offset, self.num_positions))
+        """Kept samples before `offset`."""
+        return num_kept_before(self.skipped, min(self.offset, self.num_samples))
 
     @cached_property
     def num_steps(self) -> int:
         """Steps of the epoch; `drop_last` omits an incomplete last one, otherwise the epoch's start fills it."""
-        left = self.num_samples - self.num_left_out
+        left = self.num_kept - self.num_left_out
         return left // self.samples_per_step if self.drop_last else -(-left // self.samples_per_step)
 
     @property
     def num_repeated(self) -> int:
         """Number of samples from the epoch's start that fill the last step under drop_last=false."""
-        return max(0, self.num_left_out + self.num_steps * self.samples_per_step - self.num_samples)
+        return max(0, self.num_left_out + self.num_steps * self.samples_per_step - self.num_kept)
 
     def position(self, step: int) -> int:
         """Return the position where a step begins, or the epoch's end."""
-        return min(position_after(self.skipped, self.offset, step * self.samples_per_step), self.num_positions)
+        return min(position_after(self.skipped, self.offset, step * self.samples_per_step), self.num_samples)
 
     def num_steps_before(self, position: int) -> int:
         """Count the steps that begin before a position."""
@@ -78,5 +78,5 @@ class Slicing:
         return step, within // self.batch_size
 
     def _number(self, position: int) -> int:
-        """Return the sample number at a position; negative before `offset`."""
+        """Return the number of the sample at a position, counted from `offset`; negative before `offset`."""
         return num_kept_before(self.skipped, position) - self.num_left_out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,46 +10,42 @@ from penstock.errors import StateMismatch
 from penstock.logs import warn
 from penstock.mix import first_other, parse_mix
 from penstock.skip import first_new, parse_skip, position_after, spell_skip
-from penstock.spec import MAX_COUNT, Spec
+from penstock.spec import MAX_COUNT, ORDER_PARAMETERS, Spec
 
 if TYPE_CHECKING:  # the audit needs neither torch nor a transport
     from penstock.client import Client, Resolved
-    from penstock.distributed import Worker
+    from penstock.distributed import LoaderWorker
 
 _VERSION = 3
-# Parameters that decide the order of an epoch's samples.
-_ORDER = "snapshot seed shuffle window split packing overflow length_bucket_size mix stopping_strategy seq_len task".split()
-# Parameters that decide the order only under some specs; otherwise the state holds None.
-_AT_TIMES = ("window", "seq_len", "task")
+# Parameters that decide the order only under some specs; otherwise the state holds None. If rows are joined or split, another
+# seq_len makes other samples. Length buckets sort rows by their cut lengths, and seq2seq cuts prompt and response separately.
+_DECIDES: Mapping[str, Callable[[Spec], object]] = {
+    "window": lambda spec: spec.shuffle == "window",
+    "seq_len": lambda spec: not spec.cuts_rows or spec.length_bucket_size,
+    "task": lambda spec: spec.cuts_rows and spec.length_bucket_size,
+}
 # Parameters that may change after the consumed samples.
 OF_MIXTURES = ("mix", "snapshot")
 _COUNTS = ("epoch", "step", "offset", "batch_size", "world_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
-    """Position in an epoch: `step` steps of the spec after the first `offset` samples."""
+class Cursor:
+    """Place in an epoch: after its first `offset` samples and `step` further steps, out of `num_steps`."""
 
     epoch: int = 0
     offset: int = 0
     step: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRange:
-    """Steps [position.step, num_steps) of an epoch, counted from the position's offset."""
-
-    position: Position
-    num_steps: int
+    num_steps: int = 0
 
     @property
     def num_left(self) -> int:
-        """Number of steps in the range."""
-        return max(0, self.num_steps - self.position.step)
+        """Number of steps that are left."""
+        return max(0, self.num_steps - self.step)
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class StateOrigin:
     """Where a start comes from: its run, and the start and position, in samples of the epoch, of the state that it loaded.
 
     Without a state `parent` is None. The first start of a run has no `run`: the run is named after it.
@@ -61,18 +57,16 @@ class Origin:
     samples: int = 0
 
 
-def write_state(
-    dataset: str, spec: Spec, position: Position, run: str | None = None, start: str | None = None
-) -> dict[str, Any]:
+def write_state(dataset: str, spec: Spec, at: Cursor, run: str | None = None, start: str | None = None) -> dict[str, Any]:
     """Return the state; `run` and `start` are the ids of the run and of the start that consumed the samples."""
     return {
         "version": _VERSION,
         "dataset": dataset,
         "run": run,
         "start": start,
-        "epoch": position.epoch,
-        "step": position.step,
-        "offset": position.offset,
+        "epoch": at.epoch,
+        "step": at.step,
+        "offset": at.offset,
         "batch_size": spec.batch_size,
         "world_size": spec.world_size,
         "skip": spec.skip,
@@ -81,35 +75,33 @@ def write_state(
 
 
 def resume(
-    state: Mapping[str, Any], client: Client, resolved: Resolved, worker: Worker | None, *, strict: bool
-) -> tuple[StepRange, Origin]:
-    """Return the steps after the consumed samples, and the state's origin; `worker` is the loader worker that loads it.
+    state: Mapping[str, Any], client: Client, resolved: Resolved, worker: LoaderWorker | None, *, strict: bool
+) -> tuple[Cursor, StateOrigin]:
+    """Return the place after the consumed samples, and the state's origin; `worker` is the loader worker that loads it.
 
     Raises StateMismatch: see read_state; or a worker's state is inside an epoch and counts other steps.
     Raises what Client.resolve raises.
     """
-    spec, num_steps = resolved.spec, resolved.num_steps
-    num_samples, by_worker = resolved.num_samples, worker is not None
-    position = read_state(state, client.dataset, spec, num_samples=num_samples, by_worker=by_worker, strict=strict)
+    spec, num_steps, num_samples = resolved.spec, resolved.num_steps, resolved.num_samples
+    at = read_state(state, client.dataset, spec, num_samples=num_samples, by_worker=worker is not None, strict=strict)
     _, consumed = _read_counts(state)
+    offset = min(at.offset, num_samples)  # a last step that drop_last=false fills counts samples past the epoch's end
     if worker and not _counts_like(state, spec):
         _check_is_over(state, client, spec, worker)
-        position = replace(position, offset=MAX_COUNT)
-    if position.offset:
-        # A last step that drop_last=false fills counts samples past the epoch's end.
-        position = replace(position, offset=min(position.offset, num_samples))
-        num_steps = client.resolve(replace(spec, offset=position.offset)).num_steps
-    origin = Origin(state.get("run"), state.get("start"), position.epoch, min(consumed, num_samples))
-    return StepRange(position=position, num_steps=num_steps), origin
+        offset = num_samples
+    if offset:
+        num_steps = client.resolve(replace(spec, offset=offset)).num_steps
+    origin = StateOrigin(state.get("run"), state.get("start"), at.epoch, min(consumed, num_samples))
+    return replace(at, offset=offset, num_steps=num_steps), origin
 
 
 def read_state(
     state: Mapping[str, Any], dataset: str, spec: Spec, *, num_samples: int, by_worker: bool = False, strict: bool = True
-) -> Position:
-    """Return the position of a state, counted in samples if batch_size or world_size differ.
+) -> Cursor:
+    """Return the place of a state, counted in samples if batch_size or world_size differ.
 
     `num_samples` is the number of samples of the spec's epoch, over all ranks. If the state belongs to other data or another
-    order, and `strict` is False, the position is the same number of samples in the same epoch of this order, with a warning.
+    order, and `strict` is False, the place is the same number of samples in the same epoch of this order, with a warning.
 
     Raises StateMismatch: it is no state, or it belongs to another order; the message lists the differences.
     """
@@ -143,22 +135,14 @@ def read_state(
             f"Check the ranges: skip counts all steps of an epoch, those left out, too, in steps of the present size."
         )
     if differing or not _counts_like(state, spec):
-        return Position(epoch=at.epoch, offset=consumed)
+        return Cursor(epoch=at.epoch, offset=consumed)
     return at
 
 
 def order_of(spec: Spec) -> dict[str, Any]:
     """Return the parameters that decide the order of a dataset's samples in an epoch."""
-    values = spec.to_dict()
-    # If rows are joined or split, another seq_len makes other samples. Length buckets sort rows by their cut lengths, and
-    # seq2seq cuts prompt and response separately.
-    matters = {
-        "window": spec.shuffle == "window",
-        "seq_len": not spec.cuts_rows or spec.length_bucket_size,
-        "task": spec.cuts_rows and spec.length_bucket_size,
-    }
     # The same keys for every spec: torch.distributed.checkpoint loads by the keys that it finds here.
-    return {name: values[name] if matters.get(name, True) else None for name in _ORDER}
+    return {n: getattr(spec, n) if n not in _DECIDES or _DECIDES[n](spec) else None for n in ORDER_PARAMETERS}
 
 
 def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> bool:
@@ -187,7 +171,7 @@ def _counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
     return _samples_per_step(state) == spec.samples_per_step and state.get("skip") == spec.skip
 
 
-def _check_is_over(state: Mapping[str, Any], client: Client, spec: Spec, worker: Worker) -> None:
+def _check_is_over(state: Mapping[str, Any], client: Client, spec: Spec, worker: LoaderWorker) -> None:
     """Check that a worker's state, which counts other steps than the spec, is at the end of the worker's epoch.
 
     Inside an epoch each worker's state is at another sample, and only the loader knows the loop's position.
@@ -206,8 +190,8 @@ def _check_is_over(state: Mapping[str, Any], client: Client, spec: Spec, worker:
         )
 
 
-def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
-    """Return a state's position in its steps and in samples of its epoch. Raises StateMismatch: it is no state."""
+def _read_counts(state: Mapping[str, Any]) -> tuple[Cursor, int]:
+    """Return a state's place, and its position in the epoch's samples. Raises StateMismatch: it is no state."""
     if not isinstance(state, Mapping) or "version" not in state:
         shown = list(state)[:10] if isinstance(state, Mapping) else type(state).__name__
         raise StateMismatch(f"this is not a state of a RemoteDataset, but {shown}. Load what state_dict returned.")
@@ -224,12 +208,12 @@ def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
     except (KeyError, TypeError, ValueError) as error:
         raise StateMismatch(f"this state is damaged: {error}.") from error
     consumed = position_after(skipped, offset, min(step * batch_size * world_size, MAX_COUNT))
-    return Position(epoch=epoch, offset=offset, step=step), consumed
+    return Cursor(epoch=epoch, offset=offset, step=step), consumed
 
 
 def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Describe each order parameter that differs from the state."""
     pairs = [(name, state.get(name), value) for name, value in here.items()]
     # If only one side has None, another parameter causes the difference, or it has no effect: do not list it.
-    listed = [(n, then, now) for n, then, now in pairs if then != now and not (n in _AT_TIMES and None in (then, now))]
+    listed = [(n, then, now) for n, then, now in pairs if then != now and not (n in _DECIDES and None in (then, now))]
     return [f"{name}: {then!r} then, {now!r} now" for name, then, now in listed]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock import Spec, wire
-from penstock.state import Position, read_state
+from penstock.state import Cursor, read_state
 from penstock.wire import Address, Layout
 from penstock_server.order.permutation import key, permute, unpermute
 from penstock_server.order.shuffle import EpochOrder
@@ -47,7 +47,7 @@ def test_epoch_orders_are_frozen(name: str, samples: str) -> None:
 
 def test_state_is_frozen() -> None:
     spec = Spec(packing="concat", seq_len=64, seed=7, split="all", snapshot="0123456789abcdef")
-    assert read_state(STATE, "wiki", spec, num_samples=100) == Position(epoch=2, offset=64, step=9)
+    assert read_state(STATE, "wiki", spec, num_samples=100) == Cursor(epoch=2, offset=64, step=9)
 
 
 def test_frame_is_frozen() -> None:

@@ -13,23 +13,23 @@ from penstock import Spec
 from penstock.audit.reading import Reading
 from penstock.audit.report import Report, audit
 from penstock.audit.text import lines_of as words_of
-from penstock.distributed import Worker
+from penstock.distributed import LoaderWorker
 from penstock.ledger.begin import Begin, check_of
 from penstock.ledger.file import find_ledgers, ledger_path
-from penstock.ledger.recorder import Record, Recorder
+from penstock.ledger.recorder import IterationRecord, Recorder
 from penstock.progress import Pass
 from penstock.slicing import Slicing
-from penstock.state import Origin, Position, StepRange
+from penstock.state import Cursor, StateOrigin
 
 FIRST = datetime(2025, 1, 1, tzinfo=UTC)
 SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
 
 
-def pass_at(epoch: int = 0, step: int = 0, worker: Worker | None = None, *, is_first: bool = True) -> Pass:
+def pass_at(epoch: int = 0, step: int = 0, worker: LoaderWorker | None = None, *, is_first: bool = True) -> Pass:
     """A pass of a thousand steps that begins there."""
     return Pass(
-        worker=worker, stretch=StepRange(position=Position(epoch=epoch, step=step), num_steps=1000), steps=range(step, 1000),
-        name=1, num_sets=1, start=id_of(0), origin=Origin(), is_first=is_first,
+        worker=worker, cursor=Cursor(epoch=epoch, step=step, num_steps=1000), steps=range(step, 1000),
+        name=1, num_sets=1, start=id_of(0), origin=StateOrigin(), is_first=is_first,
     )  # fmt: skip
 
 
@@ -90,13 +90,13 @@ def digest(step: int) -> str:
     return f"{step * 0x9E3779B97F4A7C15 % 2**64:016x}"
 
 
-def open_at(path: Path, epoch: int = 0) -> Record:
+def open_at(path: Path, epoch: int = 0) -> IterationRecord:
     opened = recorder(path).open(SPEC, 1000, pass_at(epoch=epoch))
     assert opened
     return opened
 
 
-def record(opened: Record, *steps: int) -> None:
+def record(opened: IterationRecord, *steps: int) -> None:
     for step in steps:
         opened.record(step, digest(step))
 

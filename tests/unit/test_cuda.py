@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import penstock.cuda
 from penstock import PenstockError, SpecError, wire
 from penstock.cuda import Destination, OnDevice, allocate_pinned, check_device, find_destination, pack, tensor_over, unpack
-from penstock.distributed import Worker
+from penstock.distributed import LoaderWorker
 from penstock.http import MAX_BUFFER
 from penstock.prefetch import Prefetch
 from penstock.tensors import CPU, Batch, Item, expand, names_of
@@ -231,7 +231,7 @@ def test_fork_of_a_process_with_a_gpu_pins_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_loader_workers_do_not_use_the_gpu() -> None:
-    worker = Worker(0, 2, 7)
+    worker = LoaderWorker(0, 2, 7)
     for host in (None, CPU):
         assert find_destination(host, worker) == Destination(device=CPU, pin_memory=False)
     with pytest.raises(PenstockError, match="workers cannot give batches on device='cuda'"):

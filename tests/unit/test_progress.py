@@ -12,23 +12,23 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from penstock.distributed import Worker, find_worker
+from penstock.distributed import LoaderWorker, find_worker
 from penstock.errors import PenstockError
 from penstock.progress import Pass, Progress
-from penstock.state import Origin, Position, StepRange
+from penstock.state import Cursor, StateOrigin
 
-RESUMED = StepRange(position=Position(epoch=2, offset=100, step=7), num_steps=50)
-ENDED = replace(RESUMED, position=replace(RESUMED.position, step=50))
-ORIGIN = Origin("1" * 16, "2" * 16, 2, 128)
+RESUMED = Cursor(epoch=2, offset=100, step=7, num_steps=50)
+ENDED = replace(RESUMED, step=50)
+ORIGIN = StateOrigin("1" * 16, "2" * 16, 2, 128)
 # The second pickles what a process is given, as spawn does, and does not import torch anew for each.
 CONTEXTS = [get_context("fork"), get_context("forkserver")]
 
 
-def worker(first: int, loader: int = 0) -> Worker:
-    return Worker(first, 3, loader)
+def worker(first: int, loader: int = 0) -> LoaderWorker:
+    return LoaderWorker(first, 3, loader)
 
 
-def take(progress: Progress, worker: Worker | None = None) -> Pass:
+def take(progress: Progress, worker: LoaderWorker | None = None) -> Pass:
     """A pass begins and yields a batch."""
     begun = progress.begin(worker)
     progress.take(begun)
@@ -43,12 +43,12 @@ def resumed() -> Progress:
 
 def test_set_steps_are_taken_once() -> None:
     progress = resumed()
-    assert (progress.position, progress.num_left, progress.has_loaded) == (RESUMED.position, 43, True)
+    assert (progress.cursor, progress.num_left, progress.has_loaded) == (RESUMED, 43, True)
     assert take(progress).steps == range(7, 50)
     assert (progress.num_left, progress.has_loaded, progress.is_resumed) == (50, False, True)
     assert take(progress).steps == range(50)
     progress.set_epoch(3)
-    assert (progress.num_left, progress.is_resumed, take(progress).stretch.position) == (50, False, Position(epoch=3))
+    assert (progress.num_left, progress.is_resumed, take(progress).cursor) == (50, False, Cursor(epoch=3, num_steps=50))
 
 
 def test_pass_takes_nothing_when_it_fails_before_its_first_batch() -> None:
@@ -94,10 +94,10 @@ def test_passes_of_persistent_workers_are_distinguished() -> None:
 def test_copy_is_independent_and_has_another_start() -> None:
     progress = resumed()
     for copied in (pickle.loads(pickle.dumps(progress)), deepcopy(progress)):
-        assert copied.position == RESUMED.position
+        assert copied.cursor == RESUMED
         take(copied)
         assert not progress.is_resumed
-        assert (copied.start != progress.start, copied.origin, copied.ids[1]) == (True, Origin(), copied.start)
+        assert (copied.start != progress.start, copied.origin, copied.ids[1]) == (True, StateOrigin(), copied.start)
 
 
 def test_state_is_not_taken_by_workers_started_before_it() -> None:
@@ -115,10 +115,10 @@ def test_state_of_a_worker_is_for_its_next_pass_unless_the_loop_chooses_an_epoch
     progress, own = Progress(50), worker(1)
     for then in (2, 3):  # the loop had chosen epoch 3 before the state came
         progress.load(RESUMED, ORIGIN, own)
-        assert progress.position == RESUMED.position
+        assert progress.cursor == RESUMED
         for epoch, steps in ((2, range(8, 50, 3)), (then, range(1, 50, 3)), (then, range(1, 50, 3))):
             begun = take(progress, own)
-            assert (begun.stretch.position.epoch, begun.steps) == (epoch, steps)
+            assert (begun.cursor.epoch, begun.steps) == (epoch, steps)
         progress.load(RESUMED, ORIGIN, own)
         progress.set_epoch(3)
         assert progress.begin(own).steps == range(1, 50, 3)
@@ -128,7 +128,7 @@ def test_state_of_a_worker_is_for_its_next_pass_unless_the_loop_chooses_an_epoch
 def test_state_of_a_worker_moves_the_epoch_unless_the_loop_chose_a_later_one(epoch: int, step: int, expected: int) -> None:
     progress = Progress(50)
     progress.set_epoch(epoch)
-    progress.load(replace(RESUMED, position=replace(RESUMED.position, step=step)), ORIGIN, worker(1))
+    progress.load(replace(RESUMED, step=step), ORIGIN, worker(1))
     assert progress.epoch == expected
 
 
@@ -136,7 +136,7 @@ def test_state_of_a_worker_moves_the_epoch_unless_the_loop_chose_a_later_one(epo
 def test_state_of_an_epochs_end_keeps_a_later_epoch_of_the_loop(epoch: int, step: int, expected: int) -> None:
     progress = Progress(50)
     progress.set_epoch(epoch)
-    progress.load(replace(RESUMED, position=replace(RESUMED.position, step=step)), ORIGIN, None)
+    progress.load(replace(RESUMED, step=step), ORIGIN, None)
     assert progress.epoch == expected
     take(progress)
     progress.load(ENDED, ORIGIN, None)  # back from an epoch that it is in
@@ -148,7 +148,7 @@ def test_last_turn_of_workers_may_be_short() -> None:
     begun = progress.begin(worker(1))
     for num_batches, step in ((16, 48), (17, 50)):
         progress.count(begun, num_batches)
-        assert progress.position.step == step
+        assert progress.cursor.step == step
 
 
 def test_state_names_the_start_that_consumed_its_samples() -> None:
@@ -158,13 +158,13 @@ def test_state_names_the_start_that_consumed_its_samples() -> None:
     assert [*progress.ids] == [first, first]
     progress.set_epoch(1)
     assert take(progress).start == first
-    progress.load(RESUMED, Origin(first, first, 2, 128), None)
+    progress.load(RESUMED, StateOrigin(first, first, 2, 128), None)
     assert [*progress.ids] == [first, first]
     second = take(progress)
     assert second.start != first
     assert [*progress.ids, second.origin.parent] == [first, second.start, first]
     again = take(progress)  # the same epoch once more, without a state
-    assert (again.start != second.start, again.origin) == (True, Origin(run=first))
+    assert (again.start != second.start, again.origin) == (True, StateOrigin(run=first))
     progress.rewind(0)
     assert [*progress.ids] == [None, None]
 
@@ -194,7 +194,7 @@ def test_progress_is_unchanged_by_another_process(context: ForkContext | ForkSer
     other = context.Process(target=progress.set_epoch, args=(9,))
     other.start()
     other.join()
-    assert (other.exitcode, progress.position) == (0, RESUMED.position)
+    assert (other.exitcode, progress.cursor) == (0, RESUMED)
 
 
 class _Passes(IterableDataset[tuple[int, str]]):
@@ -206,7 +206,7 @@ class _Passes(IterableDataset[tuple[int, str]]):
     def __iter__(self) -> Iterator[tuple[int, str]]:
         found = find_worker()
         begun = take(self.progress, found)
-        yield begun.stretch.position.step, begun.start
+        yield begun.cursor.step, begun.start
 
 
 def _loops(dataset: _Passes, told: Connection) -> None:

@@ -17,7 +17,7 @@ ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 30)), min_size=1
 
 def schedule(num: int, batch: int, world: int, offset: int, drop_last: bool, skipped: tuple[tuple[int, int], ...]) -> Schedule:
     return Schedule(
-        num_positions=num, batch_size=batch, world_size=world, offset=min(offset, num), drop_last=drop_last, skipped=skipped
+        num_samples=num, batch_size=batch, world_size=world, offset=min(offset, num), drop_last=drop_last, skipped=skipped
     )
 
 
@@ -49,7 +49,7 @@ def test_first_new_is_the_least_unknown_position(some: Ranges, known: Ranges) ->
 @given(schedules)
 def test_schedule_is_the_epoch_without_skipped_samples(schedule: Schedule) -> None:
     skipped = {position for start, stop in schedule.skipped for position in range(start, stop)}
-    kept = [position for position in range(schedule.num_positions) if position not in skipped]
+    kept = [position for position in range(schedule.num_samples) if position not in skipped]
     left = [position for position in kept if position >= schedule.offset]
     per_step = schedule.batch_size * schedule.world_size
     shown = [
@@ -65,7 +65,7 @@ def test_schedule_is_the_epoch_without_skipped_samples(schedule: Schedule) -> No
         assert shown[: len(left)] == left
         assert len(shown) == -(-len(left) // per_step) * per_step
         assert all(position in kept for position in shown)
-    for position in range(schedule.num_positions):
+    for position in range(schedule.num_samples):
         assert len([*schedule.locate(position)]) == shown.count(position)
         for step, rank, index in schedule.locate(position):
             assert schedule.positions([step], rank)[0, index] == position

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Spec, StateMismatch
-from penstock.spec import Packing, Shuffle, describe
-from penstock.state import Position, read_state, write_state
+from penstock.spec import ORDER_PARAMETERS, Packing, Shuffle
+from penstock.state import Cursor, read_state, write_state
+from penstock_server.batches.member import OrderKey
 from penstock_server.order.schedule import Schedule
 
-HERE = Position(epoch=2, step=5)
+HERE = Cursor(epoch=2, step=5)
 
 read = partial(read_state, num_samples=100)
 
@@ -51,12 +52,12 @@ def test_difference_that_follows_from_another_is_not_listed() -> None:
 
 def test_state_of_another_order_counts_samples_when_not_strict() -> None:
     then = Spec(seed=1, batch_size=4, world_size=3, skip="1")
-    state = write_state("a", then, Position(epoch=2, offset=10, step=5))
+    state = write_state("a", then, Cursor(epoch=2, offset=10, step=5))
     now = Spec(seed=2, batch_size=2, world_size=3, skip="samples:12-23")
     expected = "seed: 1 then, 2 now.* Going on in epoch 2 after its first 82 of 100 samples.*not at all.$"  # 12 of them skipped
     with pytest.warns(UserWarning, match=expected):
-        assert read(state, "b", now, strict=False) == Position(epoch=2, offset=82, step=0)
-    assert read(state, "a", then, strict=False) == Position(epoch=2, offset=10, step=5)  # without a word
+        assert read(state, "b", now, strict=False) == Cursor(epoch=2, offset=82, step=0)
+    assert read(state, "a", then, strict=False) == Cursor(epoch=2, offset=10, step=5)  # without a word
 
 
 @pytest.mark.parametrize("shuffle", ["none", "global", "window"])
@@ -83,8 +84,8 @@ def test_damaged_count_or_skip_is_refused(damage: dict[str, Any]) -> None:
 
 def test_state_counts_up_to_the_largest_sample() -> None:
     most = 2**53
-    state = write_state("a", Spec(), Position(step=most)) | {"batch_size": most}
-    assert read(state, "a", Spec()) == Position(offset=most)
+    state = write_state("a", Spec(), Cursor(step=most)) | {"batch_size": most}
+    assert read(state, "a", Spec()) == Cursor(offset=most)
 
 
 def test_other_object_is_refused_when_not_strict() -> None:
@@ -100,12 +101,10 @@ def test_state_has_the_same_keys_for_every_spec(packing: Packing, length_bucket_
     assert write_state("a", spec, HERE).keys() == write_state("a", Spec(), HERE).keys()
 
 
-def test_parameters_belong_to_the_order_or_to_shapes() -> None:
-    """Whoever adds one says it here, and in `_ORDER` if samples stand elsewhere with another value."""
-    only_shapes = {"pad", "mark_documents", "target_seq_len", "loss_on", "drop_last", "dataset_index"}
-    named = write_state("a", Spec(), HERE).keys() - {"version", "dataset", "run", "start", "epoch", "step"}
-    assert named | only_shapes == {parameter["name"] for parameter in describe()}
-    assert not named & only_shapes
+def test_order_key_of_a_dataset_has_the_marked_parameters() -> None:
+    of_mixtures = {"snapshot", "mix", "stopping_strategy"}
+    assert {*OrderKey._fields} | of_mixtures == {*ORDER_PARAMETERS} - {"task"}  # which only lifts the limit seq_len
+    assert write_state("a", Spec(), HERE).keys() >= {*ORDER_PARAMETERS}
 
 
 def test_state_of_another_version_is_refused_with_its_version() -> None:
@@ -133,18 +132,18 @@ def test_state_of_another_version_is_refused_with_its_version() -> None:
 )
 def test_mix_may_change_after_the_consumed_samples(now: dict[str, Any], is_taken: bool) -> None:
     then = Spec(mix="a:3,b:1", stopping_strategy="first_exhausted", snapshot="one+two", batch_size=4, world_size=3, skip="2")
-    state = write_state("a", then, Position(step=6))  # 72 samples, and the 12 that are skipped
+    state = write_state("a", then, Cursor(step=6))  # 72 samples, and the 12 that are skipped
     if is_taken:
-        assert read(state, "a", replace(then, **now)) == Position(step=6)
+        assert read(state, "a", replace(then, **now)) == Cursor(step=6)
     else:
         with pytest.raises(StateMismatch, match=f"{next(iter(now))}: "):
             read(state, "a", replace(then, **now))
 
 
-@pytest.mark.parametrize("values", [{"at": Position(epoch=1, step=5)}, {"by_worker": True}, {"drop_last": False}])
+@pytest.mark.parametrize("values", [{"at": Cursor(epoch=1, step=5)}, {"by_worker": True}, {"drop_last": False}])
 def test_mix_may_not_change_when_the_consumed_samples_are_uncertain(values: dict[str, Any]) -> None:
     """In a later epoch, in a loader's worker, and where the last step is filled."""
-    options: dict[str, Any] = {"at": Position(step=5), "by_worker": False, "drop_last": True} | values
+    options: dict[str, Any] = {"at": Cursor(step=5), "by_worker": False, "drop_last": True} | values
     then = Spec(
         mix="a:3,b:1", stopping_strategy="first_exhausted", snapshot="one+two", batch_size=4, drop_last=options["drop_last"]
     )
@@ -158,17 +157,17 @@ def test_mix_that_changes_too_early_is_refused_with_the_earliest_sample() -> Non
     then = Spec(mix="a:3,b:1", stopping_strategy="first_exhausted", snapshot="one+two", batch_size=4)
     now = replace(then, mix="a:1,b:1")
     with pytest.raises(StateMismatch, match="values, or let the mix be another from sample 20 on, or start"):
-        read(write_state("a", then, Position(step=5)), "a", now)
+        read(write_state("a", then, Cursor(step=5)), "a", now)
     going_on = replace(then, mix="a:3,b:1;a:1,b:1@20")
-    assert read(write_state("a", then, Position(step=5)), "a", going_on) == Position(step=5)
+    assert read(write_state("a", then, Cursor(step=5)), "a", going_on) == Cursor(step=5)
     with pytest.raises(StateMismatch, match="mix: .* same values, or start"):
-        read(write_state("a", then, Position()), "a", now)  # though nothing was trained on yet
+        read(write_state("a", then, Cursor()), "a", now)  # though nothing was trained on yet
 
 
 def test_range_added_to_a_skip_is_warned_of() -> None:
     """Its numbers count the steps that the run left out, and steps of the present size."""
     then = Spec(batch_size=4, world_size=1, skip="samples:120-159")  # resolved, of skip="30-39"
-    state = write_state("a", then, Position(step=50))
+    state = write_state("a", then, Cursor(step=50))
     for spec in (replace(then, skip="30-39,60-61"), Spec(batch_size=2, world_size=4, skip="30-39")):
         with pytest.warns(UserWarning, match="left out samples:120-159 when this state was taken. Check the ranges"):
             read(state, "a", spec)
@@ -185,10 +184,10 @@ specs = st.builds(
 )
 
 
-def shown(spec: Spec, at: Position, num_samples: int) -> list[int]:
+def shown(spec: Spec, at: Cursor, num_samples: int) -> list[int]:
     """The samples of what is left of an epoch from a position on, over all ranks, in their order."""
     schedule = Schedule(
-        num_positions=num_samples,
+        num_samples=num_samples,
         batch_size=spec.batch_size,
         world_size=spec.world_size,
         offset=min(at.offset, num_samples),
@@ -204,7 +203,7 @@ def without(samples: list[int], spec: Spec) -> list[int]:
     return [sample for sample in samples if not any(start <= sample < stop for start, stop in spec.skipped())]
 
 
-def check_rest(spec: Spec, at: Position, left: list[int], num_samples: int) -> None:
+def check_rest(spec: Spec, at: Cursor, left: list[int], num_samples: int) -> None:
     per_step = spec.batch_size * spec.world_size
     found = shown(spec, at, num_samples)
     if spec.drop_last:
@@ -217,7 +216,7 @@ def check_rest(spec: Spec, at: Position, left: list[int], num_samples: int) -> N
 @pytest.mark.filterwarnings("ignore:skip leaves out")  # of ranges that are added
 @given(st.integers(1, 120), st.lists(st.tuples(specs, st.integers(0, 12)), min_size=1, max_size=4), specs)
 def test_resumed_epoch_is_the_rest_of_it(num_samples: int, legs: list[tuple[Spec, int]], last: Spec) -> None:
-    state, left = write_state("a", last, Position(epoch=3)), list(range(num_samples))
+    state, left = write_state("a", last, Cursor(epoch=3)), list(range(num_samples))
     for spec, num_steps in legs:
         at = read_state(state, "a", spec, num_samples=num_samples)
         kept = without(left, spec)

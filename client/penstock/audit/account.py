@@ -151,13 +151,13 @@ def _account(epoch: int, legs: list[Leg], present: Sequence[int] | None) -> Epoc
     end = last.slicing.position(done)
     skipped = covered(join([clip(intervals(leg.slicing.skipped), leg.first, min(leg.stop, end)) for leg in legs]))
     due = without(intervals([(0, end)]), skipped)
-    rest = intervals([(end, last.slicing.num_positions)] if is_finished else [])
+    rest = intervals([(end, last.slicing.num_samples)] if is_finished else [])
     dropped = without(rest, intervals(last.slicing.skipped))
     trained = join([_positions(slicing, of_ranks) for slicing, of_ranks in runs.items()])
     missing, twice = without(due, trained), covered(trained, 2)
     return Epoch(
         epoch=epoch,
-        num_samples=last.slicing.num_positions,
+        num_samples=last.slicing.num_samples,
         num_skipped=size(skipped) + size(rest) - size(dropped),
         num_dropped=size(dropped),
         num_repeated=sum(leg.slicing.num_repeated for leg in legs if _has_last_step(leg)) if is_finished else 0,

@@ -100,7 +100,7 @@ def _samples(slicing: Slicing, starts: IntArray, stops: IntArray, ranks: IntArra
     steps = _concatenated_ranges(starts[~is_all], sizes)
     edges = np.stack([ranks[~is_all], ends[~is_all]], axis=1) * slicing.batch_size
     parts = (steps * slicing.samples_per_step)[:, None] + np.repeat(edges, sizes, axis=0)
-    samples: IntArray = np.minimum(np.concatenate([whole, parts]) + slicing.num_left_out, slicing.num_samples)
+    samples: IntArray = np.minimum(np.concatenate([whole, parts]) + slicing.num_left_out, slicing.num_kept)
     return samples
 
 
@@ -108,7 +108,7 @@ def _unskipped(slicing: Slicing, samples: IntArray) -> IntArray:
     """Return the positions of samples; an interval that contains skipped positions is split."""
     if not slicing.skipped:
         return samples
-    starts, stops = np.array(kept_runs(slicing.skipped, slicing.num_positions), np.int64).reshape(-1, 2).T
+    starts, stops = np.array(kept_runs(slicing.skipped, slicing.num_samples), np.int64).reshape(-1, 2).T
     firsts = np.cumsum(stops - starts) - (stops - starts)
     low, high = (np.searchsorted(firsts, ends, side="right") - 1 for ends in (samples[:, 0], samples[:, 1] - 1))
     counts = high - low + 1

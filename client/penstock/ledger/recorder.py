@@ -30,14 +30,14 @@ class Recorder:
         self._file: LedgerFile | None = open_ledger(ledger_path(self._ledger, rank))  # keeps it open, and other writers out
         self._process = os.getpid()
 
-    def open(self, spec: Spec, num_samples: int, this: Pass) -> Record | None:
+    def open(self, spec: Spec, num_samples: int, this: Pass) -> IterationRecord | None:
         """Begin the record of an iteration; `num_samples` is the number of samples of its epoch, over all ranks.
 
         None if the file cannot be written, which is only logged, unless this is the first iteration of the process.
 
         Raises LedgerError: the file cannot be written, is no ledger, or another process writes to it.
         """
-        origin, position, worker = this.origin, this.stretch.position, this.worker
+        origin, position, worker = this.origin, this.cursor, this.worker
         begin = Begin(
             run=origin.run or this.start,
             start=this.start,
@@ -58,7 +58,7 @@ class Recorder:
         try:
             if not self._file or self._process != os.getpid():
                 self._file, self._process = open_ledger(path, _OLD_WORKERS_SECONDS if worker else 0.0), os.getpid()
-            return Record(self._file, begin)
+            return IterationRecord(self._file, begin)
         except (LedgerError, OSError) as error:
             text = str(error) if isinstance(error, LedgerError) else f"the ledger {path} cannot be written: {error.strerror}"
             if this.is_first:
@@ -71,7 +71,7 @@ class Recorder:
         return self.__dict__ | {"_file": None}
 
 
-class Record:
+class IterationRecord:
     """Record of one iteration's batches in a file. Raises OSError: the begin line cannot be written."""
 
     def __init__(self, file: LedgerFile, begin: Begin) -> None:

@@ -161,8 +161,8 @@ class Plan:
         """Checks that the epoch exists. Raises BadParameter: it does not."""
         if self.spec.stopping_strategy == "never" and epoch:
             raise BadParameter(f"epoch {epoch} does not exist: with stopping_strategy=never epoch 0 does not end.")
-        if self.mixture and (epoch + 1) * self.schedule.num_positions > MAX_COUNT:
-            last = MAX_COUNT // self.schedule.num_positions - 1
+        if self.mixture and (epoch + 1) * self.schedule.num_samples > MAX_COUNT:
+            last = MAX_COUNT // self.schedule.num_samples - 1
             raise BadParameter(f"epoch {epoch:,} does not exist: samples of this mixture are counted up to epoch {last:,}.")
 
     def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> list[MemberSpans]:
@@ -190,7 +190,7 @@ class Plan:
         if self.mixture is None:
             return self.schedule.earliest(positions if member_epoch == epoch else positions[:0], count)
         numbers = member_epoch * self.sizes[member] + np.sort(positions)
-        begin, size = epoch * self.schedule.num_positions, self.schedule.num_positions
+        begin, size = epoch * self.schedule.num_samples, self.schedule.num_samples
         shown_first = int(self.schedule.positions([0], 0)[0, 0]) if self.schedule.num_steps else 0
         turn = int(np.searchsorted(numbers, self.mixture.num_before(member, begin + shown_first)))
         # A member's samples come in order from the epoch's start, then wrap around. Skipped samples take no position.
@@ -205,7 +205,7 @@ class Plan:
         """Returns the epochs of a member that an epoch shows, whole or in part; that of its first step comes first."""
         if self.mixture is None:
             return range(epoch, epoch + 1)
-        begin, end = epoch * self.schedule.num_positions, (epoch + 1) * self.schedule.num_positions
+        begin, end = epoch * self.schedule.num_samples, (epoch + 1) * self.schedule.num_samples
         shown = begin + int(self.schedule.positions([0], 0)[0, 0]) if self.schedule.num_steps else begin
         first, at, last = (self.mixture.num_before(member, sample) // self.sizes[member] for sample in (begin, shown, end))
         return chain(range(at, last + 1), range(first, at))  # a wrapped last step shows the epoch's start again
@@ -214,7 +214,7 @@ class Plan:
         """Groups positions by member and member epoch: (member, its epoch, indices into `positions`, positions there)."""
         if self.mixture is None:
             return [(0, epoch, np.arange(len(positions)), positions)]
-        datasets, numbers = self.mixture.locate(epoch * self.schedule.num_positions + positions)
+        datasets, numbers = self.mixture.locate(epoch * self.schedule.num_samples + positions)
         parts = []
         for member, lines in by_value(datasets):
             epochs, of_member = np.divmod(numbers[lines], self.sizes[member])
@@ -240,26 +240,26 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     sizes = tuple(member.num_samples for member in members)
     if empty := [member for member, size in zip(members, sizes, strict=True) if not size]:
         raise BadParameter(_no_sample(empty[0], spec))
-    num_positions = mixture.epoch_length(sizes, spec.stopping_strategy or "first_exhausted") if mixture else sizes[0]
-    if num_positions is None:
+    num_samples = mixture.epoch_length(sizes, spec.stopping_strategy or "first_exhausted") if mixture else sizes[0]
+    if num_samples is None:
         raise BadParameter(
             f"with stopping_strategy={spec.stopping_strategy} an epoch of mix={spec.mix} never ends: a dataset has no weight "
             f"in the last phase. Use stopping_strategy=first_exhausted or stopping_strategy=never, or give that dataset a "
             f"weight."
         )
-    if num_positions > MAX_COUNT:
+    if num_samples > MAX_COUNT:
         raise BadParameter(
-            f"an epoch of mix={spec.mix} with stopping_strategy={spec.stopping_strategy} would have {num_positions:,} "
+            f"an epoch of mix={spec.mix} with stopping_strategy={spec.stopping_strategy} would have {num_samples:,} "
             f"samples; the limit is 2^53. Use stopping_strategy=first_exhausted or stopping_strategy=never, or weights that "
             f"are closer together."
         )
-    if spec.offset > num_positions:
-        raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {counted(num_positions, 'sample')}.")
-    schedule = Schedule.of(spec, num_positions)
-    if not schedule.num_samples:
-        raise BadParameter(f"skip leaves out the whole epoch: all of its {counted(num_positions, 'sample')}. Skip fewer.")
+    if spec.offset > num_samples:
+        raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {counted(num_samples, 'sample')}.")
+    schedule = Schedule.of(spec, num_samples)
+    if not schedule.num_kept:
+        raise BadParameter(f"skip leaves out the whole epoch: all of its {counted(num_samples, 'sample')}. Skip fewer.")
     if spec.offset == 0 and schedule.num_steps == 0:
-        raise BadParameter(_no_step(dataset, spec, num_positions))
+        raise BadParameter(_no_step(dataset, spec, num_samples))
     plan = Plan(dataset, members, sizes, mixture, spec, schedule)
     if (nbytes := plan.largest_layout.nbytes) > MAX_BATCH_BYTES:
         raise BadParameter(
@@ -286,14 +286,14 @@ def _check_tokenizers(members: Sequence[Member]) -> None:
             )
 
 
-def _no_step(dataset: str, spec: Spec, num_positions: int) -> str:
+def _no_step(dataset: str, spec: Spec, num_samples: int) -> str:
     """Returns the message for an epoch that is too short for one step."""
     split = "" if spec.split == "all" else f", split={spec.split},"
     skipped = " after skip" if spec.skip else ""
     may_split = spec.cuts_rows and spec.task == "causal"
     more = "make several samples of long rows with overflow=split or packing=concat, " if may_split else ""
     return (
-        f"no step fits: {dataset}{split} has {counted(num_positions, 'sample')}{skipped}, and one step takes batch_size x "
+        f"no step fits: {dataset}{split} has {counted(num_samples, 'sample')}{skipped}, and one step takes batch_size x "
         f"world_size = {spec.samples_per_step:,}. Lower one of these, {more}or use drop_last=false, which fills the step from "
         f"the epoch's start."
     )

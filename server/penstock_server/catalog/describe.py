@@ -114,7 +114,7 @@ def describe_spec(plan: Plan) -> SpecInfo:
     return {
         "snapshot": plan.snapshot,
         "num_steps": plan.schedule.num_steps,
-        "num_samples": plan.schedule.num_positions,
+        "num_samples": plan.schedule.num_samples,
         "vocab_size": plan.vocab_size,
         "padding": plan.padding,
         "tensors": tensors,

@@ -126,11 +126,11 @@ def _of_recipe(dataset: OpenSnapshot | Member) -> Iterator[str]:
 def _of_dropped_samples(plan: Plan) -> str | None:
     """Warn that drop_last=true drops a large part of each epoch."""
     schedule, spec = plan.schedule, plan.spec
-    num_dropped = schedule.num_samples - schedule.num_steps * spec.samples_per_step
-    if not spec.drop_last or spec.offset or num_dropped <= _DROPPED_SHARE * schedule.num_samples:
+    num_dropped = schedule.num_kept - schedule.num_steps * spec.samples_per_step
+    if not spec.drop_last or spec.offset or num_dropped <= _DROPPED_SHARE * schedule.num_kept:
         return None
     return (
-        f"{plan.dataset}: drop_last=true leaves out {num_dropped:,} of the {schedule.num_samples:,} samples of each epoch, "
+        f"{plan.dataset}: drop_last=true leaves out {num_dropped:,} of the {schedule.num_kept:,} samples of each epoch, "
         f"which do not fill a step of batch_size x world_size = {spec.samples_per_step:,}. Choose a batch_size that divides "
         f"them more evenly, or use drop_last=false, which fills the last step from the epoch's start."
     )

@@ -34,18 +34,18 @@ class Schedule(Slicing):
             range_of_steps = f", 0 to {self.num_steps - 1}" if self.num_steps else ""
             raise StepOutOfRange(
                 f"step {step} does not exist: this epoch has {counted(self.num_steps, 'step')}{range_of_steps}."
-                f"{'' if self.num_positions == ENDLESS else ' What follows is step 0 of the next epoch.'}"
+                f"{'' if self.num_samples == ENDLESS else ' What follows is step 0 of the next epoch.'}"
             )
 
     def positions(self, steps: Sequence[int], rank: int) -> IntArray:
-        """Returns epoch positions of some batches of a rank, shape [len(steps), batch_size], in [0, num_positions).
+        """Returns epoch positions of some batches of a rank, shape [len(steps), batch_size], in [0, num_samples).
 
         Raises StepOutOfRange, RankOutOfRange: see check.
         """
         self.check(min(steps), rank)
         self.check(max(steps), rank)
         starts = self.num_left_out + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
-        samples = (starts[:, None] + np.arange(self.batch_size)) % self.num_samples
+        samples = (starts[:, None] + np.arange(self.batch_size)) % self.num_kept
         if not self.skipped:
             return samples
         starts, firsts = self._runs
@@ -71,7 +71,7 @@ class Schedule(Slicing):
             samples = firsts[run] + positions - starts[run]
             is_kept = (run >= 0) & (samples < firsts[run + 1])
             positions, samples = positions[is_kept], samples[is_kept]
-        order = np.argsort((samples - self.num_left_out) % self.num_samples)
+        order = np.argsort((samples - self.num_left_out) % self.num_kept)
         first: IntArray = positions[order[:count]]
         return first
 
@@ -86,11 +86,11 @@ class Schedule(Slicing):
         if any(start <= position < stop for start, stop in self.skipped):
             return range(0)
         begin, number = self.num_left_out, num_kept_before(self.skipped, position)
-        first = number - begin + (self.num_samples if number < begin else 0)
-        return range(first, self.num_steps * self.samples_per_step, self.num_samples)
+        first = number - begin + (self.num_kept if number < begin else 0)
+        return range(first, self.num_steps * self.samples_per_step, self.num_kept)
 
     @cached_property
     def _runs(self) -> tuple[IntArray, IntArray]:
         """Runs of positions between skipped ones: the start of each, and the samples before it, then the total."""
-        starts, stops = np.array(kept_runs(self.skipped, self.num_positions), np.int64).reshape(-1, 2).T
+        starts, stops = np.array(kept_runs(self.skipped, self.num_samples), np.int64).reshape(-1, 2).T
         return starts, starts_of(stops - starts)

@@ -108,8 +108,8 @@ def _num_plans(plan: Plan, epoch: int, num_samples: int) -> int:
 
     if plan.mixture is None:
         return num_plans(plan.members[0], num_samples)
-    start = epoch * plan.schedule.num_positions
-    stop = start + min(plan.schedule.num_left_out + num_samples, plan.schedule.num_positions)
+    start = epoch * plan.schedule.num_samples
+    stop = start + min(plan.schedule.num_left_out + num_samples, plan.schedule.num_samples)
     shown = (plan.mixture.num_before(i, stop) - plan.mixture.num_before(i, start) for i in range(len(plan.members)))
     return sum(num_plans(*pair) for pair in zip(plan.members, shown, strict=True))
 
@@ -128,7 +128,7 @@ def _locate(plan: Plan, epoch: int, numbers: IntArray) -> tuple[list[Source], tu
     positions = replace(plan.schedule, batch_size=1, world_size=1).positions(numbers.tolist(), 0)[:, 0]
     members, epochs = np.zeros_like(positions), np.full_like(positions, epoch)
     if plan.mixture is not None:
-        members, in_stream = plan.mixture.locate(epoch * plan.schedule.num_positions + positions)
+        members, in_stream = plan.mixture.locate(epoch * plan.schedule.num_samples + positions)
         epochs, positions = np.divmod(in_stream, np.array(plan.sizes)[members])
     kinds, sources = np.unique(np.stack([members, epochs]), axis=1, return_inverse=True)
     sources, places, planned = sources.reshape(-1), np.empty_like(positions), []

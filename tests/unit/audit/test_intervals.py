@@ -53,7 +53,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     text = ",".join(f"{first}-{first + more}" for first, more in draw(ranges))
     num = draw(st.integers(1, 120))
     return Schedule(
-        num_positions=num, batch_size=draw(st.integers(1, 4)), world_size=draw(st.integers(1, 4)),
+        num_samples=num, batch_size=draw(st.integers(1, 4)), world_size=draw(st.integers(1, 4)),
         offset=draw(st.integers(0, num)), drop_last=draw(st.booleans()),
         skipped=parse_skip("samples:" + text, 1) if text else (),
     )  # fmt: skip
@@ -65,7 +65,7 @@ def test_steps_of_ranks_are_the_samples_of_the_server(schedule: Schedule, data: 
         rank: sorted(data.draw(st.sets(st.integers(0, max(0, schedule.num_steps - 1)), max_size=schedule.num_steps)))
         for rank in range(schedule.world_size)
     }
-    kept = [p for p in range(schedule.num_positions) if not any(start <= p < stop for start, stop in schedule.skipped)]
+    kept = [p for p in range(schedule.num_samples) if not any(start <= p < stop for start, stop in schedule.skipped)]
     behind = [position for position in kept if position >= schedule.offset]
     expected = []
     for rank, own in steps.items():
@@ -79,10 +79,10 @@ def test_steps_of_ranks_are_the_samples_of_the_server(schedule: Schedule, data: 
     found = positions_of(schedule, {rank: runs_of(np.array(own, np.int64)) for rank, own in steps.items()})
     assert sorted(numbers(found)) == sorted(expected)
     assert all(start < stop for start, stop in found.tolist())
-    for position in range(schedule.num_positions):
+    for position in range(schedule.num_samples):
         begun = {schedule.step_of(before)[0] for before in behind if before < position}
         assert schedule.num_steps_before(position) == len(begun)
-    assert schedule.position(schedule.num_steps + 1) == schedule.num_positions
+    assert schedule.position(schedule.num_steps + 1) == schedule.num_samples
     for step in range(schedule.num_steps):
         assert schedule.num_steps_before(schedule.position(step)) == step
         first = step * schedule.samples_per_step
@@ -90,16 +90,16 @@ def test_steps_of_ranks_are_the_samples_of_the_server(schedule: Schedule, data: 
 
 
 def test_million_steps_of_many_ranks_are_one_interval() -> None:
-    slicing = Slicing(batch_size=4, world_size=512, offset=0, num_positions=4 * 512 * 1_000_000, drop_last=True)
+    slicing = Slicing(batch_size=4, world_size=512, offset=0, num_samples=4 * 512 * 1_000_000, drop_last=True)
     whole = intervals([(0, 1_000_000)])
-    assert positions_of(slicing, dict.fromkeys(range(512), whole)).tolist() == [[0, slicing.num_positions]]
+    assert positions_of(slicing, dict.fromkeys(range(512), whole)).tolist() == [[0, slicing.num_samples]]
     found = positions_of(slicing, {rank: whole for rank in range(512) if rank != 7})
-    assert size(found) == slicing.num_positions - 4_000_000
+    assert size(found) == slicing.num_samples - 4_000_000
     assert len(found) == 2_000_000
 
 
 def test_many_ranks_are_read_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    slicing = Slicing(batch_size=2, world_size=50, offset=0, num_positions=2 * 50 * 40, drop_last=True)
+    slicing = Slicing(batch_size=2, world_size=50, offset=0, num_samples=2 * 50 * 40, drop_last=True)
     given = {rank: runs_of(np.arange(rank % 7, 40, 1 + rank % 3)) for rank in range(0, 50, 2)}
     expected = positions_of(slicing, given).tolist()
     for cells in (1, 52 * 3, 52 * 40):
@@ -108,7 +108,7 @@ def test_many_ranks_are_read_in_portions(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_run_of_steps_is_an_interval() -> None:
-    slicing = Slicing(batch_size=4, world_size=2, offset=0, num_positions=8 * 200_000, drop_last=True)
+    slicing = Slicing(batch_size=4, world_size=2, offset=0, num_samples=8 * 200_000, drop_last=True)
     steps = np.arange(200_000)  # the ranks take turns
     firsts = 8 * steps + 4 * (steps % 2)
     found = positions_of(slicing, {rank: runs_of(steps[rank::2]) for rank in range(2)})

@@ -18,7 +18,7 @@ from penstock import Spec
 from penstock.audit.report import Report, audit
 from penstock.ledger.begin import Begin, check_of
 from penstock.ledger.file import find_ledgers, ledger_path
-from penstock.state import Position, read_state, write_state
+from penstock.state import Cursor, read_state, write_state
 from penstock_server.order.schedule import Schedule
 from support.ledgers import id_of
 
@@ -52,7 +52,7 @@ class History:
     def schedule(self, launch: int, epoch: int) -> Schedule:
         spec = self.specs[launch][epoch]
         return Schedule(
-            num_positions=self.num_samples, batch_size=spec.batch_size, world_size=spec.world_size, offset=spec.offset,
+            num_samples=self.num_samples, batch_size=spec.batch_size, world_size=spec.world_size, offset=spec.offset,
             drop_last=spec.drop_last, skipped=spec.skipped(),
         )  # fmt: skip
 
@@ -85,7 +85,7 @@ def begin_line(begin: Begin) -> tuple[str, str]:
 
 def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved | None, num_workers: int) -> None:
     """One start of the run, up to its crash: from a checkpoint, or anew."""
-    position = read_state(saved.state, "d", spec, num_samples=history.num_samples) if saved else Position()
+    position = read_state(saved.state, "d", spec, num_samples=history.num_samples) if saved else Cursor()
     position = replace(position, offset=min(position.offset, history.num_samples))
     history.trained = saved.trained if saved else history.trained
     history.specs[number] = {}
@@ -144,7 +144,7 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
             return
         for key, check in checks.items():
             history.lines[key].append(f"end {check_of('end', check)}\n")
-        position = Position(epoch=position.epoch + 1)
+        position = Cursor(epoch=position.epoch + 1)
         if draw(st.booleans()):
             state = write_state("d", spec, position, id_of(0), id_of(number))
             history.saved.append(Saved(state, 0, history.trained, num_workers, 0))

@@ -182,7 +182,7 @@ def test_engine_serves_every_sample_for_random_data_and_specs(
             assume(False)
         event(f"{spec['packing']}, {'mixture' if 'mix' in spec else spec['split']}")
         order = [sample for body in made for sample in samples_of(body)]
-        assert len(order) == whole.schedule.num_positions
+        assert len(order) == whole.schedule.num_samples
         if "mix" not in spec:
             num_replaced = sum(frame.replaced for frame in wire.decode(b"".join(made)))
             check_contents(order, whole, first, num_replaced=num_replaced, is_filtered=is_filtered)
@@ -405,6 +405,6 @@ def test_row_lengths_hold_no_file_descriptors(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "a", [[[(3, True)] * 2]] * 50, 0, is_filtered=False)
     catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
-    assert plan_of(catalog, "a", packing="best_fit", batch_size=1, seq_len=4).schedule.num_positions == 100
+    assert plan_of(catalog, "a", packing="best_fit", batch_size=1, seq_len=4).schedule.num_samples == 100
     held = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert not [name for name in held if name.endswith((".lengths", ".index"))]

@@ -66,7 +66,7 @@ def test_plan_refuses_a_batch_above_the_byte_limit(catalog: Catalog, monkeypatch
 
 def test_plan_refuses_mixture_epochs_above_the_count_limit(catalog: Catalog) -> None:
     plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:1"))
-    last = MAX_COUNT // plan.schedule.num_positions - 1
+    last = MAX_COUNT // plan.schedule.num_samples - 1
     plan.check_epoch(last)
     with pytest.raises(BadParameter, match=f"epoch {last + 1:,} does not exist: .* are counted up to epoch {last:,}"):
         plan.check_epoch(last + 1)
@@ -76,7 +76,7 @@ def test_plan_finds_each_position_of_a_mixture(catalog: Catalog) -> None:
     plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:3", stopping_strategy="all_exhausted", offset=250, drop_last=False))
     assert plan.mixture
     for epoch in range(2):
-        samples = epoch * plan.schedule.num_positions + np.arange(plan.schedule.num_positions)
+        samples = epoch * plan.schedule.num_samples + np.arange(plan.schedule.num_samples)
         members, numbers = plan.mixture.locate(samples)
         for position, (member, number) in enumerate(zip(members.tolist(), numbers.tolist(), strict=True)):
             own_epoch, own = divmod(number, plan.sizes[member])

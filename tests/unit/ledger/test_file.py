@@ -17,7 +17,7 @@ import pytest
 from penstock import LedgerError
 from penstock.audit.reading import read_ledger
 from penstock.audit.report import audit
-from penstock.distributed import Worker
+from penstock.distributed import LoaderWorker
 from penstock.ledger import file as file_module
 from penstock.ledger import recorder as recorder_module
 from penstock.ledger.begin import Begin
@@ -225,10 +225,10 @@ def test_loader_worker_waits_for_the_one_of_the_last_epoch(tmp_path: Path, monke
         with monkeypatch.context() as impatient:
             impatient.setattr(recorder_module, "_OLD_WORKERS_SECONDS", 0.1)
             with pytest.raises(LedgerError, match="another process writes to the ledger"):
-                data.open(SPEC, 1000, pass_at(worker=Worker(0, 2, 5)))
+                data.open(SPEC, 1000, pass_at(worker=LoaderWorker(0, 2, 5)))
         end = threading.Timer(0.5, other.kill)
         end.start()
-        assert data.open(SPEC, 1000, pass_at(worker=Worker(0, 2, 5)))
+        assert data.open(SPEC, 1000, pass_at(worker=LoaderWorker(0, 2, 5)))
         end.join()
     [part] = read_ledger(tmp_path / "run.ledger.worker0").parts
     assert (part.begin.worker, part.begin.num_workers, part.begin.pass_name) == (0, 2, 1)

@@ -211,7 +211,7 @@ def test_order_differs_by_seed_and_epoch(shuffle: str) -> None:
 
 schedules = st.builds(
     lambda num, batch, world, offset, drop_last: Schedule(
-        num_positions=num, batch_size=batch, world_size=world, offset=min(offset, num), drop_last=drop_last
+        num_samples=num, batch_size=batch, world_size=world, offset=min(offset, num), drop_last=drop_last
     ),
     st.integers(1, 200), st.integers(1, 9), st.integers(1, 9), st.integers(0, 50), st.sampled_from(["drop", "wrap"]),
 )  # fmt: skip
@@ -225,12 +225,12 @@ def test_schedule_partitions_an_epoch_among_ranks(schedule: Schedule) -> None:
             for index, position in enumerate(schedule.positions([step], rank)[0].tolist()):
                 shown[position] += 1
                 assert (step, rank, index) in schedule.locate(position)
-    for position in range(schedule.num_positions):
+    for position in range(schedule.num_samples):
         places = [*schedule.locate(position)]
         assert (len(places), places) == (shown[position], sorted(places))
         steps = {step for step, _, _ in places}
         assert {step for step in range(schedule.num_steps + 2) if schedule.shows(position, step)} == steps
-    left = range(schedule.offset, schedule.num_positions)
+    left = range(schedule.offset, schedule.num_samples)
     per_step = schedule.batch_size * schedule.world_size
     if schedule.drop_last:
         assert set(shown) <= set(left)
@@ -250,11 +250,11 @@ def test_schedule_order_is_the_same_for_every_world_size(schedule: Schedule) -> 
         for position in schedule.positions([step], rank)[0].tolist()
     ]
     start = schedule.offset
-    assert samples == [p % schedule.num_positions for p in range(start, start + len(samples))]
+    assert samples == [p % schedule.num_samples for p in range(start, start + len(samples))]
 
 
 def test_schedule_refuses_addresses_out_of_range() -> None:
-    schedule = Schedule(num_positions=100, batch_size=10, world_size=2, offset=0, drop_last=True)
+    schedule = Schedule(num_samples=100, batch_size=10, world_size=2, offset=0, drop_last=True)
     with pytest.raises(StepOutOfRange, match="5 steps, 0 to 4"):
         schedule.positions([4, 5], 0)
     with pytest.raises(StepOutOfRange, match="step -1 does not exist"):
@@ -264,4 +264,4 @@ def test_schedule_refuses_addresses_out_of_range() -> None:
     with pytest.raises(StepOutOfRange, match="this epoch has 0 steps. What follows"):
         replace(schedule, offset=100).positions([0], 0)
     with pytest.raises(StepOutOfRange, match=r"this epoch has 225,179,981,368,524 steps, 0 to 225179981368523\.$"):
-        replace(schedule, num_positions=ENDLESS).check(2**50, 0)  # and no other epoch follows
+        replace(schedule, num_samples=ENDLESS).check(2**50, 0)  # and no other epoch follows

@@ -151,7 +151,7 @@ def test_report_names_the_measure_that_shows_a_fault_in_a_shuffle(tmp_path: Path
 def test_report_of_a_billion_rows_takes_bounded_memory(tmp_path: Path) -> None:
     # The shards do not exist, so reading a block would fail.
     plan = synthetic_plan(tmp_path, {"a": [[20_000] * 100] * 500}, shuffle="global", batch_size=32, world_size=8)
-    assert plan.schedule.num_positions == 10**9
+    assert plan.schedule.num_samples == 10**9
     plan.members[0].epoch(4)
     tracemalloc.start()
     found = report(plan, 4)
