@@ -23,8 +23,7 @@ from penstock.text import one_line
 from penstock_server.arrow import open_parquet
 from penstock_server.catalog.scan import FileStat
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.fields import FieldError
-from penstock_server.recipes.filter import FilterError
+from penstock_server.recipes.fields import RecipeError
 from penstock_server.recipes.recipe import Recipe
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -195,7 +194,7 @@ class _Unread(RawIOBase):
 def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
     try:
         recipe.check(schema)
-    except (FieldError, FilterError) as error:
+    except RecipeError as error:
         raise DatasetInvalid(
             f"{path}: {str(error).rstrip('.')}. Give all shards of a dataset the same columns, correct penstock.toml, or move "
             f"this shard to another folder."

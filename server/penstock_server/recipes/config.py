@@ -14,26 +14,13 @@ from penstock.numbers import is_whole
 from penstock_server.arrow import holds_json
 from penstock_server.files import may_be_there
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.chat import ChatTemplate, load_chat_template, read_chat_template
-from penstock_server.recipes.chat.messages import TemplateError
-from penstock_server.recipes.fields import Column, Field, FieldError, is_null
-from penstock_server.recipes.filter import Filter, FilterError
-from penstock_server.recipes.infer import (
-    FILE_NAME,
-    MASKS,
-    ROLES,
-    Fields,
-    FirstShard,
-    are_chats,
-    check_tools,
-    find_masks,
-    may_hold_tools,
-    read_fields,
-    unused_columns,
-)
+from penstock_server.recipes.chat import ChatTemplate, load_chat_templates, read_chat_templates
+from penstock_server.recipes.fields import Column, Field, RecipeError, is_null
+from penstock_server.recipes.filter import Filter
+from penstock_server.recipes.infer import FILE_NAME, MASKS, ROLES, FirstShard, Roles
 from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, Recipe
-from penstock_server.recipes.tokenizer import TokenizerFile, load_special_tokens, load_tokenizer
-from penstock_server.recipes.transform import TransformError, load_transform
+from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
+from penstock_server.recipes.transform import load_transform
 
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
@@ -49,6 +36,10 @@ def _is_share(value: object) -> bool:
 
 def _is_names(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value)) and len(set(value)) == len(value)
+
+
+def _is_id(value: object) -> TypeGuard[int]:
+    return is_whole(value) and 0 <= value < 2**32
 
 
 _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
@@ -73,8 +64,8 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
     """
     given = _read_declaration(folder)
     try:
-        return _Reader(folder, given, schema, default_tokenizer).recipe()
-    except (FieldError, FilterError, TemplateError, TransformError, RecursionError) as error:
+        return _recipe(folder, given, schema, default_tokenizer)
+    except (RecipeError, RecursionError) as error:
         raise DatasetInvalid(f"{folder}: {str(error).rstrip('.')}. Correct {FILE_NAME}, or the data.") from error
 
 
@@ -103,216 +94,182 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
 
 
-class _Reader:
-    """Builder of one recipe from the declaration and the schema of its data."""
+def _recipe(folder: Path, given: dict[str, Any], stored: pa.Schema, default_tokenizer: Path | None) -> Recipe:
+    transform = load_transform(given["transform"], folder) if "transform" in given else None
+    # A transform shows its columns when it is called with no rows.
+    schema = transform(pa.RecordBatch.from_pylist([], schema=stored)).schema if transform else stored
+    roles = Roles.of(given, schema)
+    tokenizer = _tokenizer(folder, given, roles, default_tokenizer)
+    special = _SpecialTokens(given, tokenizer)
+    chat = _chat_template(folder, given, roles, tokenizer, special)
+    takes_tools = chat is not None and chat.takes_tools
+    if given.get("tools") and not takes_tools:
+        what = "the chat template does not look at any" if chat else "rows are no chats"
+        raise RecipeError(f"tools are given, but {what}. Remove tools, or take a template with tools")
+    # By default pre-tokenized rows stay as they are, and a chat template closes its turns.
+    is_closed = roles.kind == "tokens" or chat is not None
+    eos_id = special.eos_id(is_closed)
+    row_filter = Filter.parse(given["filter"], stored) if "filter" in given else None
+    split_by = Field.parse(given["split_by"], stored) if "split_by" in given else None
+    columns = tuple(Column.parse(name, schema) for name in given.get("columns", []))
+    recipe = Recipe(
+        kind=roles.kind,
+        fields=roles.fields,
+        masks=roles.masks,
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size if tokenizer else given.get("vocab_size"),
+        bos_id=special.declared_id("bos") if given.get("bos", False) is not False else None,
+        eos_id=eos_id,
+        pad_id=special.pad_id(eos_id),
+        chat=chat,
+        tools=roles.tools if takes_tools else None,
+        columns=columns,
+        unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
+        guessed_eos=special.guessed_eos,
+        first=FirstShard(given, schema, takes_tools=takes_tools),
+        filter=row_filter,
+        transform=transform,
+        splits=given.get("splits"),
+        validation=float(given["validation"]) if "validation" in given else None,
+        split_by=split_by,
+        split_type=split_by.type(stored) if split_by else None,
+        on_bad_row=given.get("on_bad_row", "fail"),
+        max_bad_share=float(given.get("max_bad_share", DEFAULT_BAD_SHARE)),
+    )
+    unused, read = roles.unused, recipe.read_columns
+    if chat and not takes_tools and roles.tools and not is_null(roles.tools.type(schema)):
+        unused = ("tools",)
+    is_labelled = any(field.name == "label" and pa.types.is_boolean(field.type) for field in schema)  # as in KTO's data
+    if is_labelled and "response" in dict(roles.fields) and read is not None and "label" not in read:
+        unused = ("label",)
+    reads_json = any(holds_json(field.type) for field in stored if read is None or field.name in read)
+    return replace(recipe, unused=unused, reads_json=reads_json)
 
-    def __init__(self, folder: Path, given: dict[str, Any], schema: pa.Schema, default_tokenizer: Path | None) -> None:
-        self._path, self._folder, self._given, self._file_schema = folder / FILE_NAME, folder, given, schema
-        self._transform = load_transform(given["transform"], folder) if "transform" in given else None
-        # A transform shows its columns when it is called with no rows.
-        self._schema = self._transform(pa.RecordBatch.from_pylist([], schema=schema)).schema if self._transform else schema
-        self._kind, self._fields = read_fields(folder, given, self._schema)
-        self._are_chats = are_chats(self._kind, self._fields, given, self._schema)
-        # Unresolved: a symlink may lead to a store without files beside the tokenizer.
-        self._tokenizer_path = None if self._kind == "tokens" else default_tokenizer
-        if "tokenizer" in given:
-            self._tokenizer_path = folder / given["tokenizer"]
-        self._tokenizer = self._load_tokenizer()
-        self._guessed_eos: tuple[str, ...] = ()
 
-    def recipe(self) -> Recipe:
-        given, kind, fields = self._given, self._kind, self._fields
-        chat = self._chat()
-        # By default pre-tokenized rows stay as they are, and a chat template closes its turns.
-        is_closed = kind == "tokens" or chat is not None
-        eos_id = self._eos_id(is_closed)
-        masks = self._masks()
-        row_filter = Filter.parse(given["filter"], self._file_schema) if "filter" in given else None
-        split_by = Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None
-        takes_tools = chat is not None and (chat.takes_tools or self._template("tool_use") is not None)
-        recipe = Recipe(
-            kind=kind,
-            fields=fields,
-            masks=masks,
-            tokenizer=self._tokenizer,
-            vocab_size=self._tokenizer.vocab_size if self._tokenizer else given.get("vocab_size"),
-            bos_id=self._declared_id("bos") if given.get("bos", False) is not False else None,
-            eos_id=eos_id,
-            pad_id=self._pad_id(eos_id),
-            chat=chat,
-            tools=self._tools(chat),
-            columns=tuple(Column.parse(name, self._schema) for name in given.get("columns", [])),
-            unsaid_bos=self._tokenizer.opening if self._tokenizer and not (is_closed or "bos" in given) else None,
-            guessed_eos=self._guessed_eos,
-            first=FirstShard(self._folder, given, self._schema, takes_tools=takes_tools),
-            unused=unused_columns(kind, fields, masks, given, self._schema) or self._unused(chat, row_filter),
-            filter=row_filter,
-            transform=self._transform,
-            splits=given.get("splits"),
-            validation=float(given["validation"]) if "validation" in given else None,
-            split_by=split_by,
-            split_type=split_by.type(self._file_schema) if split_by else None,
-            on_bad_row=given.get("on_bad_row", "fail"),
-            max_bad_share=float(given.get("max_bad_share", DEFAULT_BAD_SHARE)),
-        )
-        read = recipe.read_columns
-        are_json = [holds_json(field.type) for field in self._file_schema if read is None or field.name in read]
-        return replace(recipe, reads_json=any(are_json))
-
-    def _masks(self) -> Fields:
-        roles = [role for role, _ in self._fields]
-        if roles == ["tokens"]:
-            return find_masks(self._given, self._schema)
-        for mask in MASKS:
-            if self._given.get(mask):
-                raise DatasetInvalid(
-                    f"{self._path}: {mask} is a mask of tokens, but rows are made of {' and '.join(roles)}. Remove it."
-                )
-        return ()
-
-    def _unused(self, chat: ChatTemplate | None, row_filter: Filter | None) -> tuple[str, ...]:
-        """Return unused tools of chats, or the unused label of good and bad answers, as in KTO's data."""
-        types = {field.name: field.type for field in self._schema}
-        if chat and not chat.takes_tools and "tools" not in self._given and may_hold_tools(self._schema):
-            return () if is_null(types["tools"]) else ("tools",)
-        if self._transform or "response" not in dict(self._fields) or "label" in self._given.get("columns", []):
-            return ()
-        is_there = "label" in types and pa.types.is_boolean(types["label"])
-        return ("label",) if is_there and not (row_filter and "label" in row_filter.columns) else ()
-
-    def _load_tokenizer(self) -> TokenizerFile | None:
-        path, columns = self._tokenizer_path, " and ".join(source.text for _, source in self._fields)
-        if path is None and self._kind != "tokens":
-            raise DatasetInvalid(
-                f"the data is text (in {columns}) and no tokenizer is given. Start with --tokenizer FILE (a "
-                f'tokenizer.json), or name one in {self._path}, relative to its folder: tokenizer = "FILE".'
-            )
-        splits = self._given.get("split_special_tokens", False)
-        tokenizer = load_tokenizer(path, split_special_tokens=splits) if path else None
-        if splits and (self._kind == "tokens" or self._are_chats):
-            raise DatasetInvalid(
-                f"{self._path}: split_special_tokens is for texts, but rows are token ids or chats, whose template writes "
-                f"special tokens itself. Remove it, and take spellings of special tokens out of texts with a transform."
-            )
-        if tokenizer and "vocab_size" in self._given:
-            raise DatasetInvalid(f"{self._path}: vocab_size is given, but the tokenizer already tells it; remove vocab_size.")
-        return tokenizer
-
-    def _chat(self) -> ChatTemplate | None:
-        if not self._are_chats:
-            if "chat_template" in self._given:
-                raise DatasetInvalid(
-                    f"{self._path}: chat_template renders messages, but rows are made of "
-                    f"{' and '.join(source.text for _, source in self._fields)}. Leave it out, or name the column of messages: "
-                    f'messages = "COLUMN".'
-                )
-            return None
-        text = self._template("default")
-        if text is None:
-            raise DatasetInvalid(
-                f"{self._folder}: its rows are chats, but beside {self._tokenizer_path} there is no chat template "
-                f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
-                f'{self._path}: chat_template = "FILE".'
-            )
-        of_tools = self._template("tool_use") if self._given.get("tools", may_hold_tools(self._schema)) else None
-        with_tools = ChatTemplate(text=of_tools, special_tokens=self._special_tokens(of_tools)) if of_tools else None
-        return ChatTemplate(text=text, special_tokens=self._special_tokens(text), with_tools=with_tools)
-
-    def _template(self, name: str) -> str | None:
-        """Return the chat template of a name, from the declared file or from beside the tokenizer; None without one."""
-        if declared := self._given.get("chat_template"):
-            return read_chat_template(self._folder / declared, name)
-        assert self._tokenizer_path  # only rows of token ids have no tokenizer
-        return load_chat_template(self._tokenizer_path, name)
-
-    def _special_tokens(self, template: str) -> dict[str, str]:
-        """Return the texts of the special tokens that a chat template may write, by name, such as `eos_token`."""
-        assert self._tokenizer_path
-        tokens = load_special_tokens(self._tokenizer_path)
-        for name, key in (("eos_token", "eos"), ("bos_token", "bos")):
-            if name in template and name not in tokens:
-                tokens[name] = self._written(name, key)
-        return tokens
-
-    def _written(self, name: str, key: str) -> str:
-        """Return the text of a special token that a template writes but no file beside the tokenizer names."""
-        declared = self._given.get(key)
-        if key == "bos" and declared is False:
-            return ""
-        if _is_id(declared) and self._tokenizer:
-            declared = self._tokenizer.tokenizer.id_to_token(declared)
-        if isinstance(declared, str):
-            return declared
-        if key == "eos" and (usual := self._usual_eos()):
-            return usual
+def _tokenizer(folder: Path, given: dict[str, Any], roles: Roles, default: Path | None) -> TokenizerFile | None:
+    is_text = roles.kind != "tokens"
+    # Unresolved: a symlink may lead to a store without files beside the tokenizer.
+    path = folder / given["tokenizer"] if "tokenizer" in given else default if is_text else None
+    if path is None and is_text:
         raise DatasetInvalid(
-            f"{self._folder}: its chat template writes {name}, but nothing says what that is: turns would never be closed "
-            f'or opened. Name it in tokenizer_config.json beside {self._tokenizer_path}, as {{"{name}": "..."}}, or in '
-            f'{self._path}: {key} = "<the token>".'
+            f"the data is text (in {_named(roles)}) and no tokenizer is given. Start with --tokenizer FILE (a tokenizer.json), "
+            f'or name one in {folder / FILE_NAME}, relative to its folder: tokenizer = "FILE".'
         )
+    splits = given.get("split_special_tokens", False)
+    if splits and (not is_text or roles.are_chats):
+        raise RecipeError(
+            "split_special_tokens is for texts, but rows are token ids or chats, whose template writes special tokens itself. "
+            "Remove it, and take spellings of special tokens out of texts with a transform"
+        )
+    if path and "vocab_size" in given:
+        raise RecipeError("vocab_size is given, but the tokenizer already tells it; remove vocab_size")
+    return load_tokenizer(path, split_special_tokens=splits) if path else None
 
-    def _tools(self, chat: ChatTemplate | None) -> Field | None:
-        """Return the column of tools, declared or found by name and type; None if the template does not read tools."""
-        declared = self._given.get("tools")
+
+def _named(roles: Roles) -> str:
+    return " and ".join(source.text for _, source in roles.fields)
+
+
+def _chat_template(
+    folder: Path, given: dict[str, Any], roles: Roles, tokenizer: TokenizerFile | None, special: _SpecialTokens
+) -> ChatTemplate | None:
+    declared = given.get("chat_template")
+    if not roles.are_chats:
         if declared:
-            if not (chat and chat.takes_tools):
-                what = "the chat template does not look at any" if chat else "rows are no chats"
-                raise DatasetInvalid(f"{self._path}: tools are given, but {what}. Remove tools, or take a template with tools.")
-            check_tools(source := Field.parse(declared, self._schema), self._schema)
-            return source
-        if declared is False or not (chat and chat.takes_tools) or not may_hold_tools(self._schema):
-            return None
-        return Field.parse("tools", self._schema)
-
-    def _eos_id(self, is_closed: bool) -> int | None:
-        """Return the id that closes a text, a response or a row of ids; None if rows are closed already, or eos is false."""
-        if "eos" in self._given:
-            return None if self._given["eos"] is False else self._declared_id("eos")
-        if is_closed:
-            return None
-        named = load_special_tokens(self._tokenizer_path).get("eos_token") if self._tokenizer_path else None
-        id_ = self._id_of(named or self._usual_eos())
-        if id_ is None:
-            token = named or f"usual end-of-text token ({', '.join(_EOS_NAMES)})"
-            raise DatasetInvalid(
-                f"{self._folder}: the tokenizer has no {token}. Name another in {self._path}: "
-                f'eos = "<the token>" or its id, or eos = false for none.'
+            raise RecipeError(
+                f"chat_template renders messages, but rows are made of {_named(roles)}. Leave it out, or name the column of "
+                f'messages: messages = "COLUMN"'
             )
-        return id_
+        return None
+    assert tokenizer  # only rows of token ids have none
+    templates = read_chat_templates(folder / declared) if declared else load_chat_templates(tokenizer.path)
+    if "default" not in templates:
+        raise RecipeError(
+            f"its rows are chats, but beside {tokenizer.path} there is no chat template (chat_template.jinja, or "
+            f'"chat_template" in tokenizer_config.json). Put one there, or name a file in {FILE_NAME}: chat_template = "FILE"'
+        )
+    with_tools = None
+    if given.get("tools", True) and (text := templates.get("tool_use")):
+        with_tools = ChatTemplate(text=text, special_tokens=special.written_by(text))
+    text = templates["default"]
+    return ChatTemplate(text=text, special_tokens=special.written_by(text), with_tools=with_tools)
 
-    def _pad_id(self, eos_id: int | None) -> int:
-        """Return the id of padding; padding is masked in any case."""
-        if "pad" in self._given:
-            return self._declared_id("pad")
-        usual = next((id_ for name in _PAD_NAMES if (id_ := self._id_of(name)) is not None), eos_id)
-        return 0 if usual is None else usual
 
-    def _usual_eos(self) -> str | None:
-        """Return the first of the usual end-of-text tokens in the tokenizer; None without one."""
-        names = [name for name in _EOS_NAMES if self._id_of(name) is not None]
-        self._guessed_eos = tuple(names) if len(names) > 1 else ()
-        return names[0] if names else None
+class _SpecialTokens:
+    """Special tokens, as penstock.toml declares them, by id or text, or as the tokenizer has them.
 
-    def _declared_id(self, key: str) -> int:
-        """Return the id of a token declared by its id or its text. Raises DatasetInvalid: it is unknown."""
+    `guessed_eos` are the candidates for the EOS, if it had to be guessed and there are several.
+    """
+
+    def __init__(self, given: dict[str, Any], tokenizer: TokenizerFile | None) -> None:
+        self._given, self._tokenizer = given, tokenizer
+        self._named = tokenizer.special_tokens if tokenizer else {}
+        self.guessed_eos: tuple[str, ...] = ()
+
+    def declared_id(self, key: str) -> int:
+        """Return the id of a token declared by its id or its text. Raises RecipeError: it is unknown."""
         token, size = self._given[key], self._tokenizer.vocab_size if self._tokenizer else self._given.get("vocab_size", 2**32)
         if _is_id(token) and token < size:
             return token
         if isinstance(token, str) and (id_ := self._id_of(token)) is not None:
             return id_
         if isinstance(token, str) and self._tokenizer is None:
-            raise DatasetInvalid(
-                f"{self._path}: {key} = {token!r} is a text, but rows are token ids: there is no tokenizer to look it up in. "
-                f"Give the id."
+            raise RecipeError(
+                f"{key} = {token!r} is a text, but rows are token ids: there is no tokenizer to look it up in. Give the id"
             )
-        raise DatasetInvalid(
-            f"{self._path}: {key} = {token!r} is not in the vocabulary of {size:,} ids. Name a token that is in it, by its "
-            f"text or id, or leave {key} out."
+        raise RecipeError(
+            f"{key} = {token!r} is not in the vocabulary of {size:,} ids. Name a token that is in it, by its text or id, or "
+            f"leave {key} out"
         )
+
+    def eos_id(self, is_closed: bool) -> int | None:
+        """Return the id that closes a text, a response or a row of ids; None if rows are closed already, or eos is false."""
+        if "eos" in self._given:
+            return None if self._given["eos"] is False else self.declared_id("eos")
+        if is_closed:
+            return None
+        named = self._named.get("eos_token")
+        id_ = self._id_of(named or self._guess_eos())
+        if id_ is None:
+            token = named or f"usual end-of-text token ({', '.join(_EOS_NAMES)})"
+            raise RecipeError(
+                f'the tokenizer has no {token}. Name another in {FILE_NAME}: eos = "<the token>" or its id, or eos = false'
+            )
+        return id_
+
+    def pad_id(self, eos_id: int | None) -> int:
+        """Return the id of padding; padding is masked in any case."""
+        if "pad" in self._given:
+            return self.declared_id("pad")
+        usual = next((id_ for name in _PAD_NAMES if (id_ := self._id_of(name)) is not None), eos_id)
+        return 0 if usual is None else usual
+
+    def written_by(self, template: str) -> dict[str, str]:
+        """Return the texts of the special tokens that a chat template may write, by name, such as `eos_token`."""
+        unnamed = [key for key in ("eos", "bos") if f"{key}_token" in template and f"{key}_token" not in self._named]
+        return {**self._named, **{f"{key}_token": self._text(key) for key in unnamed}}
+
+    def _text(self, key: str) -> str:
+        """Return the text of a special token that no file beside the tokenizer names. Raises RecipeError: it is unknown."""
+        declared = self._given.get(key)
+        if key == "bos" and declared is False:
+            return ""
+        if _is_id(declared) and self._tokenizer:
+            declared = self._tokenizer.tokenizer.id_to_token(declared)
+        text = declared if isinstance(declared, str) else self._guess_eos() if key == "eos" else None
+        if not text:
+            raise RecipeError(
+                f"its chat template writes {key}_token, but nothing says what that is: turns would never be closed or opened. "
+                f'Name it in the tokenizer_config.json beside the tokenizer, as {{"{key}_token": "..."}}, or in {FILE_NAME}: '
+                f'{key} = "<the token>"'
+            )
+        return text
+
+    def _guess_eos(self) -> str | None:
+        """Return the first of the usual end-of-text tokens in the tokenizer; None without one."""
+        names = [name for name in _EOS_NAMES if self._id_of(name) is not None]
+        self.guessed_eos = tuple(names) if len(names) > 1 else ()
+        return names[0] if names else None
 
     def _id_of(self, token: str | None) -> int | None:
         return self._tokenizer.tokenizer.token_to_id(token) if self._tokenizer and token else None
-
-
-def _is_id(value: object) -> TypeGuard[int]:
-    return is_whole(value) and 0 <= value < 2**32

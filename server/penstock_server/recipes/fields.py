@@ -23,7 +23,11 @@ from penstock_server.arrow import parsed_json, without_json_type
 _Path = tuple[str, ...]
 
 
-class FieldError(ValueError):
+class RecipeError(ValueError):
+    """A recipe cannot be used, or not on these rows; the message says why and what to do, without a full stop."""
+
+
+class FieldError(RecipeError):
     """The field is not in the data, or has an unsuitable type; the message says what there is."""
 
 

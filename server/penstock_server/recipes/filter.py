@@ -26,7 +26,7 @@ from sqlglot.errors import SqlglotError
 from penstock.text import cut, one_line
 from penstock_server.arrow import without_json_type
 from penstock_server.recipes import terms
-from penstock_server.recipes.fields import FieldError, type_at
+from penstock_server.recipes.fields import FieldError, RecipeError, type_at
 from penstock_server.recipes.terms import Mismatch, Term
 
 SHOWN = 200  # characters of a filter in a message
@@ -67,7 +67,7 @@ _OPERATIONS: dict[type[exp.Expr], Callable[..., Term]] = {
 }
 
 
-class FilterError(ValueError):
+class FilterError(RecipeError):
     """A filter cannot be used, or not on these rows; the message says why and what to do."""
 
 

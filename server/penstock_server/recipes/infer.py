@@ -14,13 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
 from penstock.text import listed
-from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.fields import Field, FieldError, is_list, is_messages, is_null, is_text, is_tokens
 
 FILE_NAME = "penstock.toml"
@@ -38,7 +36,7 @@ MASKS: Mapping[str, tuple[str, ...]] = {  # the columns of each role, if penstoc
 }
 MASKS_OF_LOSS = ("labels", "loss_mask")  # a row has one of them
 MASKS_OF_DOCUMENTS = ("seq_lengths", "position_ids")  # likewise
-_ALTERNATIVES = (MASKS_OF_LOSS, MASKS_OF_DOCUMENTS)
+_OTHER = {a: b for pair in (MASKS_OF_LOSS, MASKS_OF_DOCUMENTS) for a, b in (pair, pair[::-1])}
 
 _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("tokens", ("tokens",)),
@@ -48,170 +46,157 @@ _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("preference", ("prompt", "chosen", "rejected")),
 )
+_PAIRS = [{role: role for role in roles} for roles in (("prompt", "chosen", "rejected"), ("chosen", "rejected"))]
+_ANSWERED = [{"prompt": "prompt", "response": answer} for answer in ANSWERS]
+_GUESSES: list[tuple[Kind, Callable[[pa.DataType], bool], dict[str, str]]] = [
+    ("tokens", is_tokens, {"tokens": "input_ids"}),
+    ("tokens", is_tokens, {"tokens": "tokens"}),
+    ("text", is_text, {"text": "text"}),
+    ("messages", is_messages, {"messages": "messages"}),
+    *(("preference", fits, pair) for pair in _PAIRS for fits in (is_text, is_messages)),
+    *(("prompt_response", is_text, answered) for answered in _ANSWERED),
+    ("messages", is_text, {"messages": "messages"}),  # as JSON
+    *(("tokens", is_tokens, columns) for columns in (*_PAIRS, *_ANSWERED)),
+]
 
 
 def _is_chats(type_: pa.DataType) -> bool:
     return is_messages(type_) or is_text(type_)  # texts may be JSON
 
 
-# The types that the fields of a row may have, and their names in messages.
-_FITTING: Mapping[Kind, tuple[Callable[[pa.DataType], bool], str]] = {
-    "tokens": (is_tokens, "lists of integers"),
-    "text": (is_text, "text"),
-    "prompt_response": (is_text, "text"),
-    "messages": (_is_chats, "lists of messages, each with a role and a content, or such lists as JSON texts"),
-    "preference": (_is_chats, "text or lists of messages"),
-}
-
-
-def read_fields(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
-    """Return the kind of rows of this schema, and the fields that hold them, by role.
-
-    Raises FieldError: a declared field is missing, or has an unsuitable type.
-    Raises DatasetInvalid: the declared fields do not make a row, or none is declared and no column can be used.
-    """
-    named = [role for role in ROLES if role in given]
-    if not named:
-        return _guess(folder, schema)
-    for kind, roles in _KINDS:
-        if set(roles) == set(named):
-            fields = tuple((role, Field.parse(given[role], schema)) for role in roles)
-            if kind not in ("text", "messages") and all(is_tokens(source.type(schema)) for _, source in fields):
-                return "tokens", fields
-            for role, source in fields:
-                check_field(kind, role, source, schema)
-            if len({is_messages(source.type(schema)) for _, source in fields}) > 1 and "chat_template" not in given:
-                types = ", ".join(f"{role} is {source.type(schema)}" for role, source in fields)
-                raise FieldError(f"a preference pair must be all text, or all chats, but {types}")
-            return kind, fields
-    raise DatasetInvalid(
-        f"{folder / FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or "
-        f"messages, or chosen and rejected with or without prompt."
-    )
-
-
-def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None:
-    """Check that a field suits a role. Raises FieldError: it is missing, or has an unsuitable type."""
-    type_ = source.type(schema)
-    fits, wanted = _FITTING[kind]
-    if not fits(type_):
-        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted}")
-
-
-def are_chats(kind: Kind, fields: Fields, given: Mapping[str, Any], schema: pa.Schema) -> bool:
-    """Return whether rows are rendered by a chat template."""
-    # A text of a preference pair may be anything: it is taken for a chat as JSON if a chat template is declared.
-    has_template = "chat_template" in given
-    return kind == "messages" or (kind == "preference" and (has_template or is_messages(dict(fields)["chosen"].type(schema))))
-
-
-def _guess(folder: Path, schema: pa.Schema) -> tuple[Kind, Fields]:
-    """Guess kind and fields from the columns' names and types, when nothing is declared."""
-    ids, text, chats = ({field.name for field in schema if fits(field.type)} for fits in (is_tokens, is_text, is_messages))
-    pairs = [{role: role for role in roles} for roles in (("prompt", "chosen", "rejected"), ("chosen", "rejected"))]
-    answers = [{"prompt": "prompt", "response": answer} for answer in ANSWERS]
-    ways: tuple[tuple[Kind, list[dict[str, str]], tuple[set[str], ...]], ...] = (
-        ("tokens", [{"tokens": "input_ids"}, {"tokens": "tokens"}], (ids,)),
-        ("text", [{"text": "text"}], (text,)),
-        ("messages", [{"messages": "messages"}], (chats,)),
-        ("preference", pairs, (text, chats)),
-        ("prompt_response", answers, (text,)),
-        ("messages", [{"messages": "messages"}], (text,)),  # as JSON
-        ("tokens", [*pairs, *answers], (ids,)),
-    )
-    for kind, guesses, of_types in ways:
-        for columns in guesses:
-            if any(names.issuperset(columns.values()) for names in of_types):
-                return kind, tuple((role, Field.parse(column, schema)) for role, column in columns.items())
-    raise DatasetInvalid(
-        f"{folder}: no column can be used. Expected input_ids or tokens (lists of integers), text (strings), prompt and "
-        f"response or completion (strings), messages (lists of role and content), or chosen and rejected; there are: "
-        f"{listed([f'{field.name} ({field.type})' for field in schema], most=8) or 'none'}. Name the columns in {FILE_NAME}, "
-        f'for example: text = "content", or prompt = "question" and response = "answer".'
-    )
-
-
-def find_masks(given: Mapping[str, Any], schema: pa.Schema) -> Fields:
-    """Return the declared masks, and for undeclared roles the masks present under a usual name.
-
-    Raises FieldError: a column is missing, occurs twice, or has an unsuitable type.
-    """
-    for roles in _ALTERNATIVES:
-        if all(given.get(role) for role in roles):
-            raise FieldError(f"{' and '.join(roles)} say the same, and only one of them may be set")
-    masks = {role: Field.parse(given[role], schema) for role in MASKS if given.get(role)}
-    for role, source in masks.items():
-        check_mask(role, source, schema)
-    for role, names in MASKS.items():
-        alternatives = next((roles for roles in _ALTERNATIVES if role in roles), (role,))
-        if role in given or masks.keys() & set(alternatives):
-            continue
-        sources = [Field.parse(name, schema) for name in names if name in schema.names]
-        if fitting := [source for source in sources if _is_mask(role, source.type(schema))]:
-            masks[role] = fitting[0]
-    return tuple((role, masks[role]) for role in MASKS if role in masks)  # in a fixed order: the fingerprint depends on it
-
-
-def check_mask(role: str, source: Field, schema: pa.Schema) -> None:
-    """Check that a field can be a mask. Raises FieldError: it is missing, or has an unsuitable type."""
-    if not _is_mask(role, type_ := source.type(schema)):
-        raise FieldError(
-            f"column {source.text!r} is {type_}, but {role} must be lists of integers; booleans may stand for 0 and 1"
-        )
-
-
-def _is_mask(role: str, type_: pa.DataType) -> bool:
-    is_boolean = is_list(type_) and pa.types.is_boolean(type_.value_type)
-    return is_tokens(type_) or (role in ("loss_mask", "attention_mask") and is_boolean)
-
-
-def mask_of(name: str) -> str | None:
-    """Return the mask role of a column's name; None for any other name."""
-    return next((role for role in MASKS if name in MASKS[role]), None)
-
-
-def check_tools(source: Field, schema: pa.Schema) -> None:
-    """Check that a field can hold tool definitions. Raises FieldError: it is missing, or has an unsuitable type."""
-    if not _may_be_tools(type_ := source.type(schema)):
-        raise FieldError(
-            f"column {source.text!r} is {type_}, but tools must be lists of definitions, or such lists as JSON texts"
-        )
-
-
-def may_hold_tools(schema: pa.Schema) -> bool:
-    """Return whether a column may have tool definitions: in this shard it may be null throughout."""
-    return any(field.name == "tools" and _may_be_tools(field.type) for field in schema)
+def _is_mask(type_: pa.DataType) -> bool:
+    return is_tokens(type_) or (is_list(type_) and pa.types.is_boolean(type_.value_type))
 
 
 def _may_be_tools(type_: pa.DataType) -> bool:
     is_list_of_tools = is_list(type_) and (pa.types.is_struct(type_.value_type) or is_text(type_.value_type))
-    return is_list_of_tools or is_text(type_) or is_null(type_)
+    return is_list_of_tools or is_text(type_) or is_null(type_)  # null throughout a shard
 
 
-def unused_columns(kind: Kind, fields: Fields, masks: Fields, given: Mapping[str, Any], schema: pa.Schema) -> tuple[str, ...]:
-    """Return the columns that, by name, select the tokens with loss of these rows, but are not used; tools excepted.
+# The types that the columns of a kind or role may have, and their names in messages.
+_SUITABLE: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
+    "text": (is_text, "text"),
+    "prompt_response": (is_text, "text"),
+    "messages": (_is_chats, "lists of messages, each with a role and a content, or such lists as JSON texts"),
+    "preference": (_is_chats, "text or lists of messages"),
+    **dict.fromkeys(("tokens", "labels", *MASKS_OF_DOCUMENTS), (is_tokens, "lists of integers")),
+    **dict.fromkeys(("loss_mask", "attention_mask"), (_is_mask, "lists of integers; booleans may stand for 0 and 1")),
+    "tools": (_may_be_tools, "lists of definitions, or such lists as JSON texts"),
+}
 
-    Beside ids they are masks; beside texts, whose tokens all have loss, chats or answers.
+
+def check_type(role: str, source: Field, schema: pa.Schema, kind: str = "") -> None:
+    """Check that a field suits a role in rows of a kind. Raises FieldError: it is missing, or has an unsuitable type."""
+    type_ = source.type(schema)
+    fits, wanted = _SUITABLE[kind or role]
+    if not fits(type_):
+        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted}")
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Columns by their roles in rows of one kind.
+
+    fields     the fields that hold a row
+    are_chats  whether a chat template renders them
+    masks      the fields that mark ids with loss, padding, and the start of documents
+    tools      the field of tool definitions, for chats
+    unused     other columns that, by name, select the tokens with loss: masks beside ids; chats or answers beside texts
     """
+
+    kind: Kind
+    fields: Fields
+    are_chats: bool
+    masks: Fields
+    tools: Field | None
+    unused: tuple[str, ...]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], schema: pa.Schema) -> Roles:
+        """Assign roles as penstock.toml gives them, and others by the columns' names and types.
+
+        Raises FieldError: a column is missing, occurs twice or has an unsuitable type, or no row can be made.
+        """
+        kind, fields = _fields(given, schema)
+        masks: Fields = ()
+        unused: tuple[str, ...] = ()
+        if "tokens" in dict(fields):
+            masks, unused = _masks(given, schema)
+        elif declared := [mask for mask in MASKS if given.get(mask)]:
+            of = " and ".join(role for role, _ in fields)
+            raise FieldError(f"{declared[0]} is a mask of tokens, but rows are made of {of}. Remove it")
+        elif kind == "text" and not given.keys() & {*ROLES}:
+            unused = _beside_text(schema)
+        # A text of a preference pair may be anything: it is taken for a chat as JSON if a chat template is declared.
+        is_pair_of_chats = kind == "preference" and ("chat_template" in given or is_messages(fields[-1][1].type(schema)))
+        are_chats = kind == "messages" or is_pair_of_chats
+        tools = Field.parse(given["tools"], schema) if given.get("tools") else None
+        if tools:
+            check_type("tools", tools, schema)
+        elif are_chats and "tools" not in given and any(f.name == "tools" and _may_be_tools(f.type) for f in schema):
+            tools = Field.parse("tools", schema)
+        return cls(kind, fields, are_chats, masks, tools, unused)
+
+
+def _fields(given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
+    named = [role for role in ROLES if role in given]
+    if not named:
+        return _guessed_fields(schema)
+    kind = next((kind for kind, roles in _KINDS if {*roles} == {*named}), None)
+    if kind is None:
+        raise FieldError(
+            f"{FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or messages, or "
+            f"chosen and rejected with or without prompt"
+        )
+    fields = tuple((role, Field.parse(given[role], schema)) for role in named)
+    types = {role: source.type(schema) for role, source in fields}
+    if kind not in ("text", "messages") and all(map(is_tokens, types.values())):
+        return "tokens", fields
+    for role, source in fields:
+        check_type(role, source, schema, kind)
+    if len({*map(is_messages, types.values())}) > 1 and "chat_template" not in given:
+        listing = ", ".join(f"{role} is {type_}" for role, type_ in types.items())
+        raise FieldError(f"a preference pair must be all text, or all chats, but {listing}")
+    return kind, fields
+
+
+def _guessed_fields(schema: pa.Schema) -> tuple[Kind, Fields]:
     types = {field.name: field.type for field in schema}
-    if "tokens" in dict(fields):
-        return _unused_masks(fields, masks, given, schema)
-    if kind == "text" and not given.keys() & set(ROLES):
-        chats = ("messages",) if "messages" in types and _is_chats(types["messages"]) else ()
-        texts = [name for name in ("prompt", *ANSWERS) if name in types and is_text(types[name])]
-        pair = [name for name in ("chosen", "rejected") if name in types and _is_chats(types[name])]
-        return (*chats, *(texts[:2] if "prompt" in texts[:-1] else ()), *(pair if len(pair) == 2 else ()))
-    return ()
+    for kind, fits, columns in _GUESSES:
+        if all(column in types and fits(types[column]) for column in columns.values()):
+            return kind, tuple((role, Field.parse(column, schema)) for role, column in columns.items())
+    raise FieldError(
+        f"no column can be used. Expected input_ids or tokens (lists of integers), text (strings), prompt and response or "
+        f"completion (strings), messages (lists of role and content), or chosen and rejected; there are: "
+        f"{listed([f'{field.name} ({field.type})' for field in schema], most=8) or 'none'}. Name the columns in {FILE_NAME}, "
+        f'for example: text = "content", or prompt = "question" and response = "answer"'
+    )
 
 
-def _unused_masks(fields: Fields, masks: Fields, given: Mapping[str, Any], schema: pa.Schema) -> tuple[str, ...]:
-    settled = {role for role in MASKS if role in given}
-    used = {source.text for _, source in (*fields, *masks)}
-    for roles in _ALTERNATIVES:
-        if roles[0] in dict(masks) or any(given.get(role) for role in roles):
-            settled |= {*roles}
-    names = [name for role in MASKS if role not in settled for name in MASKS[role]]
-    return tuple(name for name in names if name in schema.names and name not in used)
+def _masks(given: Mapping[str, Any], schema: pa.Schema) -> tuple[Fields, tuple[str, ...]]:
+    """Return the masks of token ids by role, always in one order: the fingerprint depends on it; and unused columns."""
+    masks, unused = dict[str, Field](), list[str]()
+    for role, names in MASKS.items():
+        other = _OTHER.get(role, "")
+        if given.get(role):
+            if given.get(other):
+                raise FieldError(f"{role} and {other} say the same, and only one of them may be set")
+            masks[role] = Field.parse(given[role], schema)
+            check_type(role, masks[role], schema)
+        elif role not in given and not given.get(other) and other not in masks:
+            fits, _ = _SUITABLE[role]
+            sources = [Field.parse(name, schema) for name in names if name in schema.names]
+            if fitting := [source for source in sources if fits(source.type(schema))]:
+                masks[role] = fitting[0]
+            unused += [source.text for source in sources if source not in masks.values()]
+    return tuple(masks.items()), tuple(unused)
+
+
+def _beside_text(schema: pa.Schema) -> tuple[str, ...]:
+    """Return the chats and answers beside a column of texts, whose tokens all have loss."""
+    usable = {field.name for field in schema if _is_chats(field.type)}
+    groups = [("messages",), *(("prompt", answer) for answer in ANSWERS), ("chosen", "rejected")]
+    return tuple(dict.fromkeys(name for group in groups if usable.issuperset(group) for name in group))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,7 +206,6 @@ class FirstShard:
     `takes_tools`: a chat template of the dataset reads tools.
     """
 
-    folder: Path
     given: Mapping[str, Any]
     schema: pa.Schema
     takes_tools: bool = False
@@ -234,31 +218,30 @@ class FirstShard:
 
     def check(self, schema: pa.Schema) -> None:
         """Check a shard's columns. Raises FieldError: a column would be used if the first shard had it."""
-        used = self._used(self.schema)
+        roles, used = self._used(self.schema)
         more = {field.name for field in schema if _has_role(field.name) and not is_null(field.type)} - used
         if not more:
             return
         # A column of the first shard that cannot be used counts as missing.
         others = [field for field in self.schema if field.name not in more]
-        both = pa.schema([*others, *(field for field in schema if field.name in more)])
-        for name in sorted(self._used(both) - used):
-            role = "tools" if name == "tools" else mask_of(name)
-            _, fields = read_fields(self.folder, self.given, self.schema)
-            without = f"{role} = false" if role else " and ".join(f'{role} = "{source.text}"' for role, source in fields)
+        _, wanted = self._used(pa.schema([*others, *(field for field in schema if field.name in more)]))
+        for name in sorted(wanted - used):
+            role = next((role for role, names in (*MASKS.items(), ("tools", ("tools",))) if name in names), None)
+            fields = " and ".join(f'{role} = "{source.text}"' for role, source in roles.fields)
             raise FieldError(
-                f"column {name!r} is not in the first shard, or cannot be used there, so the rows of this shard would "
-                f"have loss without it. Write it in the first shard, too; or, to do without it, say in {FILE_NAME}: {without}"
+                f"column {name!r} is not in the first shard, or cannot be used there, so the rows of this shard would have "
+                f"loss without it. Write it in the first shard, too; or, to do without it, say in {FILE_NAME}: "
+                f"{f'{role} = false' if role else fields}"
             )
 
-    def _used(self, schema: pa.Schema) -> set[str]:
-        """Return the columns that rows of this schema are made of, and those that select the tokens with loss."""
-        kind, fields = read_fields(self.folder, self.given, schema)
-        masks = find_masks(self.given, schema) if [role for role, _ in fields] == ["tokens"] else ()
-        used = {name for _, source in (*fields, *masks) for name in source.columns}
-        has_tools = self.takes_tools and "tools" not in self.given and may_hold_tools(schema)
-        return used | {"tools"} if has_tools and are_chats(kind, fields, self.given, schema) else used
+    def _used(self, schema: pa.Schema) -> tuple[Roles, set[str]]:
+        """Return the roles of columns in rows of this schema, and the columns that have one."""
+        roles = Roles.of(self.given, schema)
+        sources = [source for _, source in (*roles.fields, *roles.masks)]
+        sources += [roles.tools] if roles.tools and self.takes_tools else []
+        return roles, {name for source in sources for name in source.columns}
 
 
 def _has_role(name: str) -> bool:
     """Return whether a column may have a role by its name."""
-    return name in ("input_ids", "tools", *ROLES, *ANSWERS) or mask_of(name) is not None
+    return name in ("input_ids", "tools", *ROLES, *ANSWERS) or any(name in names for names in MASKS.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,16 +12,7 @@ from penstock.text import as_utf8, cut
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.fields import Column, Field, FieldError, is_text, passthrough_type
 from penstock_server.recipes.filter import SHOWN, Filter
-from penstock_server.recipes.infer import (
-    MASKS_OF_DOCUMENTS,
-    MASKS_OF_LOSS,
-    Fields,
-    FirstShard,
-    Kind,
-    check_field,
-    check_mask,
-    check_tools,
-)
+from penstock_server.recipes.infer import MASKS_OF_DOCUMENTS, MASKS_OF_LOSS, Fields, FirstShard, Kind, check_type
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.recipes.transform import Transform
 
@@ -37,21 +29,19 @@ DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: another value wou
 class Recipe:
     """Conversion of rows to tokens. Equal identities make equal tokens of equal rows.
 
-    kind, fields  kind of row, and the fields that hold it, by role; rows of ids are of kind "tokens" whatever their roles
-    masks         of pre-tokenized rows: by role, the fields that mark ids with loss, padding, and the start of documents
-    vocab_size    bounds the ids of pre-tokenized rows; None if unknown
-    bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
-    eos_id        closes a text or a response, likewise
-    columns       passthrough columns
-    reads_json    whether columns that are read hold Parquet's JSON type in the first shard
-    first         columns of the first shard: no other shard may have further columns that select the tokens with loss
-    unused        unused columns that, by name, select the tokens with loss; see `infer.unused_columns`
-    unsaid_bos    token that the tokenizer would open a text with, if penstock.toml does not set bos
-    guessed_eos   candidates for the EOS in the tokenizer, if no file names it; the first of several is taken
-    splits        whether the shards' names give the splits, or a hash; None: the names decide
-    validation    share of rows held out by the hash of `split_by`, or of the row's place; None: the default of the rule
-    split_type    type of `split_by` in the first shard
-    max_bad_share with a larger share of bad rows the dataset is refused
+    kind, fields, masks, unused  see `infer.Roles`; rows of ids are of kind "tokens" whatever the roles of their fields
+    vocab_size     bounds the ids of pre-tokenized rows; None if unknown
+    bos_id         opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
+    eos_id         closes a text or a response, likewise
+    columns        passthrough columns
+    reads_json     whether columns that are read hold Parquet's JSON type in the first shard
+    first          columns of the first shard: no other shard may have further columns that select the tokens with loss
+    unsaid_bos     token that the tokenizer would open a text with, if penstock.toml does not set bos
+    guessed_eos    candidates for the EOS in the tokenizer, if no file names it; the first of several is taken
+    splits         whether the shards' names give the splits, or a hash; None: the names decide
+    validation     share of rows held out by the hash of `split_by`, or of the row's place; None: the default of the rule
+    split_type     type of `split_by` in the first shard
+    max_bad_share  with a larger share of bad rows the dataset is refused
     """
 
     kind: Kind
@@ -120,26 +110,24 @@ class Recipe:
     @property
     def token_columns(self) -> tuple[str, ...]:
         """Return the top-level columns that must have a value in each row, since its tokens are made of them."""
-        return tuple(dict.fromkeys(column for _, source in self.fields for column in source.columns))
+        return _columns(source for _, source in self.fields)
 
     @property
     def selecting_columns(self) -> list[str]:
         """Return the top-level stored columns that decide whether the filter keeps a row, and its split."""
-        by_filter, by_split = (self.filter.columns if self.filter else ()), (self.split_by.columns if self.split_by else ())
-        return list(dict.fromkeys([*by_filter, *by_split]))
+        return list(_columns([self.filter, self.split_by]))
 
     @property
     def encoded_columns(self) -> list[str]:
         """Return the top-level columns that tokens are made of, and those that control it: masks and tools."""
-        masks = (name for _, source in self.masks for name in source.columns)
-        return list(dict.fromkeys([*self.token_columns, *masks, *(self.tools.columns if self.tools else ())]))
+        return list(_columns([*(source for _, source in (*self.fields, *self.masks)), self.tools]))
 
     @property
     def read_columns(self) -> list[str] | None:
         """Return the top-level columns to read from a shard; None for all, since a transform may use them."""
         if self.transform:
             return None
-        passthrough = (name for column in self.columns for name in column.field.columns)
+        passthrough = _columns(column.field for column in self.columns)
         return list(dict.fromkeys([*self.encoded_columns, *passthrough, *self.selecting_columns]))
 
     @property
@@ -192,11 +180,9 @@ class Recipe:
     def check_made(self, schema: pa.Schema) -> None:
         """Check that transformed rows of this schema have all columns that tokens need. Raises FieldError: they have not."""
         for role, source in self.fields:
-            check_field(self.kind, role, source, schema)
-        for role, source in self.masks:
-            check_mask(role, source, schema)
-        if self.tools:
-            check_tools(self.tools, schema)
+            check_type(role, source, schema, self.kind)
+        for role, source in (*self.masks, *([("tools", self.tools)] if self.tools else [])):
+            check_type(role, source, schema)
         if self.first:
             self.first.check(schema)
         for column in self.columns:
@@ -207,8 +193,8 @@ class Recipe:
         """Describe the recipe in a line, for people."""
         parts = [" + ".join(source.text for _, source in self.fields).replace("\n", "\\n")]
         if self.tokenizer:
-            split = ", special tokens split" if self.tokenizer.splits_special_tokens else ""
-            parts.append(f"tokenizer {self.tokenizer.path.name} ({self.tokenizer.vocab_size:,} ids{split})")
+            spelled = ", special tokens spelled out" if self.tokenizer.tokenizer.encode_special_tokens else ""
+            parts.append(f"tokenizer {self.tokenizer.path.name} ({self.tokenizer.vocab_size:,} ids{spelled})")
         else:
             parts.append("pre-tokenized" + (f", ids below {self.vocab_size:,}" if self.vocab_size else ""))
         if self.kind != "tokens" and not self.chat:
@@ -223,6 +209,10 @@ class Recipe:
             "without": ", ".join(self.unused),
         }
         return ", ".join([*parts, *(f"{name} {detail}" for name, detail in details.items() if detail)])
+
+
+def _columns(sources: Iterable[Field | Filter | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for source in sources if source for name in source.columns))
 
 
 def _split_type(type_: pa.DataType) -> str:

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 
 from penstock.text import cut
 from penstock_server.arrow import parsed_json, raw_texts
-from penstock_server.recipes.chat.answers import Span
-from penstock_server.recipes.chat.messages import ChatError, has_loss, says_something
+from penstock_server.recipes.answers import Span
 from penstock_server.recipes.fields import Field, json_values
+from penstock_server.recipes.messages import ChatError, has_loss, says_something
 from penstock_server.recipes.recipe import Recipe, Rows
 from penstock_server.recipes.token_ids import Lists, joined, repeated, with_turns
 from penstock_server.recipes.tokenizer import Ids

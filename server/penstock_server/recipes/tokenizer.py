@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
@@ -30,22 +30,26 @@ _WRITE_IT = (
 _PORTION_CHARACTERS = 1 << 17  # per thread at a time: an encoding takes some hundred bytes per token
 
 Ids = npt.NDArray[np.int64]
+_Json = dict[str, Any]
 Note = Callable[[int, str], None]  # receives a bad row's number and the reason
 _Encoded = TypeVar("_Encoded")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenizerFile:
     """Tokenizer loaded from a `tokenizers` file.
 
-    `digest` is the hash of its bytes, of the tokens that the files beside it add, and of its options. `vocab_size` is one
-    more than the largest id, added tokens included.
+    path            as named: a symlink may lead to a store without the files beside it
+    digest          hash of its bytes, of the tokens that the files beside it add, and of its options
+    vocab_size      one more than the largest id, added tokens included
+    special_tokens  the texts of special tokens that the files beside it name, such as eos_token
     """
 
     path: Path
     digest: str
     tokenizer: Tokenizer
     vocab_size: int
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self, texts: list[str], note: Note) -> tuple[Ids, Ids]:
         """Return the ids of texts, end to end, and the length of each; without the tokenizer's special tokens.
@@ -78,32 +82,14 @@ class TokenizerFile:
         return list(chain.from_iterable(self._by_portion(marked, texts, note)))
 
     @property
-    def splits_special_tokens(self) -> bool:
-        """Return whether a text that spells a special token becomes plain tokens, not that one."""
-        return self.tokenizer.encode_special_tokens
-
-    @property
     def opening(self) -> str | None:
         """Return the token that the tokenizer puts before a text when it adds special tokens; None without one."""
-        with_special, plain = self._example
-        return with_special[0] if plain and with_special[1 : len(plain) + 1] == plain else None
-
-    @property
-    def closing(self) -> str | None:
-        """Return the token that the tokenizer puts after a text when it adds special tokens; None without one."""
-        with_special, plain = self._example
-        return with_special[-1] if plain and with_special[-len(plain) - 1 : -1] == plain else None
-
-    @property
-    def _example(self) -> tuple[list[str], list[str]]:
-        """Return the tokens of a sample text, with the special tokens that the tokenizer adds, and without."""
         try:
             with library_errors():
-                encoded = [self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False)]
+                closed, plain = (self.tokenizer.encode("a", add_special_tokens=adds).tokens for adds in (True, False))
         except LibraryError:  # the tokenizer has no token for that text
-            return [], []
-        with_special, plain = encoded
-        return with_special, plain
+            return None
+        return closed[0] if plain and closed[1 : len(plain) + 1] == plain else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -146,12 +132,11 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 
     Raises DatasetInvalid: the file does not exist, is not a tokenizer, or tokens cannot be added to it.
     """
-    # If `path` is a symlink, as in the hub's cache, these files are beside the symlink.
     beside = tuple(read_beside(path.with_name(name)) if may_be_there(path.with_name(name)) else "" for name in TOKEN_FILES)
     try:
-        resolved = path.resolve(strict=True)
         # Use the ctime: an archive can set the mtime, but no program can set the ctime.
-        return _load(resolved, resolved.stat().st_ctime_ns, split_special_tokens, path, beside)
+        resolved = path.resolve(strict=True)
+        return _load(path, resolved, resolved.stat().st_ctime_ns, split_special_tokens, beside)
     except OSError as error:
         remedy = _WRITE_IT if not isinstance(error, PermissionError) else "Let the server's user read it."
         raise DatasetInvalid(f"the tokenizer {path} cannot be read: {error.strerror}. {remedy}") from error
@@ -159,13 +144,9 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 
 @lru_cache(maxsize=64)
 def _load(
-    path: Path,
-    ctime_ns: int,  # noqa: ARG001 - part of the cache key: a changed file is another tokenizer
-    split_special_tokens: bool,
-    named: Path,
-    beside: tuple[str, ...],
-) -> TokenizerFile:
-    content = path.read_bytes()
+    path: Path, resolved: Path, _ctime_ns: int, split_special_tokens: bool, beside: tuple[str, ...]
+) -> TokenizerFile:  # a file with another ctime is another tokenizer
+    content = resolved.read_bytes()
     try:
         with library_errors():
             tokenizer = Tokenizer.from_buffer(content)
@@ -179,15 +160,16 @@ def _load(
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
     before = _added_tokens(tokenizer)
-    _add_tokens(tokenizer, named, beside)
+    config, named, more = (_parsed(text, path.with_name(name)) for text, name in zip(beside, TOKEN_FILES, strict=True))
+    _add_tokens(tokenizer, path, config, named, more)
     digest = blake2b(content, digest_size=16, person=b"special split" if split_special_tokens else b"")
     if added := sorted(_added_tokens(tokenizer) - before):  # otherwise the digest stays that of the file alone
         digest.update(json.dumps(added).encode())
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    return TokenizerFile(path, digest.hexdigest(), tokenizer, vocab_size)
+    return TokenizerFile(path, digest.hexdigest(), tokenizer, vocab_size, _named_tokens(config, named))
 
 
-def _add_tokens(tokenizer: Tokenizer, path: Path, beside: tuple[str, ...]) -> None:
+def _add_tokens(tokenizer: Tokenizer, path: Path, config: _Json, named: _Json, more: _Json) -> None:
     """Add the tokens that transformers' AutoTokenizer adds to a tokenizer.json because the files beside it name them.
 
     Those are in added_tokens_decoder of tokenizer_config.json. Older files have none: there special_tokens_map.json and
@@ -195,27 +177,23 @@ def _add_tokens(tokenizer: Tokenizer, path: Path, beside: tuple[str, ...]) -> No
 
     Raises DatasetInvalid: a file has another form, or gives a token an id that it cannot have.
     """
-    config, named, added = (_parsed(text, path.with_name(name)) for text, name in zip(beside, TOKEN_FILES, strict=True))
-    ids: dict[str, int] = {}
+    decoder = config.get("added_tokens_decoder")
     replacing, others = list[AddedToken](), list[AddedToken]()
     try:
-        if (decoder := config.get("added_tokens_decoder")) is not None:
+        special = _special_tokens(config if decoder is not None else config | named)
+        if decoder is not None:
+            ids = {token["content"]: int(id_) for id_, token in decoder.items()}
             replacing = [AddedToken(**decoder[id_]) for id_ in sorted(decoder, key=int)]
-            ids = {decoder[id_]["content"]: int(id_) for id_ in decoder}
-            special = _special_tokens(config)
         else:
-            special = _special_tokens(config | named)
-            ids = {content: int(id_) for content, id_ in added.items()}
-            others = [
-                AddedToken(content, special=content in special, normalized=content not in special)
-                for content in sorted(ids, key=lambda content: ids[content])
-            ]
+            ids = {content: int(id_) for content, id_ in more.items()}
+            is_special = [(content, content in special) for content in sorted(ids, key=lambda content: ids[content])]
+            others = [AddedToken(content, special=special, normalized=not special) for content, special in is_special]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DatasetInvalid(
             f"the files beside {path} add tokens in a form that transformers does not write: {error}. Save them again with "
             f"save_pretrained, or remove what cannot be read."
         ) from error
-    before = {fields[1:] for fields in _added_tokens(tokenizer)}
+    before = {_fields(token) for token in tokenizer.get_added_tokens_decoder().values()}
     replacing = [token for token in replacing if _fields(token) not in before]
     for token in replacing:
         token.special = token.special or token.content in special
@@ -255,17 +233,11 @@ def _fields(token: AddedToken) -> tuple[Any, ...]:
     return (token.content, *(getattr(token, name) for name in _FLAGS))
 
 
-def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
-    """Return the special tokens that the files beside a tokenizer.json name, such as eos_token.
-
-    Raises DatasetInvalid: a file cannot be read.
-    """
-    config = read_json_beside(tokenizer_path.with_name("tokenizer_config.json"))
-    files = [read_json_beside(tokenizer_path.with_name("special_tokens_map.json")), config]
-    if "added_tokens_decoder" not in config:  # older files: tokenizer_config.json did not have all tokens
-        files.reverse()
-    tokens: dict[str, str] = {}
+def _named_tokens(config: _Json, named: _Json) -> dict[str, str]:
+    """Return the texts of special tokens by name; in older files tokenizer_config.json does not have all of them."""
+    files = [named, config] if "added_tokens_decoder" in config else [config, named]
     extra = (file.get("extra_special_tokens") for file in files)  # a mapping by name, or a list of tokens without names
+    tokens: dict[str, str] = {}
     for name, value in (item for each in [*extra, *files] if isinstance(each, dict) for item in each.items()):
         token = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(token, str):

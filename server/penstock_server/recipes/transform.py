@@ -20,9 +20,10 @@ from types import ModuleType
 import pyarrow as pa
 
 from penstock_server.problems import LibraryError, library_errors
+from penstock_server.recipes.fields import RecipeError
 
 
-class TransformError(ValueError):
+class TransformError(RecipeError):
     """The function cannot be loaded, or violates the contract of a transform."""
 
 

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.chat import ChatTemplate, load_chat_template, read_chat_template
-from penstock_server.recipes.chat.messages import ChatError, TemplateError
-from penstock_server.recipes.tokenizer import load_special_tokens
+from penstock_server.recipes.chat import ChatTemplate, load_chat_templates, read_chat_templates
+from penstock_server.recipes.messages import ChatError, TemplateError
+from penstock_server.recipes.tokenizer import load_tokenizer
 from support.chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
+from support.corpora import write_tokenizer
 
 Chat = list[dict[str, Any]]
 
@@ -387,67 +388,67 @@ def test_digest_covers_the_text_and_the_tokens() -> None:
 
 def test_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    assert load_chat_template(tokenizer) is None
+    assert load_chat_templates(tokenizer) == {}
     config.write_text(json.dumps({"chat_template": PLAIN}), encoding="utf-8")
-    assert load_chat_template(tokenizer) == PLAIN
+    assert load_chat_templates(tokenizer)["default"] == PLAIN
     several = [{"name": "tool_use", "template": ZEPHYR}, {"name": "default", "template": CHATML}]
     for spelled in (several, {each["name"]: each["template"] for each in several}):
         config.write_text(json.dumps({"chat_template": spelled}), encoding="utf-8")
-        assert (load_chat_template(tokenizer), load_chat_template(tokenizer, "tool_use")) == (CHATML, ZEPHYR)
+        assert (load_chat_templates(tokenizer)["default"], load_chat_templates(tokenizer).get("tool_use")) == (CHATML, ZEPHYR)
     config.write_text(json.dumps({"chat_template": several[:1]}), encoding="utf-8")
     with pytest.raises(TemplateError, match="has the chat templates tool_use, and none of them is called default"):
-        load_chat_template(tokenizer)
+        load_chat_templates(tokenizer)
     (tmp_path / "chat_template.jinja").write_text(LLAMA_2, encoding="utf-8")
-    assert (load_chat_template(tokenizer), load_chat_template(tokenizer, "tool_use")) == (LLAMA_2, None)
+    assert (load_chat_templates(tokenizer)["default"], load_chat_templates(tokenizer).get("tool_use")) == (LLAMA_2, None)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(PHI_3, encoding="utf-8")
-    assert load_chat_template(tokenizer, "tool_use") == PHI_3
+    assert load_chat_templates(tokenizer).get("tool_use") == PHI_3
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(DatasetInvalid, match="chat_template.jinja cannot be read"):
-        load_chat_template(tokenizer)
+        load_chat_templates(tokenizer)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": ZEPHYR}), encoding="utf-8")
     with pytest.raises(TemplateError, match=r"tokenizer_config.json has the chat templates tool_use"):
-        load_chat_template(tokenizer)
+        load_chat_templates(tokenizer)
     config.write_text("{}", encoding="utf-8")
-    assert load_chat_template(tokenizer) == ZEPHYR
+    assert load_chat_templates(tokenizer)["default"] == ZEPHYR
     for name in ("chat_template.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).unlink(missing_ok=True)
         (tmp_path / name).symlink_to("away")
         with pytest.raises(DatasetInvalid, match=f"{name} cannot be read: .*No such file"):
-            load_chat_template(tokenizer)
+            load_chat_templates(tokenizer)
 
 
 def test_template_is_read_from_a_named_json_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for content, expected in ((PLAIN, PLAIN), (json.dumps({"chat_template": ZEPHYR, "eos_token": "</s>"}), ZEPHYR)):
         path.write_text(content, encoding="utf-8")
-        assert read_chat_template(path) == expected
+        assert read_chat_templates(path) == {"default": expected}
     for content in ("{}", '{"chat_template": 3}'):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(TemplateError, match=r'config.json is JSON without a text under "chat_template"'):
-            read_chat_template(path)
+            read_chat_templates(path)
     with pytest.raises(DatasetInvalid, match="away.jinja cannot be read"):
-        read_chat_template(tmp_path / "away.jinja")
+        read_chat_templates(tmp_path / "away.jinja")
 
 
 def test_special_tokens_are_read_beside_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    assert load_special_tokens(tokenizer) == {}
+    tokenizer, config = write_tokenizer(tmp_path / "tokenizer.json"), tmp_path / "tokenizer_config.json"
+    assert load_tokenizer(tokenizer).special_tokens == {}
     older = {"eos_token": {"content": "</s>", "lstrip": False}, "bos_token": "<s>", "additional_special_tokens": ["<x>"]}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(older), encoding="utf-8")
     newer = {"eos_token": "<|im_end|>", "pad_token": {"content": "<pad>"}, "unk_token": None, "add_bos_token": True}
     config.write_text(json.dumps(newer), encoding="utf-8")
-    assert load_special_tokens(tokenizer) == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert load_tokenizer(tokenizer).special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     config.write_text(json.dumps({**newer, "added_tokens_decoder": {}}), encoding="utf-8")
-    assert load_special_tokens(tokenizer) == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    assert load_tokenizer(tokenizer).special_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
     named = {"extra_special_tokens": {"image_token": "<image>", "eos_token": "never"}}
     config.write_text(json.dumps({**newer, "added_tokens_decoder": {}, **named}), encoding="utf-8")
-    assert load_special_tokens(tokenizer)["image_token"] == "<image>"
-    assert load_special_tokens(tokenizer)["eos_token"] == "<|im_end|>"
+    assert load_tokenizer(tokenizer).special_tokens["image_token"] == "<image>"
+    assert load_tokenizer(tokenizer).special_tokens["eos_token"] == "<|im_end|>"
     config.write_text("{", encoding="utf-8")
     with pytest.raises(DatasetInvalid, match="tokenizer_config.json cannot be read"):
-        load_special_tokens(tokenizer)
+        load_tokenizer(tokenizer)
 
 
 def render(text: str, chat: Chat) -> str:

@@ -221,7 +221,7 @@ def test_pre_tokenized_rows_get_an_eos_unless_they_end_with_it() -> None:
 def test_spelled_special_token_is_split_only_with_split_special_tokens(tokenizer: TokenizerFile) -> None:
     split = load_tokenizer(tokenizer.path, split_special_tokens=True)
     assert split.digest != tokenizer.digest
-    assert (split.splits_special_tokens, tokenizer.splits_special_tokens) == (True, False)
+    assert (split.tokenizer.encode_special_tokens, tokenizer.tokenizer.encode_special_tokens) == (True, False)
     rows = pa.table({"t": [f"fox{EOS} dog"]})
     [plain], [of_split] = (
         encode(rows, recipe("text", "t", tokenizer=one, eos_id=0), "uint16", 400)["tokens"].to_pylist()

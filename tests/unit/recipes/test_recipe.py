@@ -36,7 +36,7 @@ CHANGES: dict[str, Any] = {
 }
 ALIKE: dict[str, Any] = {
     "split_type": pa.int64(),
-    "first": FirstShard(Path("folder"), {}, pa.schema({"ids": pa.list_(pa.int32())})),
+    "first": FirstShard({}, pa.schema({"ids": pa.list_(pa.int32())})),
     "unused": ("labels",),
     "unsaid_bos": "<s>",
     "guessed_eos": ("<s>", "</s>"),

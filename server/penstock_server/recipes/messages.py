@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from penstock.text import cut
+from penstock_server.recipes.fields import RecipeError
 
 Message = Mapping[str, Any]
 Form = Literal["text", "nested"]
@@ -23,7 +25,7 @@ _AS_PYTHON_OR_JSON = re.compile(r"""['"]text\\?['"]""")
 _AS_JSON = re.compile(r'(?<!\\)"city": ?"Rome"')
 
 
-class TemplateError(ValueError):
+class TemplateError(RecipeError):
     """A chat template cannot be used for any chat; the message gives the reason and the remedy."""
 
 
@@ -61,30 +63,22 @@ def has_loss(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def text_of(message: Message) -> str:
-    """Return the text of a message without surrounding blanks; "" if it has other parts, or no text."""
+def text_of(message: Message) -> str | None:
+    """Return the content of a message that is a text, or a list of texts alone; None for any other."""
     content = message.get("content")
     if isinstance(content, list) and all(map(_is_text_part, content)):
-        content = "".join(part["text"] for part in content)
-    return content.strip() if isinstance(content, str) else ""
-
-
-def says_something(message: Message) -> bool:
-    """Return whether a message has more than blanks in it, or calls a tool, or thinks."""
-    content = message.get("content")
-    is_blank = all(map(_is_blank, content if isinstance(content, list) else [content]))
-    return not is_blank or any(message.get(name) for name in _DEEDS)
-
-
-def _is_blank(part: Any) -> bool:
-    """Return whether a content, or a part of one, is only blanks; an image or a call is not."""
-    if isinstance(part, dict) and part.get("type", "text") == "text":
-        part = part.get("text")
-    return part is None or (isinstance(part, str) and not part.strip())
+        return "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else None
 
 
 def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and "text" in part.get("type", "text") and isinstance(part.get("text"), str)
+
+
+def says_something(message: Message) -> bool:
+    """Return whether a message has more than blanks in it, or calls a tool, or thinks."""
+    text = text_of(message)
+    return bool(message.get("content") if text is None else text.strip()) or any(message.get(name) for name in _DEEDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +104,12 @@ class Forms:
         if form == "nested" and isinstance(content, str):
             made["content"] = [{"type": "text", "text": content}]
         if form == "text" and isinstance(content, list):
-            if not all(map(_is_text_part, content)):
+            if (text := text_of(message)) is None:
                 raise ChatError(
                     f"has a chat whose message {number} has contents that are not text, and its template takes text alone: use "
                     f"a template that takes lists of parts, or make them texts with a transform"
                 )
-            made["content"] = "".join(part["text"] for part in content)
+            made["content"] = text
         if self.arguments and isinstance(calls := message.get("tool_calls"), list):
             made["tool_calls"] = [self._call(call) for call in calls]
         return made
@@ -140,44 +134,34 @@ class Forms:
 def find_forms(write: Write) -> Forms:
     """Find the forms that a template takes with small chats. `write` must pass chats unchanged."""
     contents: dict[str, Form] = {}
-    asked: list[Message] = []
-    with_system = ""
+    asked: list[Message] = [{"role": "user", "content": "Hello."}]
     for role in ("user", "assistant", "system"):
         before, after = (asked if role == "assistant" else []), (asked if role == "system" else [])
-        openings = OPENINGS[:1] if role == "system" else OPENINGS
-        num_other = len(before + after)
         as_text, as_parts = (
-            _written(write, [*before, {"role": role, "content": content}, *after], openings) for content in (_WORDS, _PARTS)
+            _written(write, [*before, {"role": role, "content": content}, *after]) for content in (_WORDS, _PARTS)
         )
-        takes_text = as_text.count(_WORDS) > num_other
-        takes_parts = as_parts.count(_WORDS) > num_other and not _AS_PYTHON_OR_JSON.search(as_parts)
-        if takes_text != takes_parts:
-            contents[role] = "text" if takes_text else "nested"
-        if role == "user":
-            asked = [{"role": role, "content": _PARTS if contents.get(role) == "nested" else _WORDS}]
-        if role == "system":
-            with_system = as_text
+        form = _form(_WORDS in as_text, _WORDS in as_parts and not _AS_PYTHON_OR_JSON.search(as_parts))
+        if form:
+            contents[role] = form
+        if form == "nested" and role == "user":
+            asked = [{"role": "user", "content": [{"type": "text", "text": "Hello."}]}]
     if "user" in contents:
         contents |= dict.fromkeys(("tool", "developer"), contents["user"])
-    drops_system = "system" not in contents and with_system.count(_WORDS) == 1
-    return Forms(contents, _form_of_arguments(write, asked), drops_system)
-
-
-def _form_of_arguments(write: Write, asked: Sequence[Message]) -> Form | None:
     takes = []
     for arguments in (json.dumps(_ARGUMENTS), _ARGUMENTS):
         call = {"id": "call00000", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-        text = _written(write, [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], OPENINGS)
+        text = _written(write, [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
         takes.append(bool(_AS_JSON.search(text)))
-    takes_text, takes_objects = takes
-    return None if takes_text == takes_objects else "text" if takes_text else "nested"
+    return Forms(contents, _form(*takes), drops_system="system" not in contents and bool(as_text) and _WORDS not in as_text)
 
 
-def _written(write: Write, chat: Sequence[Message], openings: Sequence[Sequence[Message]]) -> str:
+def _form(takes_text: bool, takes_nested: bool) -> Form | None:
+    return None if takes_text == takes_nested else "text" if takes_text else "nested"
+
+
+def _written(write: Write, chat: Sequence[Message]) -> str:
     """Render a chat after the first opening that the template accepts; "" if it accepts none."""
-    for opening in openings:
-        try:
+    for opening in OPENINGS:
+        with suppress(ChatError):
             return write([*opening, *chat])
-        except ChatError:
-            continue
     return ""

@@ -8,13 +8,12 @@ of the same chat with more messages.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
-from penstock_server.recipes.chat.messages import OPENINGS, ChatError, Message, TemplateError, Write
+from penstock_server.recipes.messages import OPENINGS, ChatError, Message, TemplateError, Write
 
 Span = tuple[int, int]
 
@@ -33,6 +32,11 @@ class Rendered(NamedTuple):
     text: str
     spans: tuple[Span, ...]
 
+    @classmethod
+    def of(cls, text: str, spans: Iterable[Span]) -> Rendered:
+        """Leave out empty spans."""
+        return cls(text, tuple((start, stop) for start, stop in spans if start < stop))
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
@@ -50,11 +54,6 @@ class AnswerFormat:
     tail: str = ""
     has_header: bool = False
     opening: tuple[Message, ...] = ()
-
-    @property
-    def closes(self) -> bool:
-        """Return whether more than blanks end an answer, which teaches a model to stop."""
-        return bool(self.end.strip())
 
 
 def find_answer_format(write: Write) -> AnswerFormat:
@@ -76,7 +75,7 @@ def _answer_format(write: Write, opening: tuple[Message, ...]) -> AnswerFormat:
     once = again = write([*opening, *ANSWERED])
     with suppress(ChatError):  # some templates render only one question and its answer
         again = write([*opening, *_ASKED_AGAIN])
-    at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(once, again, strict=False)))  # common prefix
+    at = next((i for i, (a, b) in enumerate(zip(once, again, strict=False)) if a != b), min(len(once), len(again)))
     for token in _TOKEN.finditer(once):  # two tokens may share a prefix
         at = token.start() if token.start() < at < token.end() else at
     tail = once[at:] if again.endswith(once[at:]) else ""
@@ -118,7 +117,7 @@ def rendered_by_marks(write: Write, chat: Sequence[Message], in_loss: Sequence[b
                 f"{len(spans)} texts: which of them has loss is unknown. Mark one text a message"
             )
         spans = [span for span, has_loss in zip(spans, answers, strict=True) if has_loss]
-    return Rendered(text, tuple((start, stop) for start, stop in spans if start < stop))
+    return Rendered.of(text, spans)
 
 
 def rendered_in_steps(write: Write, answers: AnswerFormat, chat: Sequence[Message], in_loss: Sequence[bool]) -> Rendered:
@@ -126,6 +125,7 @@ def rendered_in_steps(write: Write, answers: AnswerFormat, chat: Sequence[Messag
 
     Raises ChatError: the answers cannot be located in the text.
     """
+    closes = bool(answers.end.strip())
     spans: list[Span] = []
     longest = ""  # the longest step; the others are its prefixes, and for a long chat would take gigabytes
     is_stable = True
@@ -140,11 +140,11 @@ def rendered_in_steps(write: Write, answers: AnswerFormat, chat: Sequence[Messag
             raise ChatError(
                 f"has a chat whose template does not prompt for message {number} with add_generation_prompt. {_REMEDY}"
             )
-        spans.append((len(before), len(step.rstrip()) if answers.closes else len(step)))
+        spans.append((len(before), len(step.rstrip()) if closes else len(step)))
     if not in_loss[-1]:
         text = write(chat)
-    elif answers.tail.strip() and text.endswith(answers.tail) and not answers.closes:
+    elif answers.tail.strip() and text.endswith(answers.tail) and not closes:
         spans[-1] = (spans[-1][0], len(text.rstrip()))  # nothing else teaches the model to stop
     if not (is_stable and text.startswith(longest)):
         raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_REMEDY}")
-    return Rendered(text, tuple((start, stop) for start, stop in spans if start < stop))
+    return Rendered.of(text, spans)

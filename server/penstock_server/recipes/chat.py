@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
-from functools import cached_property, partial
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.text import cut, one_line
 from penstock_server.files import may_be_there
-from penstock_server.recipes.chat.answers import (
+from penstock_server.recipes.answers import (
     ANSWER,
     ANSWERED,
     Rendered,
@@ -31,7 +31,7 @@ from penstock_server.recipes.chat.answers import (
     rendered_by_marks,
     rendered_in_steps,
 )
-from penstock_server.recipes.chat.messages import (
+from penstock_server.recipes.messages import (
     ChatError,
     Forms,
     Message,
@@ -46,9 +46,9 @@ from penstock_server.recipes.chat.messages import (
 from penstock_server.recipes.tokenizer import read_beside, read_json_beside
 
 _BEGIN, _END = "penstock_generation_begins", "penstock_generation_ends"  # variables written around a generation
-_JSON_TEMPLATE = "chat_template.json"  # as processors of several modalities write it
 _OTHERS = "additional_chat_templates"  # a folder, as transformers writes them since its version 5
-TEMPLATE_FILES = ("chat_template.jinja", f"{_OTHERS}/tool_use.jinja", _JSON_TEMPLATE)
+# The last is from processors of several modalities.
+TEMPLATE_FILES = ("chat_template.jinja", f"{_OTHERS}/tool_use.jinja", "chat_template.json")
 
 
 class _Refused(jinja2.TemplateError):
@@ -73,7 +73,7 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     del sandbox.globals["lipsum"], sandbox.filters["random"]  # they depend on chance
     sandbox.globals["raise_exception"] = _raise_exception
-    sandbox.filters["tojson"] = _to_json
+    sandbox.filters["tojson"] = _to_json  # Jinja's escapes < > & and ' for HTML: the model would see \u003c in place of <
     return sandbox
 
 
@@ -84,10 +84,8 @@ def _raise_exception(message: object) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's tojson escapes < > & and ' for HTML: the model would see \u003c in place of <.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_number
-    )
+    options = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, default=_number, **options)
 
 
 def _number(value: object) -> int | float:
@@ -99,7 +97,12 @@ def _number(value: object) -> int | float:
 class ChatTemplate:
     """Chat template of a tokenizer: a Jinja text, and the special tokens that it may write, by name, such as `eos_token`.
 
-    `with_tools` is the template for chats with tools, if a tokenizer has two. `takes_tools`: it reads tool definitions.
+    with_tools      the template for chats with tools, if a tokenizer has two
+    takes_tools     whether it reads tool definitions
+    drops_system    whether it writes nothing of system messages
+    closes          whether it ends an answer with more than blanks, which teaches a model to stop
+    leaves_end_out  whether its generation marks exclude that end, so that nothing teaches a model to stop
+    answer_end      the text that it writes after the last answer
 
     Raises TemplateError: the text is not a template, or refers to something missing.
     """
@@ -111,43 +114,21 @@ class ChatTemplate:
             tree = sandbox.parse(text)
             self._template = sandbox.from_string(text)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template is wrong in line {error.lineno}: {error.message}.") from error
+            raise TemplateError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
         except (SyntaxError, RecursionError) as error:
-            raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
+            raise TemplateError(f"the chat template cannot be compiled: {error}") from error
         names = {name.name for name in tree.find_all(nodes.Name)}
         self._is_marked, self.takes_tools = _BEGIN in names, "tools" in names or with_tools is not None
         self._forms = Forms()  # passes messages unchanged until find_forms has run
         self._forms = find_forms(self._write)
-        self._answers = find_answer_format(self._write)
-
-    @property
-    def drops_system(self) -> bool:
-        """Return whether the template writes nothing of system messages."""
-        return self._forms.drops_system
-
-    @property
-    def answer_end(self) -> str:
-        """Return the text that the template writes after the last answer."""
-        return self._answers.end + self._answers.tail
-
-    @property
-    def closes(self) -> bool:
-        """Return whether the template ends an answer with more than blanks, which teaches a model to stop."""
-        closes = self._answers.closes or bool(self._answers.tail.strip())
-        return closes and (self._with_tools is None or self._with_tools.closes)
-
-    @cached_property
-    def leaves_end_out(self) -> bool:
-        """Return whether its generation marks exclude the end of an answer, so that nothing teaches a model to stop."""
-        if self._with_tools and self._with_tools.leaves_end_out:
-            return True
-        if not self._is_marked or not self.closes:
-            return False
-        try:
-            text, spans = self._rendered(self._write, [*self._answers.opening, *ANSWERED])
-        except ChatError:
-            return False
-        return any(text[slice(*span)].rstrip().endswith(ANSWER) for span in spans[-1:])
+        self._answers = answers = find_answer_format(self._write)
+        self.drops_system, self.answer_end = self._forms.drops_system, answers.end + answers.tail
+        self.closes: bool = bool(self.answer_end.strip()) and (with_tools is None or with_tools.closes)
+        self.leaves_end_out: bool = bool(with_tools and with_tools.leaves_end_out)
+        if self._is_marked and self.closes:
+            with suppress(ChatError):
+                text, spans = self._rendered(self._write, [*answers.opening, *ANSWERED])
+                self.leaves_end_out |= any(text[slice(*span)].rstrip().endswith(ANSWER) for span in spans[-1:])
 
     @property
     def digest(self) -> str:
@@ -193,29 +174,27 @@ class ChatTemplate:
         prompt: bool = False,
         marks: tuple[str, str] = ("", ""),
     ) -> str:
-        begin, end = marks
         variables = {
             **self._special_tokens,
             "messages": [self._forms.of(number, message) for number, message in enumerate(chat)],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
-            _BEGIN: begin,
-            _END: end,
+            **dict(zip((_BEGIN, _END), marks, strict=True)),
         }
         try:
             return self._template.render(variables)
-        except _Refused as error:
-            raise ChatError(f"has a chat that its template refuses: {_reason(error)}") from error
         except MemoryError:  # as a bad row it would stay bad when memory is free again
             raise
         except Exception as error:  # a template is a program, and may raise anything
-            raise ChatError(f"has a chat that its template fails on: {_reason(error)}") from error
+            fails = "refuses" if isinstance(error, _Refused) else "fails on"
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise ChatError(f"has a chat that its template {fails}: {cut(kind + one_line(error), 200)}") from error
 
 
 def _is_dropped(write: Write, chat: list[Message], number: int, text: str) -> bool:
     """Return whether a message may say nothing, and the chat still becomes this text."""
-    words = text_of(chat[number])
+    words = (text_of(chat[number]) or "").strip()
     if words and words in text:
         return False
     silent: Message = {"role": chat[number]["role"], "content": ""}
@@ -224,36 +203,26 @@ def _is_dropped(write: Write, chat: list[Message], number: int, text: str) -> bo
     return False
 
 
-def _reason(error: Exception) -> str:
-    kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-    return cut(kind + one_line(error), 200)
+def load_chat_templates(tokenizer_path: Path) -> dict[str, str]:
+    """Return the chat templates beside a tokenizer.json by name: default, and others such as tool_use.
 
-
-def load_chat_template(tokenizer_path: Path, name: str = "default") -> str | None:
-    """Return the chat template of this name, the default or tool_use, beside a tokenizer.json; None without one.
-
-    The first of these counts: chat_template.jinja, "chat_template" in tokenizer_config.json, chat_template.json.
-    Other templates than the default are in the same file, or in the folder additional_chat_templates.
-
-    `tokenizer_path` is not resolved: in a folder of symlinks, the template is beside the symlink.
+    The first of these files counts: chat_template.jinja, with the folder additional_chat_templates; tokenizer_config.json;
+    chat_template.json. `tokenizer_path` is not resolved: in a folder of symlinks, the files are beside the symlink.
 
     Raises DatasetInvalid: a file cannot be read. Raises TemplateError: it has several templates without a default.
     """
-    default, others = tokenizer_path.with_name("chat_template.jinja"), tokenizer_path.with_name(_OTHERS)
-    path = default if name == "default" else others / f"{name}.jinja"
-    if may_be_there(path):
-        return read_beside(path)
+    default, tool_use, of_processor = (tokenizer_path.parent / name for name in TEMPLATE_FILES)
     if may_be_there(default):
-        return None
-    for file in ("tokenizer_config.json", _JSON_TEMPLATE):
-        path = tokenizer_path.with_name(file)
+        paths = {"default": default, "tool_use": tool_use}
+        return {name: read_beside(path) for name, path in paths.items() if may_be_there(path)}
+    for path in (tokenizer_path.with_name("tokenizer_config.json"), of_processor):
         if templates := _templates_in(read_json_beside(path), path):
-            return templates.get(name)
-    return None
+            return templates
+    return {}
 
 
-def read_chat_template(path: Path, name: str = "default") -> str | None:
-    """Return the chat template of a file that a recipe names: its text, or the "chat_template" of a JSON file.
+def read_chat_templates(path: Path) -> dict[str, str]:
+    """Return the chat templates of a file that a recipe names: its text, or the "chat_template" of a JSON file.
 
     Raises DatasetInvalid: it cannot be read. Raises TemplateError: it has no template, or several without a default.
     """
@@ -261,11 +230,10 @@ def read_chat_template(path: Path, name: str = "default") -> str | None:
     try:
         content = json.loads(text)
     except ValueError:
-        return text if name == "default" else None
-    templates = _templates_in(content, path) if isinstance(content, dict) else {}
-    if not templates:
-        raise TemplateError(f'{path} is JSON without a text under "chat_template". Name a file of the template itself.')
-    return templates.get(name)
+        return {"default": text}
+    if templates := _templates_in(content, path) if isinstance(content, dict) else {}:
+        return templates
+    raise TemplateError(f'{path} is JSON without a text under "chat_template". Name a file of the template itself')
 
 
 def _templates_in(content: dict[str, Any], path: Path) -> dict[str, str]:
@@ -276,7 +244,7 @@ def _templates_in(content: dict[str, Any], path: Path) -> dict[str, str]:
     named = templates if isinstance(templates, dict) else {"default": templates}
     if named and "default" not in named:
         raise TemplateError(
-            f"{path} has the chat templates {', '.join(map(str, named))}, and none of them is called default. Put the one "
-            f"to use beside it as chat_template.jinja."
+            f"{path} has the chat templates {', '.join(map(str, named))}, and none of them is called default. Put the one to "
+            f"use beside it as chat_template.jinja"
         )
     return {name: text for name, text in named.items() if isinstance(text, str)}
