@@ -55,12 +55,7 @@ def one_line(error: BaseException) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for an unknown name, to follow a sentence; "" if no known name is close."""
-    close = _closest(name, known)
-    return f" Did you mean {close!r}?" if close else ""
-
-
-def _closest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(name, list(known), n=1)), None)
+    return "".join(f" Did you mean {close!r}?" for close in get_close_matches(name, list(known), n=1))
 
 
 def printable(text: str) -> str:

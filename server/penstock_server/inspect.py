@@ -80,12 +80,12 @@ def _row(facts: Mapping[str, Any], console: Console, num_lines: int) -> Iterator
 def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
     """Return the turns of a row, or the whole row as one piece if it has no turns. Without a tokenizer they are ids."""
     ids = facts[f"{side}tokens"]
-    whole = {"in_loss": True, "num_tokens": len(ids)} | ({"text": facts[f"{side}text"]} if f"{side}text" in facts else {})
+    whole = {"in_loss": True, "num_tokens": len(ids), "text": facts.get(f"{side}text")}
     pieces, end = [], 0
     for turn in facts.get(f"{side}turns", [whole]):
         start, end = end, end + turn["num_tokens"]
-        text = turn["text"] if "text" in turn else ids_as_text(ids[start:end])
-        pieces.append(Piece(text, turn["num_tokens"], turn["in_loss"]))
+        text = turn.get("text")
+        pieces.append(Piece(ids_as_text(ids[start:end]) if text is None else text, turn["num_tokens"], turn["in_loss"]))
     if more := facts[f"{side}num_tokens"] - end:  # of very many tokens or turns only the first are shown
         pieces.append(Piece(" ...", more, False))
     return pieces

@@ -6,8 +6,8 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,26 +106,23 @@ def byte_count(text: str) -> int | None:
     return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else None
 
 
-def _whole_number(text: str, least: int, most: int) -> int | None:
-    return int(text) if text.isdecimal() and least <= int(text) <= most else None
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        seconds = float(text)
-    except ValueError:
+def _within(least: float, most: float, parse: Callable[[str], float]) -> Callable[[str], float | None]:
+    def parse_within(text: str) -> float | None:
+        with suppress(ValueError):
+            return number if least <= (number := parse(text)) <= most else None
         return None
-    return seconds if 0 <= seconds <= threading.TIMEOUT_MAX else None
+
+    return parse_within
 
 
 # Numeric settings: the parser of each, which returns None for invalid text, and the expected value in messages.
 _NUMBERS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
-    "port": (partial(_whole_number, least=0, most=65_535), "a whole number from 0 (any free port) to 65,535"),
+    "port": (_within(0, 65_535, int), "a whole number from 0 (any free port) to 65,535"),
     "cache_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "inflight_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "decoded_bytes": (byte_count, "a number such as 500000000 or 200GB"),
-    "processes": (partial(_whole_number, least=1, most=_MAX_PROCESSES), f"a whole number from 1 to {_MAX_PROCESSES}"),
-    "poll_seconds": (_seconds, "a number such as 30, or 0 for never"),
+    "processes": (_within(1, _MAX_PROCESSES, int), f"a whole number from 1 to {_MAX_PROCESSES}"),
+    "poll_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 30, or 0 for never"),
 }
 
 

@@ -26,6 +26,30 @@ from support.ledgers import open_at, record
 from support.servers import SERVER_PACKAGES, Server, penstock, penstock_without
 
 
+def serving(tmp_path: Path, *flags: str) -> list[str]:
+    """Returns the command that serves nine numbered rows."""
+    write_numbered(tmp_path / "data" / "numbers", 9)
+    folders = (tmp_path / "data", "--cache-dir", tmp_path / "cache")
+    return [sys.executable, "-m", "penstock", "serve", *map(str, folders), *flags]
+
+
+def until_ready(port: int, process: subprocess.Popen[Any]) -> None:
+    """Waits for a server whose greeting cannot be read."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        with suppress(httpx.ConnectError):
+            assert httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60, verify=False).json()["status"] == "ready"
+            return
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def test_penstock_without_a_command_lists_the_commands() -> None:
     done = penstock()
     assert done.returncode == 2
@@ -180,9 +204,8 @@ def test_recipe_without_a_shard_is_warned_of(serve: Callable[..., Server], tmp_p
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_server_stops_silently_on_a_signal(tmp_path: Path, how: signal.Signals) -> None:
-    write_numbered(tmp_path / "data" / "numbers", 9)
-    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
-    with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = serving(tmp_path, "--port", "0")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         first = process.stdout.readline()
         while not process.stdout.readline().endswith("Ctrl-C stops\n"):
@@ -208,14 +231,13 @@ def _only_child(process: subprocess.Popen[str]) -> int:
 def test_server_stops_while_it_decodes_a_row_group(tmp_path: Path, how: signal.Signals, is_process_1: bool) -> None:
     if is_process_1 and not _has_namespaces():
         pytest.skip("no process here can have a namespace of its own")
-    folder, has_begun = write_numbered(tmp_path / "data" / "numbers", 9), tmp_path / "has-begun"
+    command, folder, has_begun = serving(tmp_path, "--port", "0"), tmp_path / "data" / "numbers", tmp_path / "has-begun"
     (folder / "slow.py").write_text(
         f"import pathlib, time\n\ndef function(batch):\n    if batch.num_rows:\n"
         f"        pathlib.Path({str(has_begun)!r}).touch()\n        time.sleep(600)\n    return batch"
     )
     (folder / "penstock.toml").write_text('transform = "slow:function"')
-    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
-    command = [*(_AS_PROCESS_1 if is_process_1 else []), *command, "--port", "0"]
+    command = [*(_AS_PROCESS_1 if is_process_1 else []), *command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
@@ -338,26 +360,17 @@ def test_exit_status_does_not_depend_on_the_reader_of_a_pipe(tmp_path: Path) -> 
         assert (done.stdout, done.stderr) == ("1\n", "")
 
 
-@pytest.mark.parametrize("processes", ["2"])
-def test_server_serves_with_a_full_stdout(tmp_path: Path, processes: str) -> None:
-    write_numbered(tmp_path / "data" / "numbers", 9)
+def test_server_serves_with_a_full_stdout(tmp_path: Path) -> None:
     unread, full = os.pipe()
     os.set_blocking(full, False)
     with suppress(BlockingIOError):
         while True:
             os.write(full, b"." * 4096)
     os.set_blocking(full, True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
-    with subprocess.Popen([*command, "--port", str(port), "--processes", processes], stdout=full) as process:
+    port = free_port()
+    with subprocess.Popen(serving(tmp_path, "--port", str(port), "--processes", "2"), stdout=full) as process:
         try:
-            deadline, status = time.monotonic() + 60, 0
-            while status != 200:
-                assert time.monotonic() < deadline
-                with suppress(httpx.ConnectError):
-                    status = httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60, verify=False).status_code
-                time.sleep(0.05)
+            until_ready(port, process)
             process.terminate()
             process.wait(20)
         finally:
@@ -369,11 +382,8 @@ def test_server_serves_with_a_full_stdout(tmp_path: Path, processes: str) -> Non
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_server_starts_if_its_log_cannot_encode_a_name(tmp_path: Path, processes: str) -> None:
     write_numbered(tmp_path / "data" / "中文", 9)
-    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
-    with subprocess.Popen(
-        [*command, "--port", "0", "--processes", processes],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"},
-    ) as process:  # fmt: skip
+    command, env = serving(tmp_path, "--port", "0", "--processes", processes), os.environ | {"PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout
         lines = iter(process.stdout.readline, "")
         assert any(line.startswith("  ??: 9 rows in 3 shards") for line in lines)
@@ -382,35 +392,18 @@ def test_server_starts_if_its_log_cannot_encode_a_name(tmp_path: Path, processes
         assert process.communicate(timeout=20)[1] == ""
 
 
-def until_ready(url: str, process: subprocess.Popen[str]) -> None:
-    """Waits for a server whose greeting cannot be read."""
-    deadline = time.monotonic() + 60
-    while True:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        with suppress(httpx.ConnectError):
-            assert httpx.get(f"{url}/readyz", timeout=60, verify=False).json()["status"] == "ready"
-            return
-        time.sleep(0.1)
-
-
 def test_server_serves_if_its_greeting_cannot_be_written(tmp_path: Path) -> None:
-    write_numbered(tmp_path / "data" / "numbers", 9)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
-    shell = ["bash", "-c", 'exec "$@" >/dev/full', "bash", *command, "--port", port]
+    port = free_port()
+    shell = ["bash", "-c", 'exec "$@" >/dev/full', "bash", *serving(tmp_path, "--port", str(port))]
     with subprocess.Popen(shell, stderr=subprocess.PIPE, text=True) as process:
-        until_ready(f"http://127.0.0.1:{port}", process)
+        until_ready(port, process)
         process.terminate()
         assert process.communicate(timeout=20)[1] == ""
 
 
-@pytest.mark.parametrize("processes", ["2"])
-def test_server_raises_the_limit_of_open_files(tmp_path: Path, processes: str) -> None:
-    write_numbered(tmp_path / "data" / "numbers", 9)
-    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
-    shell = ["bash", "-c", 'ulimit -S -n 64; exec "$@"', "bash", *command, "--port", "0", "--processes", processes]
+def test_server_raises_the_limit_of_open_files(tmp_path: Path) -> None:
+    command = serving(tmp_path, "--port", "0", "--processes", "2")
+    shell = ["bash", "-c", 'ulimit -S -n 64; exec "$@"', "bash", *command]
     with subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process, ExitStack() as stack:
         stack.callback(process.kill)
         assert process.stdout

@@ -52,8 +52,19 @@ def _run() -> int:
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     name = next(iter(sys.argv[1:]), "")
+    missing = [module for module in _SERVER_NEEDS if find_spec(module) is None]
+    if missing and name in _SERVER_COMMANDS:
+        complain(name, f"the server is not installed ({', '.join(missing)} missing): pip install 'penstock[server]'")
+        return 2
     try:
-        _add_server_commands(commands)
+        if missing:
+            for command in _SERVER_COMMANDS:
+                commands.add_parser(command, help="needs the server: pip install 'penstock[server]'")
+        else:
+            # The only import of the server in the client: for a command, never for the library.
+            from penstock_server.cli import add_commands
+
+            add_commands(commands)
         for command, summary in _COMMANDS.items():
             subparser = commands.add_parser(command, help=summary, allow_abbrev=False)
             if command == name:
@@ -72,21 +83,3 @@ def _run() -> int:
             raise
         return 2
     return status
-
-
-def _add_server_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    missing = [name for name in _SERVER_NEEDS if find_spec(name) is None]
-    if not missing:
-        # The only import of the server in the client: for a command, never for the library.
-        from penstock_server.cli import add_commands
-
-        add_commands(commands)
-        return
-    for name in _SERVER_COMMANDS:
-        text = f"penstock {name}: the server is not installed ({', '.join(missing)} missing): pip install 'penstock[server]'"
-        # It takes any arguments: `penstock serve DATA_DIR --port 80` must not fail on an unknown argument instead.
-        stub = commands.add_parser(
-            name, help="needs the server: pip install 'penstock[server]'", add_help=False, prefix_chars="\0"
-        )
-        stub.add_argument("rest", nargs="*")
-        stub.set_defaults(run=lambda _, text=text: print(text, file=sys.stderr) or 2)

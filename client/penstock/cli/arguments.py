@@ -6,7 +6,6 @@ import argparse
 
 from penstock.spec import as_text, describe
 
-ADDRESS = "http://HOST:PORT/DATASET, or the URL of a batch"
 _METAVARS = {"integer": "N", "boolean": "true|false", "string": "TEXT"}
 
 
@@ -29,8 +28,11 @@ def amount(text: str) -> float:
     return number
 
 
-def add_spec_options(command: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
-    """Add an option for each parameter of the spec, such as --batch-size for batch_size."""
+def add_batch_options(command: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
+    """Add the address, and an option for each parameter of the spec, such as --batch-size for batch_size."""
+    command.add_argument("address", metavar="ADDRESS", help="http://HOST:PORT/DATASET, or the URL of a batch")
+    command.add_argument("--epoch", type=whole_number, metavar="N", help="which epoch, from 0 (default: 0)")
+    command.add_argument("--rank", type=whole_number, metavar="N", help="which rank, from 0 (default: 0)")
     group = command.add_argument_group("parameters of a batch", "the same as in its URL; an option overrides the URL")
     for parameter in describe():
         if parameter["name"] in without:

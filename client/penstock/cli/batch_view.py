@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ from penstock.wire.names import IGNORED, SIDES
 _MIN_PIECE_COLUMNS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive tokens, all with loss or all without: their text, or their ids if the server has no tokenizer."""
 
     text: str
@@ -30,13 +29,12 @@ class Piece:
     in_loss: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passage:
+class Passage(NamedTuple):
     """A sample's part of one row, or of one side of a preference pair, which `side` names then."""
 
     source: str
     side: str
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +55,7 @@ class LineView(NamedTuple):
     num_cut: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SampleView:
     """One sample of a batch. It has one line, or one for each side of a pair, or one for encoder and decoder each.
 
@@ -65,9 +63,9 @@ class SampleView:
     """
 
     index: int
-    lines: tuple[LineView, ...]
+    lines: Sequence[LineView]
     num_loss_tokens: int
-    passages: tuple[Passage, ...]
+    passages: Sequence[Passage]
     columns: Mapping[str, Any]
 
     @property
@@ -93,19 +91,19 @@ def _sample(
     facts: Mapping[str, Any], sources: Sequence[Mapping[str, Any]], num_positions: Mapping[str, int], is_mixed: bool
 ) -> SampleView:
     names = [_source(source, is_mixed) for source in sources]
-    lengths = [source["stop"] - source["start"] for source in sources]
-    sides = [side for side in SIDES if f"{side}input_ids" in facts]
-    return SampleView(
-        index=facts["index"],
-        lines=tuple(_lines(facts, sources[-1], num_positions)),
-        num_loss_tokens=sum(sum(_mask(facts, side)) for side in sides),
-        passages=tuple(
-            Passage(source=name, side=side.removesuffix("_"), pieces=tuple(pieces))
-            for side in sides
-            for name, pieces in zip(names, _by_row(_pieces(facts, side), lengths), strict=True)
-        ),
-        columns=facts.get("columns", {}),
-    )
+    ends = [*accumulate(source["stop"] - source["start"] for source in sources)]
+    passages, num_loss_tokens = list[Passage](), 0
+    for side in SIDES:
+        if f"{side}input_ids" in facts:
+            mask = [label != IGNORED for label in facts[f"{side}labels"]]  # as the trainer sees it
+            num_loss_tokens += sum(mask)
+            by_row, start = [list[Piece]() for _ in sources], 0
+            for piece in _pieces(facts, side, mask):  # no piece spans two rows
+                by_row[bisect_right(ends, start)].append(piece)
+                start += piece.num_tokens
+            passages += [Passage(name, side.removesuffix("_"), pieces) for name, pieces in zip(names, by_row, strict=True)]
+    lines = [*_lines(facts, sources[-1], num_positions)]
+    return SampleView(facts["index"], lines, num_loss_tokens, passages, facts.get("columns", {}))
 
 
 def _lines(facts: Mapping[str, Any], last: Mapping[str, Any], num_positions: Mapping[str, int]) -> Iterator[LineView]:
@@ -117,11 +115,9 @@ def _lines(facts: Mapping[str, Any], last: Mapping[str, Any], num_positions: Map
         yield line("input_ids", "prompt", "seq_len", last["prompt_tokens"])
         yield line("labels", "response", "target_seq_len", last["row_tokens"] - last["prompt_tokens"])
     elif sides := last["side_tokens"]:
-        for side, num_tokens in sides.items():
-            yield line(f"{side}_input_ids", "side", "seq_len", num_tokens)
+        yield from (line(f"{side}_input_ids", "side", "seq_len", num_tokens) for side, num_tokens in sides.items())
     else:  # a sample of several rows is not cut before its last row
-        num_before = len(facts["input_ids"]) - last["stop"]
-        yield line("input_ids", "row", "seq_len", num_before + last["row_tokens"])
+        yield line("input_ids", "row", "seq_len", len(facts["input_ids"]) - last["stop"] + last["row_tokens"])
 
 
 def _source(source: Mapping[str, Any], is_mixed: bool) -> str:
@@ -130,48 +126,23 @@ def _source(source: Mapping[str, Any], is_mixed: bool) -> str:
     return f"{dataset}{source['shard']}, row group {source['row_group']}, row {source['row']:,}{start}"
 
 
-def _pieces(facts: Mapping[str, Any], side: str) -> Iterator[Piece]:
+def _pieces(facts: Mapping[str, Any], side: str, mask: Sequence[bool]) -> Iterator[Piece]:
     """Yield the tokens of one side, cut where rows, turns and the loss begin."""
     ids = facts[f"{side}input_ids"]
+    parts = [(len(ids), facts.get(f"{side}text"))] if ids else []
     if "label_lengths" in facts:  # prompt into an encoder, response out of a decoder
-        yield Piece(facts.get("prompt", ids_as_text(ids)), len(ids), False)
-        yield Piece(facts.get("response", ids_as_text(facts["labels"])), len(facts["labels"]), True)
-        return
-    mask = _mask(facts, side)
-    end = 0
-    for num_tokens, text in _lengths_and_texts(facts, side, ids, mask):
-        start, end = end, end + num_tokens
-        yield Piece(ids_as_text(ids[start:end]) if text is None else text, num_tokens, any(mask[start:end]))
-
-
-def _lengths_and_texts(
-    facts: Mapping[str, Any], side: str, ids: Sequence[int], mask: Sequence[bool]
-) -> Iterator[tuple[int, str | None]]:
-    """Yield the number of tokens of each piece, and its text if it is known."""
-    if f"{side}pieces" in facts:
-        yield from ((piece["num_tokens"], piece.get("text")) for piece in facts[f"{side}pieces"])
+        parts = [(len(ids), facts.get("prompt")), (len(facts["labels"]), facts.get("response"))]
+        ids, mask = ids + facts["labels"], [False] * len(ids) + [True] * len(facts["labels"])
+    elif f"{side}pieces" in facts:
+        parts = [(piece["num_tokens"], piece.get("text")) for piece in facts[f"{side}pieces"]]
     elif f"{side}prompt" in facts:
         prompt, response = facts[f"{side}prompt"], facts[f"{side}response"]
         num_prompt = facts.get(f"{side}prompt_lengths", mask.index(True) if True in mask else len(ids))
-        yield from ((num_prompt, prompt), (len(ids) - num_prompt, response)) if num_prompt else ((len(ids), prompt + response),)
-    elif ids:
-        yield len(ids), facts.get(f"{side}text")
-
-
-def _mask(facts: Mapping[str, Any], side: str) -> list[bool]:
-    """Return which tokens have loss, as the trainer sees it."""
-    return [label != IGNORED for label in facts[f"{side}labels"]]
-
-
-def _by_row(pieces: Iterable[Piece], lengths: Sequence[int]) -> list[list[Piece]]:
-    """Group pieces by rows of these lengths; no piece spans two rows."""
-    ends = [*accumulate(lengths)]
-    rows: list[list[Piece]] = [[] for _ in lengths]
-    start = 0
-    for piece in pieces:
-        rows[bisect_right(ends, start)].append(piece)
-        start += piece.num_tokens
-    return rows
+        parts = [(num_prompt, prompt), (len(ids) - num_prompt, response)] if num_prompt else [(len(ids), prompt + response)]
+    end = 0
+    for num_tokens, text in parts:
+        start, end = end, end + num_tokens
+        yield Piece(ids_as_text(ids[start:end]) if text is None else text, num_tokens, any(mask[start:end]))
 
 
 def ids_as_text(ids: Sequence[int]) -> str:

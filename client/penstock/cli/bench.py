@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.arguments import ADDRESS, add_spec_options, amount, whole_number
+from penstock.cli.arguments import add_batch_options, amount
 from penstock.cli.connection import connected, dataset_of, describe_dataset, parse_address
 from penstock.cli.output import set_run, stdout_console
 from penstock.client import Client
@@ -38,7 +38,7 @@ def configure(command: argparse.ArgumentParser) -> None:
         "Pulls batches as a training loop does, and reports how many tokens per second this client could feed, and how long "
         "a loop would wait for them."
     )
-    command.add_argument("address", metavar="ADDRESS", help=ADDRESS)
+    add_batch_options(command, without=("offset",))
     command.add_argument("--seconds", type=amount, metavar="N", default=10.0, help="how long to measure (default: 10)")
     command.add_argument(
         "--target-tokens-per-second",
@@ -46,13 +46,10 @@ def configure(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens per second that the model takes, such as 250k: measures once more, at that pace",
     )
-    command.add_argument("--epoch", type=whole_number, metavar="N", help="the first epoch to pull (default: 0)")
-    command.add_argument("--rank", type=whole_number, metavar="N", help="which rank, from 0 (default: 0)")
     command.add_argument(
         "--no-tensors", action="store_true", help="only fetch and check, without torch: measures network and server alone"
     )
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
-    add_spec_options(command, without=("offset",))
     set_run(command, run)
 
 
@@ -143,18 +140,11 @@ def _count_frame(frame: Frame) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Waits:
-    """The loop's waits for a batch: percentiles and the longest, in seconds; `share` is their fraction of the time."""
-
-    p50: float
-    p99: float
-    longest: float
-    share: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Measurement over `seconds`. CPU time is that of all threads of this process; rates count tokens without padding."""
+    """Measurement over `seconds`. CPU time is that of all threads of this process; rates count tokens without padding.
+
+    waits  for a batch: percentiles and the longest, in seconds; `share` is their fraction of the time
+    """
 
     seconds: float
     cpu_seconds: float
@@ -163,7 +153,7 @@ class Figures:
     num_positions: int
     num_bytes: int
     num_retries: int
-    waits: Waits
+    waits: Mapping[str, float]
     tokens_per_second: float
     bytes_per_second: float
     cpu_seconds_per_million_tokens: float
@@ -205,7 +195,7 @@ def measure(supply: Supply, seconds: float, *, tokens_per_second: float | None =
         num_positions=num_positions,
         num_bytes=num_bytes,
         num_retries=num_retries - retries_before,
-        waits=Waits(p50=waits[len(waits) * 50 // 100], p99=waits[len(waits) * 99 // 100], longest=waits[-1], share=share),
+        waits={"p50": waits[len(waits) // 2], "p99": waits[len(waits) * 99 // 100], "longest": waits[-1], "share": share},
         tokens_per_second=num_tokens / elapsed,
         bytes_per_second=num_bytes / elapsed,
         cpu_seconds_per_million_tokens=cpu_seconds / max(num_tokens, 1) * 1e6,
@@ -256,7 +246,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(Text(warning, "yellow"))
     advice = "Measure with --target-tokens-per-second how long a model of your speed would wait."
     if paced:
-        advice = f"At {_short(target)} tokens/s of training the loop waited {paced.waits.share:.1%} of the time."
+        advice = f"At {_short(target)} tokens/s of training the loop waited {paced.waits['share']:.1%} of the time."
     console.print(Text(f"This client could feed {_short(free.tokens_per_second)} tokens/s. {advice}"))
     return 0
 
@@ -276,15 +266,16 @@ def _table(free: Figures, first_batch_seconds: float, target: float | None, pace
     table.add_row("tokens", f"{_short(free.tokens_per_second)} tokens/s", with_padding)
     table.add_row("wire", f"{free.bytes_per_second / 1e6:,.1f} MB/s", f"{free.num_batches:,} batches in {free.seconds:.1f} s")
     table.add_row("CPU", f"{free.cpu_seconds_per_million_tokens:.3f} s", cores)
-    table.add_row("wait, p50", *_waits(free.waits))
+    table.add_row("wait, p50", *_waits(free))
     if target and paced:
-        table.add_row(f"at {_short(target)}/s", *_waits(paced.waits))
+        table.add_row(f"at {_short(target)}/s", *_waits(paced))
     table.add_row("first batch", f"{first_batch_seconds:.2f} s")
     return table
 
 
-def _waits(waits: Waits) -> tuple[str, str]:
-    return f"{1000 * waits.p50:.2f} ms", f"p99 {1000 * waits.p99:.2f} ms, longest {1000 * waits.longest:.2f} ms"
+def _waits(figures: Figures) -> tuple[str, str]:
+    p50, p99, longest, _ = (f"{1000 * seconds:.2f} ms" for seconds in figures.waits.values())
+    return p50, f"p99 {p99}, longest {longest}"
 
 
 def _warnings(supply: Supply, num_batches: int, num_retries: int, grown: int) -> Iterator[str]:

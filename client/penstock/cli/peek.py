@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.arguments import ADDRESS, add_spec_options, whole_number
+from penstock.cli.arguments import add_batch_options, whole_number
 from penstock.cli.batch_view import LineView, SampleView, append_abridged, padding_of, text_of, view
 from penstock.cli.connection import connected, dataset_of, get_json, parse_address, url
 from penstock.cli.output import set_run, stdout_console
@@ -28,14 +28,11 @@ def configure(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Shows one batch as a table: each sample's tokens and padding, its rows, and its text, dimmed if it has no loss."
     )
-    command.add_argument("address", metavar="ADDRESS", help=ADDRESS)
+    add_batch_options(command)
     command.add_argument("--step", type=whole_number, metavar="N", help="which batch of the epoch (default: 0)")
-    command.add_argument("--epoch", type=whole_number, metavar="N", help="which epoch, from 0 (default: 0)")
-    command.add_argument("--rank", type=whole_number, metavar="N", help="which rank, from 0 (default: 0)")
     command.add_argument(
         "--lines", type=whole_number, metavar="N", default=4, help="lines of text per row, 0 for all (default: 4)"
     )
-    add_spec_options(command)
     set_run(command, run)
 
 

@@ -12,7 +12,7 @@ from penstock.text import counted
 from penstock_server.settings import byte_count
 
 if TYPE_CHECKING:
-    from penstock_server.importing.run import Imported
+    from penstock_server.importing.shards import Written
 
 _MIN_SHARD_BYTES = 10**6
 _ID_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -100,25 +100,24 @@ def _import(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _summary(done: Imported, out_dir: Path) -> str:
+def _summary(written: Written, out_dir: Path) -> str:
     from penstock_server.importing.token_files import STREAM_ROW_IDS
 
-    written = done.written
     lines = [
         f"{out_dir}: {counted(written.num_rows, 'row')} in {counted(written.num_shards, 'shard')}, "
         f"{counted(written.num_groups, 'row group')}; {written.data_bytes / 1e6:,.1f} MB of data, "
         f"{written.file_bytes / 1e6:,.1f} MB on disk"
     ]
-    for field in done.schema:
+    for field in written.schema:
         line = f"  {field.name}: {field.type}"
         if field.name in written.lists:  # these numbers reveal a wrong id type, or a wrong end of documents
             total, longest = written.lists[field.name]
             line += f", {counted(total, 'value')}, {longest:,} in the longest row"
         lines.append(line)
-    if done.streams:
+    if written.streams:
         lines.append(
             f"  one stream of ids, in rows of {STREAM_ROW_IDS:,}: nothing marks documents in "
-            f"{counted(len(done.streams), 'file')}, such as {done.streams[0]}. Read it with packing=concat. If an id marks "
-            f"documents, name it: --document-end ID."
+            f"{counted(len(written.streams), 'file')}, such as {written.streams[0]}. Read it with packing=concat. If an id "
+            f"marks documents, name it: --document-end ID."
         )
     return "\n".join(lines)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,10 +13,10 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from penstock.text import listed
-from penstock_server.importing.schema import IdsTooLarge, ImportRefused, check_names, conform, merge, storable
+from penstock_server.importing.schema import IdsTooLarge, ImportRefused, check_names, conform, merge, plain
 from penstock_server.importing.shards import Shape, Written, old_shards, row_groups, staged, write_shards
-from penstock_server.importing.tables import ArrowReader, CsvReader, JsonReader, ParquetReader, Quoting, Reader
-from penstock_server.importing.token_files import Documents, TokenReader
+from penstock_server.importing.tables import ColumnarReader, CsvReader, JsonReader, Quoting, Reader, open_arrow, open_parquet
+from penstock_server.importing.token_files import Documents, is_stream, open_tokens
 
 _TEXT_ENDINGS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 _COMPRESSED = (".gz", ".zst")  # only text
@@ -45,48 +46,48 @@ class Import:
     shape: Shape = field(default_factory=Shape)
     overwrite: bool = False
 
-    def run(self) -> Imported:
+    def run(self) -> Written:
         """Write the shards. Show progress on stderr, if that is a terminal.
 
         Raises ImportRefused: the message gives the reason. `out_dir` is then unchanged.
         """
         old_shards(self.out_dir, overwrite=self.overwrite)
-        formats = {path: _format(path) for path in self.files}
-        readers = self._readers(formats)
-        with tqdm(desc="find types", unit=" rows", unit_scale=True, disable=None) as bar:
-            schemas: dict[Path, pa.Schema] = {}
-            for reader in readers.values():
-                schemas |= reader.schemas()
-            check_names("--text", self.text, list(schemas.items()))
-            schema = merge([(path, schemas[path]) for path in self.files], self.columns)
-            files = [(path, readers[formats[path]]) for path in self.files]
-            bar.set_description("write shards")
-            try:
-                return self._write(files, storable(schema, narrow=True), bar)
-            except IdsTooLarge:  # rare, so no earlier pass looks for such numbers
-                bar.reset()
-                return self._write(files, storable(schema, narrow=False), bar)
-
-    def _readers(self, formats: Mapping[Path, str]) -> dict[str, Reader]:
-        """Return a reader for each format."""
         paths = defaultdict[str, list[Path]](list)
-        for path, format_ in formats.items():
-            paths[format_].append(path)
-        make: Mapping[str, Callable[[list[Path]], Reader]] = {
-            "csv": lambda paths: CsvReader(paths, self.delimiter, self.quoting, self.text),
-            "json": lambda paths: JsonReader(paths, self.text),
-            "arrow": ArrowReader,
-            "parquet": ParquetReader,
-            "tokens": lambda paths: TokenReader(paths, self.documents),
-        }
-        return {format_: make[format_](paths[format_]) for format_ in paths}
+        for path in self.files:
+            paths[_format(path)].append(path)
+        schemas: dict[Path, pa.Schema] = {}
+        readers: dict[Path, Reader] = {}
+        with tqdm(desc="find types", unit=" rows", unit_scale=True, disable=None) as bar:
+            for format_, group in paths.items():
+                reader = self._reader(format_, group)
+                schemas |= reader.schemas()
+                readers |= dict.fromkeys(group, reader)
+            check_names("--text", self.text, schemas.values())
+            bar.set_description("write shards")
+            for narrow in (True, False):
+                plain_schemas = [(path, plain(schemas[path], narrow=narrow)) for path in self.files]
+                try:
+                    written = self._write(readers, merge(plain_schemas, self.columns), bar)
+                    return replace(written, streams=[path for path in paths["tokens"] if is_stream(path, self.documents)])
+                except IdsTooLarge:  # rare, so no earlier pass looks for such numbers
+                    bar.reset()
+        raise AssertionError("int64 holds all ids that are not refused")
 
-    def _write(self, files: Sequence[tuple[Path, Reader]], schema: pa.Schema, bar: tqdm[NoReturn]) -> Imported:
+    def _reader(self, format_: str, paths: Sequence[Path]) -> Reader:
+        if format_ == "csv":
+            return CsvReader(paths, self.delimiter, self.quoting, self.text)
+        if format_ == "json":
+            return JsonReader(paths, self.text)
+        if format_ == "tokens":
+            return ColumnarReader(paths, partial(open_tokens, documents=self.documents))
+        return ColumnarReader(paths, open_arrow if format_ == "arrow" else open_parquet)
+
+    def _write(self, readers: Mapping[Path, Reader], schema: pa.Schema, bar: tqdm[NoReturn]) -> Written:
         """Write the rows in these types. Raises IdsTooLarge: a number needs a wider type."""
 
         def tables() -> Iterator[pa.Table]:
-            for path, reader in files:
-                for rows in reader.tables(path, schema.names):
+            for path in self.files:
+                for rows in readers[path].tables(path, schema.names):
                     yield conform(path, rows, schema)
                     bar.update(rows.num_rows)
 
@@ -94,17 +95,7 @@ class Import:
             written = write_shards(row_groups(tables(), self.shape), folder, schema, self.shape)
             if not written.num_rows:
                 raise ImportRefused(f"{listed([*map(str, self.files)])}: there is no row to import. Nothing was written.")
-        streams = [path for path, reader in files if isinstance(reader, TokenReader) and path in reader.streams]
-        return Imported(schema=schema, streams=streams, written=written)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Imported:
-    """Result of an import. `streams` are the files of token ids without document borders."""
-
-    schema: pa.Schema
-    streams: Sequence[Path]
-    written: Written
+        return written
 
 
 def _format(path: Path) -> str:

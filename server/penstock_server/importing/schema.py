@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,20 +19,23 @@ class ImportRefused(CommandError):
 
 
 class IdsTooLarge(Exception):
-    """A number does not fit int32 or int64, to which `storable` has narrowed its column."""
+    """A number does not fit int32 or int64, to which `plain` has narrowed its column."""
 
 
-def plain(schema: pa.Schema) -> pa.Schema:
-    """Return a schema with one type for each kind of value: string for large, viewed and dictionary-encoded text."""
-    return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
+def plain(schema: pa.Schema, *, narrow: bool) -> pa.Schema:
+    """Return a schema with one type for each kind of value, such as string for large, viewed and dictionary-encoded text.
+
+    Token ids become int32 if `narrow`, otherwise int64; `narrow` also makes uint64 int64.
+    """
+    return pa.schema([pa.field(field.name, _plain(field.type, narrow=narrow)) for field in schema])
 
 
 def merge(files: Sequence[tuple[Path, pa.Schema]], columns: Sequence[str] | None) -> pa.Schema:
-    """Merge the schemas of all files: the columns named, or all; integers mixed with decimals become float64.
+    """Merge plain schemas: the columns named, or all. Integers mixed with decimals become float64, nulls alone string.
 
     Raises ImportRefused: a column is in no file, twice in one, or has types without a common type.
     """
-    check_names("--columns", columns or (), files)
+    check_names("--columns", columns or (), [schema for _, schema in files])
     merged = pa.schema([])
     for path, schema in files:
         chosen = pa.schema([field for field in schema if columns is None or field.name in columns])
@@ -48,27 +51,22 @@ def merge(files: Sequence[tuple[Path, pa.Schema]], columns: Sequence[str] | None
             ) from error
     if not merged.names:
         raise ImportRefused(f"{listed([str(path) for path, _ in files])}: no column holds a value. Nothing was written.")
-    return pa.schema([merged.field(name) for name in columns or merged.names])
+    return pa.schema([(name, _with_text_for_null(merged.field(name).type)) for name in columns or merged.names])
 
 
-def check_names(option: str, columns: Sequence[str], files: Sequence[tuple[Path, pa.Schema]]) -> None:
+def check_names(option: str, columns: Sequence[str], schemas: Iterable[pa.Schema]) -> None:
     """Raise ImportRefused if an option names a column that is in no file."""
-    known = list(dict.fromkeys(name for _, schema in files for name in schema.names))
+    known = list(dict.fromkeys(name for schema in schemas for name in schema.names))
     for name in columns:
         if name not in known:
             raise ImportRefused(f"{option}: no file has a column {name!r}. The columns are {listed(known)}.")
-
-
-def storable(schema: pa.Schema, *, narrow: bool) -> pa.Schema:
-    """Return the types to write. Null becomes string; Token ids become int32 or int64; `narrow` also makes uint64 int64."""
-    return pa.schema([pa.field(field.name, _storable(field.type, narrow=narrow)) for field in schema])
 
 
 def conform(path: Path, table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Cast rows of a file to a schema; missing columns are null.
 
     Raises:
-        IdsTooLarge: A number does not fit a type that `storable` has narrowed.
+        IdsTooLarge: A number does not fit a type that `plain` has narrowed.
         ImportRefused: Another value does not fit its column.
     """
     arrays = []
@@ -81,7 +79,7 @@ def conform(path: Path, table: pa.Table, schema: pa.Schema) -> pa.Table:
             # Arrow does not cast JSON stored as large strings to JSON stored as strings.
             arrays.append((column.cast(_without_json(field.type)) if holds_json(field.type) else column).cast(field.type))
         except pa.ArrowException as error:
-            if _storable(_plain(column.type), narrow=True) == field.type != _plain(column.type):
+            if _plain(column.type, narrow=True) == field.type != _plain(column.type, narrow=False):
                 raise IdsTooLarge from error
             raise ImportRefused(
                 f"{path}: column {field.name!r} does not fit {cut(str(field.type), 60)}: {one_line(error)}. "
@@ -90,29 +88,27 @@ def conform(path: Path, table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _plain(type_: pa.DataType) -> pa.DataType:
+def _plain(type_: pa.DataType, *, narrow: bool) -> pa.DataType:
     types = pa.types
     if isinstance(type_, pa.JsonType):
         return pa.json_()
     if isinstance(type_, pa.BaseExtensionType):
-        return _plain(type_.storage_type)
+        return _plain(type_.storage_type, narrow=narrow)
     if types.is_dictionary(type_):
-        return _plain(type_.value_type)
+        return _plain(type_.value_type, narrow=narrow)
     if types.is_large_string(type_) or types.is_string_view(type_):
         return pa.string()
     if types.is_large_binary(type_) or types.is_binary_view(type_):
         return pa.binary()
-    return _rebuilt(type_, _plain)
-
-
-def _storable(type_: pa.DataType, *, narrow: bool) -> pa.DataType:
-    if pa.types.is_null(type_):
-        return pa.string()
     if is_tokens(type_):
         return pa.list_(pa.int32() if narrow else pa.int64())
-    if narrow and pa.types.is_uint64(type_):
+    if narrow and types.is_uint64(type_):
         return pa.int64()
-    return _rebuilt(type_, partial(_storable, narrow=narrow))
+    return _rebuilt(type_, partial(_plain, narrow=narrow))
+
+
+def _with_text_for_null(type_: pa.DataType) -> pa.DataType:
+    return pa.string() if pa.types.is_null(type_) else _rebuilt(type_, _with_text_for_null)
 
 
 def _without_json(type_: pa.DataType) -> pa.DataType:

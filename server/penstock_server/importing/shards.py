@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from secrets import token_hex
 
@@ -47,14 +49,17 @@ class Written:
     data_bytes  of the rows, neither encoded nor compressed
     file_bytes  of the shards
     lists       for each column of lists: (number of values in all lists, number in the longest list)
+    streams     files of token ids without document borders
     """
 
+    schema: pa.Schema
     num_rows: int
     num_groups: int
     num_shards: int
     data_bytes: int
     file_bytes: int
     lists: Mapping[str, tuple[int, int]]
+    streams: Sequence[Path] = ()
 
 
 def row_groups(tables: Iterable[pa.Table], shape: Shape) -> Iterator[pa.Table]:
@@ -85,34 +90,28 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
 
     Raises OSError: the disk is full, or the folder cannot be written to. Raises ImportRefused: Parquet has no such type.
     """
-    num_rows = num_groups = data_bytes = shard_bytes = 0
-    writer, paths = None, list[Path]()
+    num_rows = num_groups = data_bytes = 0
     lists = {field.name: (0, 0) for field in schema if pa.types.is_list(field.type)}
+    paths = list[Path]()
     try:
-        for group in groups:
-            if writer is None or shard_bytes + group.nbytes > shape.shard_bytes:
-                if writer is not None:
-                    writer.close()
-                paths.append(folder / f"part-{len(paths):05}.parquet")
-                writer, shard_bytes = pq.ParquetWriter(paths[-1].absolute(), schema, compression="zstd"), 0
-            writer.write_table(group, row_group_size=group.num_rows)
-            num_rows, num_groups = num_rows + group.num_rows, num_groups + 1
-            shard_bytes, data_bytes = shard_bytes + group.nbytes, data_bytes + group.nbytes
-            for name, (total, longest) in lists.items():
-                lengths = pc.list_value_length(group[name])
-                lists[name] = total + (pc.sum(lengths).as_py() or 0), max(longest, pc.max(lengths).as_py() or 0)
-        if writer is not None:
-            writer.close()
-    except BaseException as error:
-        with suppress(OSError, pa.ArrowException):  # closing writes the footer of a discarded file
-            if writer is not None:
-                writer.close()
-        if isinstance(error, pa.ArrowException) and not isinstance(error, MemoryError):
-            raise ImportRefused(
-                f"Parquet cannot hold a column: {error}. Nothing was written. Choose others with --columns."
-            ) from error
-        raise
+        for number, shard in groupby(_numbered(groups, shape.shard_bytes), itemgetter(0)):
+            paths.append(folder.absolute() / f"part-{number:05}.parquet")
+            with pq.ParquetWriter(paths[-1], schema, compression="zstd") as writer:
+                for _, group in shard:
+                    writer.write_table(group, row_group_size=group.num_rows)
+                    num_rows, num_groups = num_rows + group.num_rows, num_groups + 1
+                    data_bytes += group.nbytes
+                    for name, (total, longest) in lists.items():
+                        lengths = pc.list_value_length(group[name])
+                        lists[name] = total + (pc.sum(lengths).as_py() or 0), max(longest, pc.max(lengths).as_py() or 0)
+    except pa.ArrowException as error:
+        if isinstance(error, MemoryError):
+            raise
+        raise ImportRefused(
+            f"Parquet cannot hold a column: {error}. Nothing was written. Choose others with --columns."
+        ) from error
     return Written(
+        schema=schema,
         num_rows=num_rows,
         num_groups=num_groups,
         num_shards=len(paths),
@@ -122,10 +121,20 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
     )
 
 
+def _numbered(groups: Iterable[pa.Table], shard_bytes: int) -> Iterator[tuple[int, pa.Table]]:
+    """Yield row groups with the numbers of their shards."""
+    number = held = 0
+    for group in groups:
+        if held and held + group.nbytes > shard_bytes:
+            number, held = number + 1, 0
+        held += group.nbytes
+        yield number, group
+
+
 def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
     """Return the shards in a folder that new ones will replace; the folder need not exist.
 
-    Raises ImportRefused: shards exist and may not be replaced, or the path is not a local folder.
+    Raises ImportRefused: shards exist and may not be replaced, or the path is a file. Raises CommandError: it is a URL.
     """
     check_is_here(out_dir)
     if out_dir.is_file():

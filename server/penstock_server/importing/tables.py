@@ -12,19 +12,18 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from penstock.text import one_line
-from penstock_server.arrow import open_parquet, take_rows
-from penstock_server.importing.schema import ImportRefused, plain
+from penstock_server import arrow
+from penstock_server.importing.schema import ImportRefused
 from penstock_server.recipes.infer import ANSWERS
 
 Quoting = Literal["doubled", "backslash", "none"]
@@ -115,25 +114,29 @@ class CsvReader:
 
     def _texts(self, path: Path) -> Iterator[pa.Table]:
         """Yield the rows with all fields as text."""
-        delimiter = self._delimiter or ("\t" if ".tsv" in path.name.lower() else ",")
-        line, stream = 1, None
+        line = 1
         with refusing(path), pa.input_stream(str(path)) as raw:
             try:
                 stream = io.TextIOWrapper(raw, "utf-8-sig", newline="")
+                delimiter = self._delimiter or ("\t" if ".tsv" in path.name.lower() else ",")
                 rows = csv.reader(stream, delimiter=delimiter, strict=True, **_QUOTING[self._quoting])
-                header = next((row for row in rows if row), [])
-                self._check_header(path, header, delimiter)
+                header = next(filter(None, rows), [])
+                others = [other for other in _DELIMITERS if other in "".join(header)]
+                if len(header) == 1 and others and self._delimiter is None:
+                    raise ImportRefused(
+                        f"{path}, header: it has one column, {header[0][:80]!r}. Name the delimiter: --delimiter "
+                        f"{others[0]!r}, or --delimiter {delimiter!r} if the file has one column."
+                    )
                 portion, num_chars = list[list[str]](), 0
                 line = rows.line_num + 1
                 for row in rows:
-                    if row:
-                        if len(row) != len(header):
-                            raise csv.Error(f"the header has {len(header)} fields, and this row {len(row)}: {row[0][:80]!r}")
-                        portion.append(row)
-                        num_chars += sum(map(len, row))
-                        if num_chars > _TABLE_BYTES or len(portion) == _MAX_ROWS:
-                            yield _text_table(header, portion)
-                            portion, num_chars = [], 0
+                    if row and len(row) != len(header):
+                        raise csv.Error(f"the header has {len(header)} fields, and this row {len(row)}: {row[0][:80]!r}")
+                    portion += [row] if row else []
+                    num_chars += sum(map(len, row))
+                    if num_chars > _TABLE_BYTES or len(portion) == _MAX_ROWS:
+                        yield _text_table(header, portion)
+                        portion, num_chars = [], 0
                     line = rows.line_num + 1
                 yield _text_table(header, portion)
             except csv.Error as error:
@@ -143,14 +146,6 @@ class CsvReader:
                 ) from error
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, _first_failure(path, bytes.decode) or f"{path}") from error
-
-    def _check_header(self, path: Path, header: list[str], delimiter: str) -> None:
-        others = [other for other in _DELIMITERS if other in "".join(header)]
-        if len(header) == 1 and others and self._delimiter is None:
-            raise ImportRefused(
-                f"{path}, header: it has one column, {header[0][:80]!r}. Name the delimiter: --delimiter {others[0]!r}, or "
-                f"--delimiter {delimiter!r} if the file has one column."
-            )
 
 
 def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> pa.Table:
@@ -304,84 +299,80 @@ def _not_utf8(path: Path, place: str) -> ImportRefused:
 # Arrow and Parquet -------------------------------------------------------------------------------------------------------
 
 
-class ArrowReader:
-    """Arrow IPC files, such as Feather, and streams, memory-mapped."""
+class Columns(NamedTuple):
+    """An open file: its schema, and a function that yields record batches with at least these of its columns."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
+    schema: pa.Schema
+    batches: Callable[[Sequence[str]], Iterator[pa.RecordBatch]]
+
+
+class ColumnarReader:
+    """Files that state their types; `open_file` opens one."""
+
+    def __init__(self, paths: Sequence[Path], open_file: Callable[[Path], AbstractContextManager[Columns]]) -> None:
+        self._paths, self._open_file = paths, open_file
 
     def schemas(self) -> Mapping[Path, pa.Schema]:
-        """Return the schema that each file begins with."""
+        """Return the schema of each file."""
         schemas = {}
         for path in self._paths:
-            with refusing(path), pa.memory_map(str(path)) as mapped:
-                schemas[path] = plain(_open_ipc(mapped).schema)
+            with refusing(path), self._open_file(path) as file:
+                schemas[path] = file.schema
         return schemas
 
     def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield the rows of all record batches."""
-        with refusing(path), pa.memory_map(str(path)) as mapped:
-            reader = _open_ipc(mapped)
-            if isinstance(reader, pa.ipc.RecordBatchFileReader):
-                batches: Iterator[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
-            else:
-                batches = iter(reader)
-            for batch in batches:
-                yield from portions(batch.select([name for name in batch.schema.names if name in names]))
-            if isinstance(reader, pa.ipc.RecordBatchStreamReader) and mapped.tell() < mapped.size():
+        """Yield the rows of a file."""
+        with refusing(path), self._open_file(path) as file:
+            chosen = [name for name in file.schema.names if name in names]
+            for batch in file.batches(chosen):
+                yield from _portions(batch.select(chosen))
+
+
+@contextmanager
+def open_arrow(path: Path) -> Iterator[Columns]:
+    """Open an Arrow IPC file, such as Feather, or a stream, memory-mapped."""
+    with pa.memory_map(str(path)) as mapped:
+        is_file = mapped.read(6) == b"ARROW1"
+        mapped.seek(0)
+        reader = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+
+        def batches(_: Sequence[str]) -> Iterator[pa.RecordBatch]:
+            yield from map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            if not is_file and mapped.tell() < mapped.size():
                 raise ValueError("bytes follow the end of its stream, as if two files were joined; import each one")
 
-
-def _open_ipc(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    is_file = mapped.read(6) == b"ARROW1"
-    mapped.seek(0)
-    return pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+        yield Columns(reader.schema, batches)
 
 
-class ParquetReader:
-    """Parquet files, read page by page: row groups may have any size."""
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Columns]:
+    """Open a Parquet file, to be read page by page: row groups may have any size."""
+    # As a file: pyarrow takes a path such as s3:x for a URI.
+    with pa.OSFile(str(path)) as opened, arrow.open_parquet(opened, buffer_size=1 << 20, pre_buffer=False) as file:
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-
-    def schemas(self) -> Mapping[Path, pa.Schema]:
-        """Return the schema of each footer."""
-        schemas = {}
-        for path in self._paths:
-            with refusing(path), _open_parquet(path) as file:
-                schemas[path] = plain(file.schema_arrow)
-        return schemas
-
-    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield the rows of all row groups."""
-        with refusing(path), _open_parquet(path) as file:
-            num_rows, columns = 0, [name for name in file.schema_arrow.names if name in names]
+        def batches(names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+            num_rows = 0
             # Group by group: pyarrow cannot read a batch of nested columns across two.
-            for group in range(file.num_row_groups):
-                footer = file.metadata.row_group(group)
-                batch_rows = _rows_of(_TABLE_BYTES, footer.num_rows, footer.total_byte_size)
-                for batch in file.iter_batches(batch_rows, [group], columns=columns):
-                    yield from portions(batch.select(columns))
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                batch_rows = _rows_of(_TABLE_BYTES, group.num_rows, group.total_byte_size)
+                for batch in file.iter_batches(batch_rows, [number], columns=names):
+                    yield batch
                     num_rows += batch.num_rows
             if num_rows < file.metadata.num_rows:  # pyarrow reads fewer rows without an error
                 raise ValueError(f"its footer has {file.metadata.num_rows:,} rows, but only {num_rows:,} can be read")
 
-
-@contextmanager
-def _open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    # As a file: pyarrow takes a path such as s3:x for a URI.
-    with pa.OSFile(str(path)) as opened, open_parquet(opened, buffer_size=1 << 20, pre_buffer=False) as file:
-        yield file
+        yield Columns(file.schema_arrow, batches)
 
 
-def portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
+def _portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
     """Yield a record batch in copied portions of some MiB, after checking their text for UTF-8.
 
     Copied, since casts refuse the offsets of a slice far into a large batch.
     """
     rows = _rows_of(_TABLE_BYTES, batch.num_rows, batch.nbytes)
     for start in range(0, batch.num_rows, rows):
-        portion = take_rows(batch, np.arange(start, min(start + rows, batch.num_rows)))
+        portion = arrow.take_rows(batch, np.arange(start, min(start + rows, batch.num_rows)))
         table = pa.Table.from_batches([portion])
         table.validate(full=True)
         yield table

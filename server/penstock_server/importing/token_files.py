@@ -9,7 +9,8 @@ train.bin                nanoGPT, OLMo: ids alone; the user gives their type
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock_server.importing.schema import plain
-from penstock_server.importing.tables import portions, refusing
+from penstock_server.importing.tables import Columns
 from penstock_server.order.arrays import IntArray, starts_of
 
 STREAM_ROW_IDS = 1 << 16  # ids of a row, without document borders
@@ -62,33 +62,23 @@ class _Tokens(NamedTuple):
     is_stream: bool = False
 
 
-class TokenReader:
-    """Files of token ids, memory-mapped. Empty documents are left out."""
+@contextmanager
+def open_tokens(path: Path, documents: Documents) -> Iterator[Columns]:
+    """Open a file of token ids, memory-mapped: `tokens`, and `loss_mask` if the file has one. Empty documents are left out."""
+    tokens = _open(path, documents)
 
-    def __init__(self, paths: Sequence[Path], documents: Documents) -> None:
-        self._paths, self._documents = paths, documents
-        self.streams: list[Path] = []  # files without document borders, once `schemas` has run
+    def batches(_: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        stop = 0
+        for lengths in tokens.lengths:
+            start, stop = stop, stop + int(lengths.sum())
+            yield _batch(tokens, start, stop, lengths[lengths > 0])
 
-    def schemas(self) -> Mapping[Path, pa.Schema]:
-        """Return the columns of each file: `tokens`, and `loss_mask` if the file has one."""
-        schemas = {}
-        for path in self._paths:
-            with refusing(path):
-                tokens = _open(path, self._documents)
-                schemas[path] = plain(_batch(tokens, 0, 0, np.zeros(0, np.int64)).schema)
-                if tokens.is_stream:
-                    self.streams.append(path)
-        return schemas
+    yield Columns(_batch(tokens, 0, 0, np.zeros(0, np.int64)).schema, batches)
 
-    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield the documents of a file."""
-        with refusing(path):
-            tokens = _open(path, self._documents)
-            stop = 0
-            for lengths in tokens.lengths:
-                start, stop = stop, stop + int(lengths.sum())
-                batch = _batch(tokens, start, stop, lengths[lengths > 0])
-                yield from portions(batch.select([name for name in batch.schema.names if name in names]))
+
+def is_stream(path: Path, documents: Documents) -> bool:
+    """Return whether nothing marks documents in a file."""
+    return _open(path, documents).is_stream
 
 
 def _batch(tokens: _Tokens, start: int, stop: int, lengths: IntArray) -> pa.RecordBatch:

@@ -19,18 +19,31 @@ _BISECTIONS = 60
 
 
 def range_of_mean(mean: float, count: int) -> Range:
-    """Returns the range of the mean of `count` values in [0, 1], each with the expectation `mean`."""
-    return _last_likely(mean, count, 0.0), _last_likely(mean, count, 1.0)
+    """Return the range of the mean of `count` values in [0, 1], each with the expectation `mean`."""
+
+    def is_likely(value: float) -> bool:
+        # The Kullback-Leibler divergence of Bernoulli(value) from Bernoulli(mean).
+        terms = ((value, mean), (1 - value, 1 - mean))
+        return sum(math.inf if not q else p * math.log(p / q) for p, q in terms if p) * count <= _NATS
+
+    def last_likely(end: float) -> float:
+        likely, unlikely = (end, end) if is_likely(end) else (mean, end)
+        for _ in range(_BISECTIONS):
+            middle = (likely + unlikely) / 2
+            likely, unlikely = (middle, unlikely) if is_likely(middle) else (likely, middle)
+        return likely
+
+    return last_likely(0.0), last_likely(1.0)
 
 
 def range_of_count(expected: float, num_elements: int, each: float) -> Range:
-    """Returns the range of a statistic that each element changes by at most `each`."""
+    """Return the range of a statistic that each element changes by at most `each`."""
     deviation = each * math.sqrt(_NATS / 2 * num_elements)
     return max(0.0, expected - deviation), expected + deviation
 
 
 def num_distinct(sizes: IntArray, num_drawn: int) -> float:
-    """Returns the expected number of groups, of these sizes, among `num_drawn` elements drawn without replacement.
+    """Return the expected number of groups, of these sizes, among `num_drawn` elements drawn without replacement.
 
     The chance of missing a group is a product with a factor per element of the group, or per drawn element. The middle factor
     stands for each: exact to a few thousandths, for groups of a handful to a few hundredths.
@@ -38,23 +51,3 @@ def num_distinct(sizes: IntArray, num_drawn: int) -> float:
     fewer, more = np.minimum(sizes, num_drawn), np.maximum(sizes, num_drawn)
     missed = np.maximum(1 - more / (sizes.sum() - (fewer - 1) / 2), 0) ** fewer
     return float((1 - missed).sum())
-
-
-def _last_likely(mean: float, count: int, end: float) -> float:
-    """Returns the value between `mean` and `end` that is farthest from the mean and not too unlikely, by bisection."""
-    if _divergence(end, mean) * count <= _NATS:
-        return end
-    likely, unlikely = mean, end
-    for _ in range(_BISECTIONS):
-        middle = (likely + unlikely) / 2
-        if _divergence(middle, mean) * count <= _NATS:
-            likely = middle
-        else:
-            unlikely = middle
-    return likely
-
-
-def _divergence(value: float, mean: float) -> float:
-    """Returns the Kullback-Leibler divergence, in nats, of Bernoulli(value) from Bernoulli(mean)."""
-    terms = ((value, mean), (1 - value, 1 - mean))
-    return sum(math.inf if not q else p * math.log(p / q) for p, q in terms if p)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,30 +17,11 @@ _QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9}
 _MAX_CELLS = 24  # stretches of the epoch, and parts of a source
 
 
-class Measure(NamedTuple):
-    """A number measured of an order, with the range of an exact uniform shuffle."""
-
-    name: str
-    unit: str
-    value: float
-    expected: float
-    usual: Range
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the measure as JSON, without its name."""
-        low, high = self.usual
-        return {
-            "value": self.value,
-            "unit": self.unit,
-            "expected": self.expected,
-            "low": low,
-            "high": high,
-            "is_uniform": low <= self.value <= high,
-        }
+Measure = tuple[str, dict[str, Any]]
 
 
 def report(plan: Plan, epoch: int) -> dict[str, Any]:
-    """Measures the order of an epoch.
+    """Measure the order of an epoch.
 
     Raises:
         BadParameter: the epoch has no step.
@@ -58,7 +39,7 @@ def report(plan: Plan, epoch: int) -> dict[str, Any]:
         "dataset": plan.dataset,
         "snapshot": plan.snapshot,
         "epoch": epoch,
-        "measures": {measure.name: measure.to_dict() for measure in measures},
+        "measures": dict(measures),
         "sampled": {
             "samples": len(drawn.scattered.numbers),
             "global_batches": len(drawn.batches.numbers),
@@ -69,19 +50,24 @@ def report(plan: Plan, epoch: int) -> dict[str, Any]:
     }
 
 
+def _measure(name: str, unit: str, value: float, expected: float, usual: Range) -> Measure:
+    """Return a number measured of an order, with the range of an exact uniform shuffle, as JSON."""
+    low, high = usual
+    facts = {"value": value, "unit": unit, "expected": expected, "low": low, "high": high}
+    return name, facts | {"is_uniform": low <= value <= high}
+
+
 def _neighbour_distances(drawn: Drawn) -> Iterator[Measure]:
-    """Yields quantiles of the distance between neighbours of the source in the order."""
-    if not len(drawn.distances):
-        return  # no sample has a successor
-    for name, share in _QUANTILES.items():
+    """Yield quantiles of the distance between neighbours of the source in the order."""
+    for name, share in _QUANTILES.items() if len(drawn.distances) else ():
         low, high = range_of_mean(share, len(drawn.distances))
         usual = _quantile(drawn.by_chance, low) if low else 0.0, _quantile(drawn.by_chance, high)
         value, expected = _quantile(drawn.distances, share), _quantile(drawn.by_chance, share)
-        yield Measure(f"neighbour_distance_{name}", "samples", value, expected, usual)
+        yield _measure(f"neighbour_distance_{name}", "samples", value, expected, usual)
 
 
 def _neighbours_per_batch(drawn: Drawn) -> Measure:
-    """Returns the fraction of samples whose successor in the source is in the same global batch."""
+    """Return the fraction of samples whose successor in the source is in the same global batch."""
     batches, total = drawn.batches, drawn.batches.numbers.size
     groups = _groups(drawn)
     places = batches.places.reshape(-1)
@@ -92,11 +78,11 @@ def _neighbours_per_batch(drawn: Drawn) -> Measure:
     expected = min(float((counts * (counts - 1) / sizes).sum()) / total, 1.0)
     _, high = range_of_mean(expected, total)
     # Fewer than by chance is fine.
-    return Measure("neighbours_in_one_batch", "fraction of samples", float(adjacent.sum()) / total, expected, (0.0, high))
+    return _measure("neighbours_in_one_batch", "fraction of samples", float(adjacent.sum()) / total, expected, (0.0, high))
 
 
 def _distinct_per_batch(name: str, drawn: Drawn, starts: list[IntArray]) -> Measure:
-    """Returns the mean number of distinct units in a global batch; a unit of a source begins at each of its `starts`."""
+    """Return the mean number of distinct units in a global batch; a unit of a source begins at each of its `starts`."""
     batches = drawn.batches
     num_batches, size = batches.numbers.shape
     value = expected = 0.0
@@ -109,17 +95,18 @@ def _distinct_per_batch(name: str, drawn: Drawn, starts: list[IntArray]) -> Meas
         for count, num_alike in zip(*np.unique(per_batch, return_counts=True), strict=True):
             expected += num_alike * num_distinct(sizes, int(count))
     value, expected = value / num_batches, float(expected) / num_batches
-    return Measure(name, name.partition("_")[0], value, expected, range_of_count(expected, num_batches * size, 1 / num_batches))
+    usual = range_of_count(expected, num_batches * size, 1 / num_batches)
+    return _measure(name, name.partition("_")[0], value, expected, usual)
 
 
 def _groups(drawn: Drawn) -> IntArray:
-    """Returns a number for the batch and the source of each sample of the batches, shape [batches * samples]."""
+    """Return a number for the batch and the source of each sample of the batches, shape [batches * samples]."""
     batches, num_sources = drawn.batches, len(drawn.sources)
     return (np.arange(len(batches.sources))[:, None] * num_sources + batches.sources).reshape(-1)
 
 
 def _shard_starts(plan: Plan, source: Source) -> IntArray:
-    """Returns the place of the first sample of each shard, then the number of samples."""
+    """Return the place of the first sample of each shard, then the number of samples."""
     member = plan.members[source.member]
     first_pool = member.snapshot.first_block_of_shard
     if member.order_key.packing == "best_fit":
@@ -128,7 +115,7 @@ def _shard_starts(plan: Plan, source: Source) -> IntArray:
 
 
 def _unevenness(plan: Plan, drawn: Drawn) -> Iterator[Measure]:
-    """Yields the fractions of samples to move until each stretch of the epoch, and each rank, has its share of all parts."""
+    """Yield the fractions of samples to move until each stretch of the epoch, and each rank, has its share of all parts."""
     num_cells, numbers, world_size = _num_cells(len(drawn.scattered.numbers)), drawn.scattered.numbers, plan.spec.world_size
     yield _unevenness_over("time", drawn, numbers * num_cells // drawn.num_measured)
     if world_size > 1:
@@ -137,7 +124,7 @@ def _unevenness(plan: Plan, drawn: Drawn) -> Iterator[Measure]:
 
 
 def _unevenness_over(name: str, drawn: Drawn, cells: IntArray) -> Measure:
-    """Compares the parts of each dataset that the cells show with their shares of all scattered samples."""
+    """Compare the parts of each dataset that the cells show with their shares of all scattered samples."""
     samples, total = drawn.scattered, len(cells)
     members = np.array([source.member for source in drawn.sources])[samples.sources]
     sizes = np.array([source.num_samples for source in drawn.sources])[samples.sources]
@@ -154,11 +141,11 @@ def _unevenness_over(name: str, drawn: Drawn, cells: IntArray) -> Measure:
         by_chance += float(np.minimum(np.sqrt(2 / np.pi * variance), 2 * expected).sum()) / 2
     _, high = range_of_count(by_chance / total, total, 1 / total)
     # More even than by chance is fine.
-    return Measure(f"unevenness_over_{name}", "fraction of samples", moved / total, by_chance / total, (0.0, high))
+    return _measure(f"unevenness_over_{name}", "fraction of samples", moved / total, by_chance / total, (0.0, high))
 
 
 def _num_cells(num_samples: int) -> int:
-    """Returns the number of parts, or stretches, to count samples in; fewer for few samples."""
+    """Return the number of parts, or stretches, to count samples in; fewer for few samples."""
     return int(np.clip(math.sqrt(num_samples / 16), 2, _MAX_CELLS))
 
 

@@ -5,7 +5,8 @@ A key of the spec draws the samples: one address always has one report.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,7 @@ MAX_SAMPLES = 16_384  # looked up one by one, and again as many in global batche
 _MAX_PLANS = 128  # epochs of datasets to plan, and windows to sort by length; each takes milliseconds
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Source:
+class Source(NamedTuple):
     """One epoch of one dataset of a plan. The place of a sample is its number in storage order.
 
     `starts[pool]` is the place of a pool's first sample; the last item is the number of samples.
@@ -39,8 +39,7 @@ class Source:
         return int(self.starts[-1])
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Samples:
+class Samples(NamedTuple):
     """Samples of an epoch and where they come from; arrays of one shape.
 
     Sample `numbers` of the epoch is at position `positions` in the order of source `sources`, and at place `places` there.
@@ -52,8 +51,7 @@ class Samples:
     places: IntArray
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """Samples drawn from an epoch's first `num_measured` samples, of `num_served`.
 
     scattered    samples spread over them; shape [samples]
@@ -72,7 +70,7 @@ class Drawn:
 
 
 def draw(plan: Plan, epoch: int) -> Drawn:
-    """Draws samples and global batches of an epoch.
+    """Draw samples and global batches of an epoch.
 
     Raises:
         BadParameter: the epoch has no step.
@@ -83,8 +81,7 @@ def draw(plan: Plan, epoch: int) -> Drawn:
     plan.check_epoch(epoch)
     # Without the samples that the last step repeats from the epoch's start.
     each_once = replace(plan.schedule, batch_size=1, world_size=1)
-    num_served = min(plan.schedule.num_steps * plan.spec.samples_per_step, each_once.num_steps)
-    num_measured = num_served
+    num_served = num_measured = min(plan.schedule.num_steps * plan.spec.samples_per_step, each_once.num_steps)
     while num_measured > 1 and _num_plans(plan, epoch, num_measured) > _MAX_PLANS:
         num_measured //= 2
 
@@ -92,14 +89,14 @@ def draw(plan: Plan, epoch: int) -> Drawn:
     batch = min(plan.spec.samples_per_step, MAX_SAMPLES, num_measured)
     singles = _spread(num_measured, MAX_SAMPLES, draw_key)
     firsts = _spread(num_measured // batch, MAX_SAMPLES // batch, draw_key) * batch
-    sources, both = _locate(plan, epoch, np.concatenate([singles, (firsts[:, None] + np.arange(batch)).reshape(-1)]))
-    scattered = Samples(*(values[: len(singles)] for values in both))
-    batches = Samples(*(values[len(singles) :].reshape(-1, batch) for values in both))
+    sources, samples = _locate(plan, epoch, np.concatenate([singles, (firsts[:, None] + np.arange(batch)).reshape(-1)]))
+    scattered = Samples(*(values[: len(singles)] for values in samples))
+    batches = Samples(*(values[len(singles) :].reshape(-1, batch) for values in samples))
     return Drawn(num_measured, num_served, sources, scattered, batches, *_distances(sources, scattered))
 
 
 def _num_plans(plan: Plan, epoch: int, num_samples: int) -> int:
-    """Returns the number of plans and sorted windows that an epoch's first samples need."""
+    """Return the number of plans and sorted windows that an epoch's first samples need."""
 
     def num_plans(member: Member, num_shown: int) -> int:
         order = member.epoch(0)[1]
@@ -115,15 +112,15 @@ def _num_plans(plan: Plan, epoch: int, num_samples: int) -> int:
 
 
 def _spread(size: int, most: int, draw_key: int) -> IntArray:
-    """Returns up to `most` different numbers below `size`, ascending: one at random from each equal stretch."""
+    """Return up to `most` different numbers below `size`, ascending: one at random from each equal stretch."""
     if size <= most:
         return np.arange(size)
     within = permute(np.arange(most), 1 << 32, draw_key) / 2**32
     return ((np.arange(most) + within) * size / most).astype(np.int64)
 
 
-def _locate(plan: Plan, epoch: int, numbers: IntArray) -> tuple[list[Source], tuple[IntArray, ...]]:
-    """Returns the sources of samples of an epoch, and the fields of Samples; all of shape [samples]."""
+def _locate(plan: Plan, epoch: int, numbers: IntArray) -> tuple[list[Source], Samples]:
+    """Return the samples of an epoch with these numbers, and their sources."""
     # The order does not depend on the batch size, so each sample is a batch.
     positions = replace(plan.schedule, batch_size=1, world_size=1).positions(numbers.tolist(), 0)[:, 0]
     members, epochs = np.zeros_like(positions), np.full_like(positions, epoch)
@@ -138,11 +135,11 @@ def _locate(plan: Plan, epoch: int, numbers: IntArray) -> tuple[list[Source], tu
         pools, indices = order.samples(positions[mine])
         places[mine] = source.starts[pools] + indices
         planned.append(source)
-    return planned, (numbers, sources, positions, places)
+    return planned, Samples(numbers, sources, positions, places)
 
 
 def _distances(sources: list[Source], samples: Samples) -> tuple[IntArray, IntArray]:
-    """Returns `distances` and `by_chance` of Drawn."""
+    """Return `distances` and `by_chance` of Drawn."""
     measured, by_chance = [], []
     num_draws = -(-MAX_SAMPLES // len(samples.numbers))
     golden = 0.6180339887498949  # its multiples modulo 1 fill [0, 1) evenly
