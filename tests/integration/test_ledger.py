@@ -114,14 +114,14 @@ def test_audit_verdict_stands_when_the_server_has_other_data(serve: Callable[...
 def test_ledger_holds_exactly_the_batches_given_to_the_loop(server: Server, ledger: Path) -> None:
     data = dataset(server, ledger)
     for number, _ in enumerate(data, start=1):
-        assert sum(len(part.steps) for part in read_ledger(ledger).parts) == number
+        assert sum(len(section.steps) for section in read_ledger(ledger).sections) == number
         if number == 7:
             break
-    [part] = read_ledger(ledger).parts
+    [section] = read_ledger(ledger).sections
     frames = server.frames("/v1/datasets/numbers/epochs/0/ranks/0/batches", stop=7, **data.spec.to_query())
-    assert [f"{digest:016x}" for digest in part.digests.tolist()] == [frame.digest for frame in frames]
-    assert (part.steps.tolist(), part.has_end, part.begin.num_samples) == (list(range(7)), False, NUM_ROWS)
-    assert part.begin.spec == data.spec
+    assert [f"{digest:016x}" for digest in section.digests.tolist()] == [frame.digest for frame in frames]
+    assert (section.steps.tolist(), section.has_end, section.begin.num_samples) == (list(range(7)), False, NUM_ROWS)
+    assert section.begin.spec == data.spec
 
 
 def test_run_is_proven_with_any_number_of_workers(server: Server, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_run_is_not_proven_when_ranks_resume_from_different_states(
     else:
         assert status == 1
         assert "ranks that resumed elsewhere than the others: 1" in said.splitlines()[0]
-        assert "APART   rank 1 took no part in start 2, but in start 3: " in said
+        assert "APART   rank 1 took no section in start 2, but in start 3: " in said
 
 
 @pytest.mark.parametrize(("name", "value", "usual"), [("seed", 8, 0), ("batch_size", 2, 4)])
@@ -217,7 +217,7 @@ def test_audit_reports_ranks_with_other_parameters(server: Server, ledger: Path,
             pass
     status, said = audited(ledger)
     assert status == 1
-    assert "APART   rank 1 took no part in start 1, but in start 2: " in said
+    assert "APART   rank 1 took no section in start 1, but in start 2: " in said
 
 
 def test_ledger_is_unchanged_by_workers_forked_in_mid_loop(server: Server, ledger: Path) -> None:
@@ -227,7 +227,7 @@ def test_ledger_is_unchanged_by_workers_forked_in_mid_loop(server: Server, ledge
         if number % 20 == 0:
             assert len(list(DataLoader(evaluated, batch_size=None, num_workers=2))) == 4
     reading = read_ledger(ledger)
-    assert (len(reading.parts), reading.parts[0].has_end, reading.damages) == (1, True, [])
+    assert (len(reading.sections), reading.sections[0].has_end, reading.damages) == (1, True, [])
     assert audit([ledger]).is_proven
 
 

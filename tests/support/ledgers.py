@@ -111,7 +111,11 @@ def open_files(folder: Path) -> list[Path]:
 
 
 def entries(reading: Reading) -> list[tuple[int, str]]:
-    return [(s, f"{d:016x}") for part in reading.parts for s, d in zip(part.steps.tolist(), part.digests.tolist(), strict=True)]
+    return [
+        (s, f"{d:016x}")
+        for section in reading.sections
+        for s, d in zip(section.steps.tolist(), section.digests.tolist(), strict=True)
+    ]
 
 
 def fails_with(code: int, after_bytes: int = 0) -> Callable[[int, bytes], int]:

@@ -1,6 +1,6 @@
 """The audit: proves from the ledgers of a run that each sample was trained on exactly once an epoch, or lists the others.
 
-reading    files: iterations with their steps and digests, and damaged lines
+reading    files: sections of iterations with their steps and digests, and damaged lines
 intervals  sets of numbers as intervals; steps of ranks to positions in an epoch
 lineage    starts of all ranks, which start resumed from which, and the steps that the last one kept
 account    each epoch: samples trained on once, never, or more than once

@@ -61,8 +61,7 @@ def compare(paths: Sequence[Path], num_batches: int, servers: Sequence[str], sam
 
 def num_missing_batches(report: Report) -> int:
     """Count the batches without a record, although the run continued after them."""
-    gaps = (gap for order in report.orders for epoch in order.epochs for gap in epoch.gaps)
-    return sum(len(range(*gap.steps)) * len(gap.ranks) for gap in gaps)
+    return sum(len(gap.steps) * len(gap.ranks) for epoch in report.epochs for gap in epoch.gaps)
 
 
 def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -73,15 +72,15 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
     Raises ServerUnavailable: no server answers.
     """
     gaps = [(number, gap) for number, order in enumerate(report.orders, 1) for epoch in order.epochs for gap in epoch.gaps]
-    batches = ((number, gap, rank, step) for number, gap in gaps for step in range(*gap.steps) for rank in gap.ranks)
+    batches = ((number, gap, rank, step) for number, gap in gaps for step in gap.steps for rank in gap.ranks)
     for (number, gap, rank, step), _ in zip(batches, range(_MAX_BATCHES_SHOWN), strict=False):
-        begin = gap.leg.begin
+        begin = gap.segment.begin
         client = _client(begin, servers, rank)
         with closing(client.connect(first_contact=True)) as transport:
             of_order = f"order {number} ({begin.dataset}), " if len(report.orders) > 1 else ""
-            name = f"{of_order}epoch {gap.epoch}, step {step:,} of start {gap.leg.start.number}, rank {rank}"
+            name = f"{of_order}epoch {gap.segment.epoch}, step {step:,} of start {gap.segment.start.number}, rank {rank}"
             try:
-                yield name, client.provenance(transport, begin.spec, gap.epoch, step)
+                yield name, client.provenance(transport, begin.spec, gap.segment.epoch, step)
             except _REFUSALS as error:
                 yield name, {"reason": str(error)}
 
@@ -90,19 +89,19 @@ def _runs(paths: Sequence[Path], chosen: IntArray) -> Iterator[tuple[Begin, dict
     """Yield digests of consecutive steps, a few at a time; of the chosen batches, by their number in all ledgers together."""
     first = 0
     for path in paths:
-        for part in read_ledger(path).parts:
-            stop = first + len(part.steps)
+        for section in read_ledger(path).sections:
+            stop = first + len(section.steps)
             numbers = chosen[(first <= chosen) & (chosen < stop)] - first
             first = stop
             digests: dict[int, str] = {}
             for number in numbers.tolist():
-                step = int(part.steps[number])
+                step = int(section.steps[number])
                 if digests and (step - 1 not in digests or len(digests) == _STEPS_AT_ONCE):
-                    yield part.begin, digests
+                    yield section.begin, digests
                     digests = {}
-                digests[step] = f"{int(part.digests[number]):016x}"
+                digests[step] = f"{int(section.digests[number]):016x}"
             if digests:
-                yield part.begin, digests
+                yield section.begin, digests
 
 
 def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) -> Iterator[Differing]:

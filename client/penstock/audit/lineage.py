@@ -14,154 +14,208 @@ A start without a state continues with the weights that are there, after all ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 import numpy as np
 
-from penstock.audit.intervals import NONE, clip, join, runs_of
-from penstock.audit.reading import IntArray, Part
+from penstock.audit.intervals import NONE, clip, intervals, intervals_of, join
+from penstock.audit.reading import IntArray, Section
 from penstock.ledger.begin import Begin
 from penstock.slicing import Slicing
 
 Place = tuple[int, int]  # epoch, position
+_OPEN = 1 << 62  # past every epoch's end
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Recorded steps of one rank in an epoch of one start, under one slicing.
+class Recorded:
+    """What one rank recorded of an epoch of one start, under one slicing: a few numbers, so that many ranks fit into memory.
 
     begin    of the iteration with the earliest step
-    firsts   of the workers that began at the start's state: the first step of each
-    runs     steps as intervals, sorted; a repeated step begins another interval
+    time     of the first iteration
+    place    of the start's state, in the loader worker that was furthest behind; None without a state
+    firsts   the first step of each loader worker that began at the start's state
+    steps    as intervals, sorted; a repeated step begins another interval
     has_end  an iteration reached the epoch's end
     """
 
     begin: Begin
     slicing: Slicing
+    time: datetime
+    place: Place | None
     firsts: dict[int, int]
-    runs: IntArray
+    steps: IntArray
     has_end: bool
+
+
+def recorded(sections: Iterable[Section]) -> Iterator[Recorded]:
+    """Yield what ranks recorded of each epoch of each start, from the sections of their ledgers."""
+    groups: dict[object, list[Section]] = {}
+    for section in sorted(sections, key=lambda section: section.time):
+        begin = section.begin
+        slicing = Slicing.of(begin.spec, begin.num_samples)
+        key = (begin.dataset, begin.spec.split, begin.rank, begin.start, begin.epoch, slicing)
+        groups.setdefault(key, []).append(section)
+    for group in groups.values():
+        begins = [section.begin for section in group]
+        slicing = Slicing.of(begins[0].spec, begins[0].num_samples)
+        places = {begin: (begin.parent_epoch, begin.parent_samples) for begin in begins if begin.parent}
+        num_ended: dict[tuple[int, int], int] = {}  # workers of a pass
+        for section in group:
+            one = section.begin.pass_name, section.begin.num_workers
+            num_ended[one] = num_ended.get(one, 0) + section.has_end
+        yield Recorded(
+            begin=min(begins, key=lambda begin: begin.step),
+            slicing=slicing,
+            time=group[0].time,
+            place=min(places.values(), default=None),
+            firsts={
+                begin.worker: begin.step
+                for begin, place in places.items()
+                if begin.num_workers and place == (begin.epoch, slicing.position(begin.step))
+            },
+            steps=intervals_of(np.sort(np.concatenate([section.steps for section in group]))),
+            has_end=any(number >= max(1, num_workers) for (_, num_workers), number in num_ended.items()),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """What a start recorded of an epoch under one slicing, over all ranks.
+
+    begin    of the iteration with the earliest step
+    steps    by rank: intervals; a repeated step begins another interval
+    kept     the same, of the steps that the last weights were trained on
+    firsts   by rank: the first step of each loader worker that began at the start's state
+    stop     a later start resumed at this position; far past the epoch's end without one
+    has_end  a rank reached the epoch's end, and no later start resumed before it
+    """
+
+    start: Start
+    slicing: Slicing
+    begin: Begin
+    steps: dict[int, IntArray] = field(default_factory=dict)
+    kept: dict[int, IntArray] = field(default_factory=dict)
+    firsts: dict[int, dict[int, int]] = field(default_factory=dict)
+    stop: int = 0
+    has_end: bool = False
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the steps."""
+        return self.begin.epoch
+
+    @property
+    def first(self) -> int:
+        """Position where the earliest iteration began."""
+        return self.slicing.position(self.begin.step)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the last weights were trained on it; not if it only began an epoch."""
+        return self.stop > 0 and (self.first > 0 or self.has_end or any(map(len, self.kept.values())))
+
+    def add(self, rank: int, one: Recorded) -> None:
+        """Add what a rank recorded."""
+        if one.begin.step < self.begin.step:
+            self.begin = one.begin
+        self.steps[rank] = join([self.steps.get(rank, NONE), one.steps])
+        self.firsts.setdefault(rank, {}).update(one.firsts)
+        self.has_end |= one.has_end
 
 
 @dataclass(slots=True, eq=False)
 class Start:
     """A start of a run, over all ranks that recorded it; `number` counts from 1.
 
-    begin     of the first iteration of its lowest rank
+    begin     of its first iteration on its lowest rank
     parent    the start whose state it loaded; without a state, the start before it; None without one
     places    by rank, the place of its state; empty without a state
-    segments  by rank, in the order of their begins
+    times     by rank, the time of its first iteration
+    segments  by epoch and slicing
     """
 
     number: int
     begin: Begin
     parent: Start | None = None
     places: dict[int, Place] = field(default_factory=dict)
-    segments: dict[int, list[Segment]] = field(default_factory=dict)
+    times: dict[int, datetime] = field(default_factory=dict)
+    segments: dict[tuple[int, Slicing], Segment] = field(default_factory=dict)
 
     @property
     def place(self) -> Place | None:
         """The place of its state on its lowest rank; None without a state."""
         return next(iter(self.places.values()), None)
 
+    def add(self, rank: int, one: Recorded) -> None:
+        """Add what a rank recorded of an epoch."""
+        key = one.begin.epoch, one.slicing
+        self.segments.setdefault(key, Segment(self, one.slicing, one.begin)).add(rank, one)
+        self.times.setdefault(rank, one.time)
+        if one.place:
+            self.places[rank] = min(one.place, self.places.get(rank, one.place))
+
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
     """Starts of one dataset and split.
 
-    starts  all starts, in the order of the lowest rank
-    kept    the last start and its ancestors, the oldest first
+    starts    all starts, in the order of the lowest rank
+    kept      the last start and its ancestors, the oldest first
+    segments  those that the last weights were trained on, in the order of training
     """
 
     starts: list[Start]
     kept: list[Start]
+    segments: list[Segment]
 
     def next_of(self, start: Start) -> Start | None:
         """Return the kept start that resumed before steps of this one; None without one."""
         ancestor: Start | None = start
         while ancestor and ancestor not in self.kept:
             ancestor = ancestor.parent
-        if ancestor is None:
-            return None
-        later = self.kept[self.kept.index(ancestor) + 1 :]
+        later = self.kept[self.kept.index(ancestor) + 1 :] if ancestor else []
         return later[0] if later and later[0].place else None
 
-    def kept_runs(self, start: Start, rank: int, segment: Segment) -> IntArray:
-        """Return the steps of a segment that the last weights were trained on."""
-        if start not in self.kept:
-            return NONE
-        runs = segment.runs
-        for later in self.kept[self.kept.index(start) + 1 :]:
-            if later.place is None:  # it kept all weights before it
-                return runs
-            runs = _cut(runs, segment, later, rank)
-        return runs
 
-
-def place_of(begin: Begin, slicing: Slicing) -> Place:
-    """Return the place where an iteration begins."""
-    return begin.epoch, slicing.position(begin.step)
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What one rank recorded of a start: its first iteration and its time, the place of its state, and its segments."""
-
-    first: Begin
-    time: datetime
-    place: Place | None
-    segments: list[Segment]
-
-
-RankRecord = Mapping[str, Recorded]  # by id of the start, in the order of their begins
-
-
-def record_of(parts: Sequence[Part]) -> RankRecord:
-    """Return the starts of one rank: a few numbers each, so that many ranks fit into memory."""
-    by_start: dict[str, list[Part]] = {}
-    for part in sorted(parts, key=lambda part: part.time):
-        by_start.setdefault(part.begin.start, []).append(part)
-    record = {}
-    for start, its_parts in by_start.items():
-        places = [(part.begin.parent_epoch, part.begin.parent_samples) for part in its_parts if part.begin.parent]
-        record[start] = Recorded(_first_of(its_parts), its_parts[0].time, min(places, default=None), list(_segments(its_parts)))
-    return record
-
-
-def lineage_of(records: Mapping[int, RankRecord], *, assume_fresh_weights: bool) -> Lineage:
+def lineage_of(records: Iterable[Recorded], *, assume_fresh_weights: bool) -> Lineage:
     """Build the lineage from the records of all ranks.
 
     With `assume_fresh_weights`, a start without a state discards all records before it.
     """
+    by_rank: dict[int, dict[str, list[Recorded]]] = {}
+    for one in sorted(records, key=lambda one: (one.begin.rank, one.time)):
+        by_rank.setdefault(one.begin.rank, {}).setdefault(one.begin.start, []).append(one)
     starts, by_id = list[Start](), dict[str, Start]()
-    for rank, record in sorted(records.items()):
-        shares_ids = bool(record.keys() & by_id.keys())
-        for start_id, recorded in record.items():
+    for rank, of_rank in by_rank.items():
+        shares_ids = bool(of_rank.keys() & by_id.keys())
+        for start_id, group in of_rank.items():
             if start_id not in by_id and not shares_ids:
-                _match(starts, by_id, rank, record, start_id)
+                _match(starts, by_id, rank, of_rank, start_id)
             if start_id not in by_id:
-                by_id[start_id] = Start(len(starts) + 1, recorded.first)
+                by_id[start_id] = Start(len(starts) + 1, group[0].begin)
                 starts.append(by_id[start_id])
-            by_id[start_id].segments[rank] = recorded.segments
-            if recorded.place:
-                by_id[start_id].places[rank] = recorded.place
-    lowest = min(records)
+            for one in group:
+                by_id[start_id].add(rank, one)
+    lowest = min(by_rank)
     before: Start | None = None
     for start in starts:
         if start.begin.parent:
             start.parent = by_id.get(start.begin.parent)
-        elif not assume_fresh_weights and lowest in start.segments:
+        elif not assume_fresh_weights and lowest in start.times:
             start.parent = before
         before = start
-    kept = [[start for start in starts if lowest in start.segments][-1]]
+    kept = [[start for start in starts if lowest in start.times][-1]]
     while (parent := kept[-1].parent) and parent not in kept:
         kept.append(parent)
-    return Lineage(starts, kept[::-1])
+    return Lineage(starts, kept[::-1], _kept_segments(kept))
 
 
-def _match(starts: Sequence[Start], by_id: dict[str, Start], rank: int, record: RankRecord, start_id: str) -> None:
+def _match(
+    starts: Sequence[Start], by_id: dict[str, Start], rank: int, of_rank: Mapping[str, list[Recorded]], start_id: str
+) -> None:
     """Find the starts of lower ranks that this rank recorded under other ids, as ranks without torch.distributed do.
 
     They are the starts with the same parent, begin and spec, in their order. If their numbers differ, none is found.
@@ -171,61 +225,53 @@ def _match(starts: Sequence[Start], by_id: dict[str, Start], rank: int, record: 
         parent = by_id.get(begin.parent)
         return parent.number if parent else begin.parent, begin.epoch, begin.step, begin.spec, begin.num_samples
 
-    begins = {one: recorded.first for one, recorded in record.items() if one not in by_id}
+    begins = {one: group[0].begin for one, group in of_rank.items() if one not in by_id}
     same = [one for one, begin in begins.items() if key(begin) == key(begins[start_id])]
-    others = [start for start in starts if rank not in start.segments and key(start.begin) == key(begins[start_id])]
+    others = [start for start in starts if rank not in start.times and key(start.begin) == key(begins[start_id])]
     if len(others) == len(same):
         by_id.update(zip(same, others, strict=True))
 
 
-def _first_of(parts: Sequence[Part]) -> Begin:
-    """Return the begin of the first iteration, in the loader worker with the earliest step."""
-    first = parts[0].begin
-    same = (part.begin for part in parts if (part.begin.epoch, part.begin.pass_name) == (first.epoch, first.pass_name))
-    return min(same, key=lambda begin: begin.step) if first.num_workers else first
+def _kept_segments(kept: Sequence[Start]) -> list[Segment]:
+    """Cut the segments of these starts, the latest first, where later ones resumed; return those of which steps remain."""
+    segments = list[Segment]()
+    later = list[Start]()  # starts that resumed from this one, or from one after it
+    for start in kept:
+        epoch, position = min((one.place for one in later if one.place), default=(_OPEN, 0))
+        for segment in start.segments.values():
+            segment.stop = position if segment.epoch == epoch else _OPEN if segment.epoch < epoch else 0
+            segment.has_end &= segment.stop == _OPEN
+            for rank, steps in segment.steps.items():
+                for one in later:
+                    steps = _cut(steps, segment, one, rank)
+                segment.kept[rank] = steps
+        segments = [*filter(lambda segment: segment.is_kept, start.segments.values()), *segments]
+        later = [*later, start] if start.place else []  # a start without a state keeps all that was trained before it
+    return [*_lost_segments(kept[::-1], {segment.epoch for segment in segments}), *segments]
 
 
-def _segments(parts: Sequence[Part]) -> Iterator[Segment]:
-    """Yield the segments of a start of one rank."""
-    by_slicing: dict[tuple[int, Slicing], list[Part]] = {}
-    for part in parts:
-        slicing = Slicing.of(part.begin.spec, part.begin.num_samples)
-        by_slicing.setdefault((part.begin.epoch, slicing), []).append(part)
-    for (_, slicing), group in by_slicing.items():
-        begin = min((part.begin for part in group), key=lambda begin: begin.step)
-        num_ended: dict[tuple[int, int], int] = {}
-        for part in group:
-            one = (part.begin.pass_name, part.begin.num_workers)
-            num_ended[one] = num_ended.get(one, 0) + part.has_end
-        yield Segment(
-            begin=begin,
-            slicing=slicing,
-            firsts={
-                part.begin.worker: part.begin.step for part in group if part.begin.num_workers and _is_at_state(part, slicing)
-            },
-            runs=runs_of(np.sort(np.concatenate([part.steps for part in group]))),
-            has_end=any(number >= max(1, num_workers) for (_, num_workers), number in num_ended.items()),
-        )
+def _lost_segments(kept: Sequence[Start], epochs: set[int]) -> Iterator[Segment]:
+    """Yield segments without steps: of the unrecorded epochs that a state was in."""
+    for start in kept:
+        epoch, position = start.place or (0, 0)
+        if start.parent and position and epoch not in epochs:
+            epochs.add(epoch)
+            begin = start.parent.begin
+            begin = replace(begin, epoch=epoch, step=0, spec=replace(begin.spec, offset=0))
+            slicing = Slicing.of(begin.spec, begin.num_samples)
+            yield Segment(start.parent, slicing, begin, stop=position, has_end=True)
 
 
-def _is_at_state(part: Part, slicing: Slicing) -> bool:
-    begin = part.begin
-    return bool(begin.parent) and place_of(begin, slicing) == (begin.parent_epoch, begin.parent_samples)
-
-
-def _cut(runs: IntArray, segment: Segment, later: Start, rank: int) -> IntArray:
+def _cut(steps: IntArray, segment: Segment, later: Start, rank: int) -> IntArray:
     """Return the steps that remain after a later start resumed."""
     assert later.place
     epoch, position = later.places.get(rank, later.place)
-    if segment.begin.epoch != epoch:
-        return runs if segment.begin.epoch < epoch else NONE
-    lanes = [
-        one for one in later.segments.get(rank, []) if one.slicing == segment.slicing and len(set(one.firsts.values())) > 1
-    ]
-    if not lanes:
-        return clip(runs, 0, segment.slicing.num_steps_before(position))
+    if segment.epoch != epoch:
+        return steps if segment.epoch < epoch else NONE
+    resumed = later.segments.get((epoch, segment.slicing))
+    firsts = resumed.firsts.get(rank, {}) if resumed else {}
+    first = min(firsts.values(), default=segment.slicing.num_steps_before(position))
     # Each loader worker resumed where it was: some had yielded steps after the first step of the slowest.
-    [*_, resumed] = lanes
-    first, stride = min(resumed.firsts.values()), resumed.begin.num_workers
-    ahead = sorted(step + worker for worker, stop in resumed.firsts.items() for step in range(first, stop, stride))
-    return join([clip(runs, 0, first), *(clip(runs, step, step + 1) for step in ahead)])
+    stride = resumed.begin.num_workers if resumed else 1
+    ahead = intervals((at + worker, at + worker + 1) for worker, stop in firsts.items() for at in range(first, stop, stride))
+    return join([clip(steps, 0, first), *(clip(steps, start, stop) for start, stop in ahead.tolist())])

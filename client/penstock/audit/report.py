@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from penstock.audit.account import Epoch, account_for, legs_of
+from penstock.audit.account import Epoch, account_for
 from penstock.audit.intervals import NONE, covered, join, size, without
-from penstock.audit.lineage import Lineage, RankRecord, Start, lineage_of, record_of
-from penstock.audit.reading import Damage, IntArray, Part, rank_of, read_ledger
+from penstock.audit.lineage import Lineage, Recorded, Start, lineage_of, recorded
+from penstock.audit.reading import Damage, IntArray, Section, rank_of, read_ledger
 from penstock.ledger.begin import Begin
-from penstock.slicing import Slicing
 from penstock.state import OF_MIXTURES, goes_on, order_of
 
 _MAX_LISTED = 1000  # intervals of positions; a separate field gives their total number
 
-OrderKey = tuple[tuple[str, object], ...]
+OrderId = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +27,19 @@ class Apart:
     """A rank that resumed from another state than the last start: no checkpoint covers both in one run."""
 
     rank: int
-    start: Start
-    last: Start
+    start: int
+    last_start: int
 
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """Steps [start, stop) whose trained weights were discarded, and the start that resumed before them."""
+    """Steps whose trained weights were discarded, of a start; and the start that resumed before them."""
 
     epoch: int
-    steps: tuple[int, int]
-    start: Start
-    resumed: Start | None
+    first_step: int
+    last_step: int
+    start: int
+    resumed_by: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,13 @@ class Changed:
 class Order:
     """Audit result of one order of samples.
 
+    key      the parameters that decide the order
     ranks    ranks whose ledgers are there; `absent` took part, but have no ledger
     apart    ranks that did not resume from the state of the last start
     orphan   the oldest start of the lineage, if it loaded the state of a start that is not in the ledgers
     """
 
-    key: OrderKey
+    key: OrderId
     starts: list[Start]
     ranks: list[int]
     absent: list[int]
@@ -99,9 +100,14 @@ class Report:
         return bool(self.num_batches) and is_whole and all(order.is_proven for order in self.orders)
 
     @property
+    def epochs(self) -> list[Epoch]:
+        """Epochs of all orders."""
+        return [epoch for order in self.orders for epoch in order.epochs]
+
+    @property
     def by_workers(self) -> bool:
         """Whether loader workers recorded some steps: those passed to the loader, not those that reached the loop."""
-        return any(leg.begin.num_workers for order in self.orders for epoch in order.epochs for leg in epoch.legs)
+        return any(segment.begin.num_workers for epoch in self.epochs for segment in epoch.segments)
 
 
 def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Report:
@@ -114,51 +120,43 @@ def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Repor
     by_rank: dict[int, list[Path]] = {}
     for path in paths:
         by_rank.setdefault(rank_of(path), []).append(path)
-    # By dataset and split: each has a lineage.
-    records: dict[tuple[str, str | None], dict[int, RankRecord]] = {}
-    damages, changed = list[Damage](), dict[OrderKey, list[Changed]]()
+    records: dict[tuple[str, str | None], list[Recorded]] = {}  # by dataset and split: each has a lineage
+    damages, changed = list[Damage](), dict[OrderId, list[Changed]]()
     num_batches = num_lost = 0
     for _, files in sorted(by_rank.items()):
-        parts: dict[Begin, Part] = {}
+        sections: dict[Begin, Section] = {}
         for path in files:
             reading = read_ledger(path)
             damages += reading.damages
             num_lost += reading.num_lost
-            for part in reading.parts:
-                known = parts.get(part.begin)
-                if known is None or len(part.steps) > len(known.steps):  # a copy of a file has the same begin lines
-                    parts[part.begin] = part
-        groups: dict[tuple[str, str | None, int], list[Part]] = {}
-        for begin, part in parts.items():
-            num_batches += len(part.steps)
-            groups.setdefault((begin.dataset, begin.spec.split, begin.rank), []).append(part)
-        for (dataset, split, rank), group in groups.items():
-            of_ranks = records.setdefault((dataset, split), {})
-            record = {**of_ranks.get(rank, {}), **record_of(group)}  # the files of several ranks may be joined into one
-            of_ranks[rank] = dict(sorted(record.items(), key=lambda item: item[1].time))
-            for key, found in _changed(rank, group):
-                changed.setdefault(key, []).extend(found)
-    orders = [
-        order
-        for of_ranks in records.values()
-        for order in _orders(lineage_of(of_ranks, assume_fresh_weights=assume_fresh_weights), sorted(of_ranks), changed)
-    ]
+            for section in reading.sections:
+                known = sections.get(section.begin)
+                if known is None or len(section.steps) > len(known.steps):  # a copy of a file has the same begin lines
+                    sections[section.begin] = section
+        num_batches += sum(len(section.steps) for section in sections.values())
+        for one in recorded(sections.values()):
+            records.setdefault((one.begin.dataset, one.begin.spec.split), []).append(one)
+        for key, found in _changed(sections.values()):
+            changed.setdefault(key, []).extend(found)
+    lineages = (lineage_of(of_data, assume_fresh_weights=assume_fresh_weights) for of_data in records.values())
+    orders = [order for lineage in lineages for order in _orders(lineage, changed)]
     return Report(list(paths), num_batches, num_lost, orders, damages)
 
 
-def _key_of(begin: Begin) -> OrderKey:
-    """Return the values that decide the order of an epoch's samples: equal keys mean one order."""
+def _id_of(begin: Begin) -> OrderId:
+    """Return the values that decide the order of an epoch's samples: equal ids mean one order."""
     return tuple({"dataset": begin.dataset, **order_of(begin.spec), "num_samples": begin.num_samples}.items())
 
 
-def _changed(rank: int, parts: Sequence[Part]) -> Iterator[tuple[OrderKey, list[Changed]]]:
-    by_address: dict[tuple[object, ...], list[Part]] = {}
-    for part in parts:
-        by_address.setdefault((part.begin.spec, part.begin.num_samples, part.begin.epoch), []).append(part)
+def _changed(sections: Iterable[Section]) -> Iterator[tuple[OrderId, list[Changed]]]:
+    by_address: dict[tuple[object, ...], list[Section]] = {}
+    for section in sections:
+        begin = section.begin
+        by_address.setdefault((begin.dataset, begin.spec, begin.num_samples, begin.rank, begin.epoch), []).append(section)
     for same in by_address.values():
         begin = same[0].begin
-        steps = np.concatenate([part.steps for part in same])
-        digests = np.concatenate([part.digests for part in same])
+        steps = np.concatenate([section.steps for section in same])
+        digests = np.concatenate([section.digests for section in same])
         order = np.argsort(steps, kind="stable")
         steps, digests = steps[order], digests[order]
         differs = (steps[1:] == steps[:-1]) & (digests[1:] != digests[:-1])
@@ -166,45 +164,43 @@ def _changed(rank: int, parts: Sequence[Part]) -> Iterator[tuple[OrderKey, list[
         seen: dict[int, dict[str, None]] = {}
         for step, digest in zip(steps[has_changed].tolist(), digests[has_changed].tolist(), strict=True):
             seen.setdefault(step, {})[f"{digest:016x}"] = None
-        yield _key_of(begin), [Changed(begin.epoch, rank, step, tuple(found)) for step, found in seen.items()]
+        yield _id_of(begin), [Changed(begin.epoch, begin.rank, step, tuple(found)) for step, found in seen.items()]
 
 
-def _orders(lineage: Lineage, ranks: list[int], changed: dict[OrderKey, list[Changed]]) -> Iterator[Order]:
-    legs, aliases = legs_of(lineage), _aliases(lineage.kept)
-    last = lineage.kept[-1]
-    by_order: dict[OrderKey, list[Start]] = {}
+def _orders(lineage: Lineage, changed: dict[OrderId, list[Changed]]) -> Iterator[Order]:
+    aliases, oldest = _aliases(lineage.kept), lineage.kept[0]
+    last = lineage.segments[-1] if lineage.segments else None
+    ranks = sorted({rank for start in lineage.starts for rank in start.times})
+    by_order: dict[OrderId, list[Start]] = {}
     for start in lineage.starts:
-        key = _key_of(start.begin)
+        key = _id_of(start.begin)
         by_order.setdefault(aliases.get(key, key), []).append(start)
     for key, starts in by_order.items():
-        own = [leg for leg in legs if leg.start in starts]
-        oldest = lineage.kept[0]
         took_part = {rank for start in starts for rank in range(start.begin.spec.world_size)}
         yield Order(
             key=key,
             starts=starts,
-            ranks=[rank for rank in ranks if any(rank in start.segments for start in starts)],
+            ranks=[rank for rank in ranks if any(rank in start.times for start in starts)],
             absent=sorted(took_part - {*ranks}),
-            apart=list(_apart(lineage, ranks)) if last in starts else [],
+            apart=list(_apart(lineage, ranks)) if lineage.kept[-1] in starts else [],
             orphan=oldest if oldest in starts and oldest.place and not oldest.parent else None,
-            epochs=list(account_for(own, legs[-1] if legs else None, ranks)),
+            epochs=list(account_for([one for one in lineage.segments if one.start in starts], last, ranks)),
             discarded=[found for start in starts for found in _discarded(lineage, start)],
             changed=[found for raw, of_key in changed.items() if aliases.get(raw, raw) == key for found in of_key],
         )
 
 
-def _aliases(kept: Sequence[Start]) -> dict[OrderKey, OrderKey]:
+def _aliases(kept: Sequence[Start]) -> dict[OrderId, OrderId]:
     """Return, for the orders of a lineage, the order that continued each: equal up to the sample where the mix changed."""
-    aliases: dict[OrderKey, OrderKey] = {}
+    aliases: dict[OrderId, OrderId] = {}
     for start, later in reversed([*pairwise(kept)]):
-        key, its_key = _key_of(start.begin), _key_of(later.begin)
-        then, now = dict(key), dict(its_key)
+        key, later_key = _id_of(start.begin), _id_of(later.begin)
+        then, now = dict(key), dict(later_key)
+        epoch, position = later.place or (0, 0)
         fixed = then.keys() - {*OF_MIXTURES, "num_samples"}
-        is_in_first = later.place is not None and later.place[0] == 0 and later.place[1] > 0
-        if key != its_key and is_in_first and all(then[name] == now[name] for name in fixed):
-            assert later.place
-            if goes_on(then, now, later.place[1]):
-                aliases[key] = aliases.get(its_key, its_key)
+        is_same = all(then[name] == now[name] for name in fixed)
+        if key != later_key and epoch == 0 < position and is_same and goes_on(then, now, position):
+            aliases[key] = aliases.get(later_key, later_key)
     return aliases
 
 
@@ -212,22 +208,17 @@ def _apart(lineage: Lineage, ranks: Sequence[int]) -> Iterator[Apart]:
     """Yield the ranks whose latest start the lowest rank took no part in. A rank that only recorded less is not apart."""
     last = lineage.kept[-1]
     for rank in ranks:
-        own = [start for start in lineage.starts if rank in start.segments]
-        latest = max(own, key=lambda start: start.segments[rank][0].begin.time)
-        if rank < last.begin.spec.world_size and ranks[0] not in latest.segments:
-            yield Apart(rank, latest, last)
+        latest = max((start for start in lineage.starts if rank in start.times), key=lambda start: start.times[rank])
+        if rank < last.begin.spec.world_size and ranks[0] not in latest.times:
+            yield Apart(rank, latest.number, last.number)
 
 
 def _discarded(lineage: Lineage, start: Start) -> Iterator[Discarded]:
     resumed = lineage.next_of(start)
-    runs: dict[tuple[int, Slicing], IntArray] = {}
-    for rank, segments in start.segments.items():
-        for segment in segments:
-            lost = without(segment.runs, lineage.kept_runs(start, rank, segment))
-            key = segment.begin.epoch, segment.slicing
-            runs[key] = join([runs.get(key, NONE), lost])
-    for (epoch, _), lost in runs.items():
-        yield from (Discarded(epoch, (first, stop), start, resumed) for first, stop in covered(lost).tolist())
+    for segment in start.segments.values():
+        lost = [without(steps, segment.kept.get(rank, NONE)) for rank, steps in segment.steps.items()]
+        for first, stop in covered(join(lost)).tolist():
+            yield Discarded(segment.epoch, first, stop - 1, start.number, resumed.number if resumed else None)
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -239,31 +230,21 @@ def as_json(report: Report) -> dict[str, Any]:
         "lost_lines": report.num_lost,
         "ledgers": [str(path) for path in report.paths],
         "damages": [asdict(damage) | {"path": str(damage.path)} for damage in report.damages],
-        "orders": [_order_as_json(order) for order in report.orders],
-    }
-
-
-def _order_as_json(order: Order) -> dict[str, Any]:
-    return {
-        "proven": order.is_proven,
-        **dict(order.key),
-        "ranks": order.ranks,
-        "absent_ranks": order.absent,
-        "apart": [{"rank": apart.rank, "start": apart.start.number, "last_start": apart.last.number} for apart in order.apart],
-        "unknown_parent": order.orphan.begin.parent if order.orphan else None,
-        "starts": [_start_as_json(start) for start in order.starts],
-        "discarded": [
+        "orders": [
             {
-                "epoch": each.epoch,
-                "first_step": each.steps[0],
-                "last_step": each.steps[1] - 1,
-                "start": each.start.number,
-                "resumed_by": each.resumed.number if each.resumed else None,
+                "proven": order.is_proven,
+                **dict(order.key),
+                "ranks": order.ranks,
+                "absent_ranks": order.absent,
+                "apart": [asdict(apart) for apart in order.apart],
+                "unknown_parent": order.orphan.begin.parent if order.orphan else None,
+                "starts": [_start_as_json(start) for start in order.starts],
+                "discarded": [asdict(discarded) for discarded in order.discarded],
+                "epochs": [_epoch_as_json(epoch) for epoch in order.epochs],
+                "changed": [asdict(changed) for changed in order.changed],
             }
-            for each in order.discarded
+            for order in report.orders
         ],
-        "epochs": [_epoch_as_json(epoch) for epoch in order.epochs],
-        "changed": [asdict(changed) for changed in order.changed],
     }
 
 
@@ -280,7 +261,7 @@ def _start_as_json(start: Start) -> dict[str, Any]:
         "offset": begin.spec.offset,
         "batch_size": begin.spec.batch_size,
         "world_size": begin.spec.world_size,
-        "ranks": len(start.segments),
+        "ranks": len(start.times),
     }
 
 
@@ -293,7 +274,12 @@ def _epoch_as_json(epoch: Epoch) -> dict[str, Any]:
         "missing": _samples_as_json(epoch.missing),
         "twice": _samples_as_json(epoch.twice),
         "gaps": [
-            {"start": gap.leg.start.number, "first_step": gap.steps[0], "last_step": gap.steps[1] - 1, "ranks": gap.ranks}
+            {
+                "start": gap.segment.start.number,
+                "first_step": gap.steps[0],
+                "last_step": gap.steps[-1],
+                "ranks": gap.ranks,
+            }
             for gap in epoch.gaps
         ],
     }

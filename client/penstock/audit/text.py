@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from penstock.audit.account import Epoch, Gap, Leg
+from penstock.audit.account import Epoch, Gap
 from penstock.audit.intervals import covered, join, positions_of, size, without
-from penstock.audit.lineage import Start
+from penstock.audit.lineage import Segment, Start
 from penstock.audit.reading import Damage, IntArray
 from penstock.audit.report import Apart, Changed, Discarded, Order, Report
 from penstock.text import counted
@@ -37,7 +37,7 @@ def lines_of(report: Report) -> Iterator[str]:
 
 
 def _verdict(report: Report) -> str:
-    epochs = [epoch for order in report.orders for epoch in order.epochs]
+    epochs = report.epochs
     if report.is_proven:
         num_due = sum(epoch.num_due for epoch in epochs)
         verdict = f"PROVEN: each sample that was due, {num_due:,} in {counted(len(epochs), 'epoch')}, was"
@@ -85,15 +85,15 @@ def _epoch(epoch: Epoch) -> str:
     if epoch.num_repeated:
         text += f"; {epoch.num_repeated:,} from the epoch's start once more, to fill the last step (drop_last=false)"
     if not epoch.is_finished:
-        text += f"; it is not finished: all ranks reached step {epoch.steps_done:,} of {epoch.legs[-1].slicing.num_steps:,}"
+        text += f"; it is not finished: all ranks reached step {epoch.steps_done:,} of {epoch.segments[-1].slicing.num_steps:,}"
     return text
 
 
 def _discarded(discarded: Discarded) -> str:
-    steps = f"  epoch {discarded.epoch}, {_range('step', *discarded.steps)} of start {discarded.start.number}"
-    if not discarded.resumed:
+    steps = f"  epoch {discarded.epoch}, {_range('step', discarded.first_step, discarded.last_step)} of start {discarded.start}"
+    if not discarded.resumed_by:
         return f"{steps} discarded: no later start went on from them"
-    return f"{steps} discarded: start {discarded.resumed.number} resumed from a checkpoint before them"
+    return f"{steps} discarded: start {discarded.resumed_by} resumed from a checkpoint before them"
 
 
 def _problems(order: Order) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _problems(order: Order) -> Iterator[str]:
         if len(rest):
             yield f"  MISSING epoch {epoch.epoch}, {_positions(rest)}: no start in these ledgers covers them"
         if len(epoch.twice):
-            steps = ", ".join(_steps(epoch.legs, epoch.twice))
+            steps = ", ".join(_steps(epoch.segments, epoch.twice))
             yield f"  TWICE   epoch {epoch.epoch}, {_positions(epoch.twice)}: {steps}"
     if order.absent and any(len(epoch.missing) for epoch in order.epochs):
         yield f"  MISSING the ledgers of {_ranks(order.absent)}: name the files of all ranks"
@@ -119,14 +119,14 @@ def _problems(order: Order) -> Iterator[str]:
 
 def _apart(apart: Apart) -> str:
     return (
-        f"  APART   rank {apart.rank} took no part in start {apart.last.number}, but in start {apart.start.number}: it loaded "
+        f"  APART   rank {apart.rank} took no part in start {apart.last_start}, but in start {apart.start}: it loaded "
         f"another state, has other parameters, or was killed before its first batch"
     )
 
 
 def _gap(gap: Gap) -> str:
-    steps = f"{_range('step', *gap.steps)} of start {gap.leg.start.number}"
-    return f"  MISSING epoch {gap.epoch}, {steps}, {_ranks(gap.ranks)}: {_positions(gap.positions)}"
+    steps = f"{_range('step', gap.steps[0], gap.steps[-1])} of start {gap.segment.start.number}"
+    return f"  MISSING epoch {gap.segment.epoch}, {steps}, {_ranks(gap.ranks)}: {_positions(gap.positions)}"
 
 
 def _changed(changed: Changed) -> str:
@@ -137,21 +137,21 @@ def _changed(changed: Changed) -> str:
 
 
 def _damage(damage: Damage) -> str:
-    lines = f"{damage.path}, {_range('line', damage.first, damage.last + 1)}"
+    lines = f"{damage.path}, {_range('line', damage.first, damage.last)}"
     if damage.is_torn:
         return f"{lines} was cut off, as by a full disk, or a process or machine that went down"
     return f"{lines} cannot be read: the file was damaged or edited"
 
 
-def _steps(legs: Sequence[Leg], positions: IntArray) -> Iterator[str]:
-    """Yield, for each leg, the range of its steps that hold some of these positions."""
-    for leg in legs:
-        steps = covered(join([*leg.runs.values()]))
-        trained = positions_of(leg.slicing, dict.fromkeys(range(leg.slicing.world_size), steps))
+def _steps(segments: Sequence[Segment], positions: IntArray) -> Iterator[str]:
+    """Yield, for each segment, the range of its steps that hold some of these positions."""
+    for segment in segments:
+        slicing, steps = segment.slicing, covered(join([*segment.kept.values()]))
+        trained = positions_of(slicing, dict.fromkeys(range(slicing.world_size), steps))
         inside = covered(join([positions, trained]), 2)
         if len(inside):
-            first, last = (leg.slicing.step_of(position)[0] for position in (inside[0, 0], inside[-1, 1] - 1))
-            yield f"{_range('step', first, last + 1)} of start {leg.start.number}"
+            first, last = (slicing.step_of(position)[0] for position in (inside[0, 0], inside[-1, 1] - 1))
+            yield f"{_range('step', first, last)} of start {segment.start.number}"
 
 
 def _positions(positions: IntArray) -> str:
@@ -165,8 +165,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {', '.join(map(str, ranks[:_MAX_RANGES]))}{more}"
 
 
-def _range(noun: str, first: int, stop: int) -> str:
-    return f"{noun} {first:,}" if stop - first == 1 else f"{noun}s {first:,}-{stop - 1:,}"
+def _range(noun: str, first: int, last: int) -> str:
+    return f"{noun} {first:,}" if first == last else f"{noun}s {first:,}-{last:,}"
 
 
 def _shortened(lines: Iterable[str]) -> Iterator[str]:

@@ -144,7 +144,7 @@ def test_missing_batches_are_counted_beyond_the_listed_rows(
     monkeypatch.setattr(command, "greet", lambda _: {})
     monkeypatch.setattr(command, "compare", lambda *_: compare.Comparison(0, []))
     monkeypatch.setattr(command, "rows_of_missing", lambda *_: {"one": {"samples": []}, "two": {"reason": "no more"}})
-    num_missing = sum(len(gap.ranks) * len(range(*gap.steps)) for e in report_on(ledger).orders[0].epochs for gap in e.gaps)
+    num_missing = sum(len(gap.ranks) * len(gap.steps) for e in report_on(ledger).orders[0].epochs for gap in e.gaps)
     assert num_missing > 3
     assert command.run(asked(ledger, server=["http://localhost:1"], rows=True)) == 1
     assert capsys.readouterr().out.endswith(f"\n{num_missing - 2} more batches are missing; their rows were not requested\n")

@@ -253,7 +253,7 @@ def test_every_start_may_resume_after_lost_lines(ledger: Path) -> None:
             append(ledger, begin, range(5 * start, 5 * start + 4), ends=start == 39)
     [epoch] = report_on(ledger).orders[0].epochs
     assert (epoch.missing.tolist(), len(epoch.twice)) == ([[50 * n + 40, 50 * n + 50] for n in range(40)], 0)
-    assert [leg.start.number for leg in epoch.legs] == list(range(1, 41))
+    assert [segment.start.number for segment in epoch.segments] == list(range(1, 41))
 
 
 def test_start_counts_when_it_continues_after_a_later_one(ledger: Path) -> None:

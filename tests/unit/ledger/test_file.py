@@ -56,7 +56,7 @@ def test_recorded_batches_are_read_again(tmp_path: Path) -> None:
         if epoch == 4:
             opened.finish()
     reading = read_ledger(path)
-    first, second = reading.parts
+    first, second = reading.sections
     assert (first.has_end, second.has_end, reading.damages) == (True, False, [])
     assert entries(reading) == 2 * [(step, digest(step)) for step in (7, 8, 10**15)]
     assert first.begin == Begin(
@@ -94,7 +94,7 @@ def test_iterations_of_a_process_share_a_file_by_any_path(tmp_path: Path) -> Non
         record(two, step + 10)
     two.finish()
     reading = read_ledger(tmp_path / "real" / "run.ledger")
-    parts = [(part.steps.tolist(), part.has_end) for part in reading.parts]
+    parts = [(section.steps.tolist(), section.has_end) for section in reading.sections]
     assert (parts, reading.damages) == ([([0, 1, 2], False), ([10, 11, 12], True)], [])
 
 
@@ -230,8 +230,8 @@ def test_loader_worker_waits_for_the_one_of_the_last_epoch(tmp_path: Path, monke
         end.start()
         assert data.open(SPEC, 1000, pass_at(worker=LoaderWorker(0, 2, 5)))
         end.join()
-    [part] = read_ledger(tmp_path / "run.ledger.worker0").parts
-    assert (part.begin.worker, part.begin.num_workers, part.begin.pass_name) == (0, 2, 1)
+    [section] = read_ledger(tmp_path / "run.ledger.worker0").sections
+    assert (section.begin.worker, section.begin.num_workers, section.begin.pass_name) == (0, 2, 1)
 
 
 def test_file_is_synced_periodically_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_lines_lost_to_a_full_disk_are_counted(
     record(two, 11)
     reading = read_ledger(path)
     num_written = room // 43
-    assert [part.steps.tolist() for part in reading.parts] == [[0, *range(1, 1 + num_written), 9], [11]]
+    assert [section.steps.tolist() for section in reading.sections] == [[0, *range(1, 1 + num_written), 9], [11]]
     assert (reading.num_lost, all(damage.is_torn for damage in reading.damages)) == (9 - num_written, True)
     assert caplog.text.count("Training goes on") == 1
     assert f"is written again; {9 - num_written} lines are lost" in caplog.text

@@ -17,7 +17,7 @@ def test_recorder_continues_in_its_file_after_a_chdir(tmp_path: Path, monkeypatc
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     data.open(SPEC, 1000, pass_at())
-    assert len(read_ledger(tmp_path / "run.ledger").parts) == 1
+    assert len(read_ledger(tmp_path / "run.ledger").sections) == 1
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
