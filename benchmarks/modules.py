@@ -56,13 +56,12 @@ def server_modules(work: Path, case: str) -> set[str]:
 
     from penstock_server.api.service import InFlight
     from penstock_server.app import create_app
-    from penstock_server.blocks.cache import CacheFolder
     from penstock_server.blocks.store import BlockStore
     from penstock_server.catalog.catalog import open_catalog
 
     address = "/v1/datasets/stories/epochs/0/ranks/0/batches"
     with traced(_FOLDERS["server"]) as called:  # before the threads begin
-        app = create_app(open_catalog(work / "data", None, BlockStore(CacheFolder(work / case))), InFlight(1 << 30))
+        app = create_app(open_catalog(work / "data", None, BlockStore(work / case)), InFlight(1 << 30))
         client = TestClient(app)
         query = f"batch_size={BATCH_SIZE}&seq_len={_SEQ_LEN}&snapshot={client.get('/v1/datasets/stories').json()['snapshot']}"
         if case == "a warm batch":

@@ -19,7 +19,6 @@ import numpy as np
 from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.batches.plan import make_plan
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.scan import FileStat
@@ -58,10 +57,10 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--cache-dir", type=Path, default=Path("demo-out/planning-cache"))
     num_blocks = parser.parse_args().blocks // GROUPS * GROUPS
-    cache = CacheFolder(parser.parse_args().cache_dir, 0)
+    store = BlockStore(parser.parse_args().cache_dir, 0)
 
     snapshot = synthetic(num_blocks)
-    blocks = Blocks(snapshot, BlockStore(cache))
+    blocks = Blocks(snapshot, store)
     index = Index("synthetic", snapshot, blocks)
     numbers = np.random.default_rng(0).random(num_blocks)
     sort = min(seconds(lambda: np.sort(numbers)) for _ in range(3))

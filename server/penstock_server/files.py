@@ -1,8 +1,8 @@
 """Files: those that users name, and sealed files, which are complete or absent after any crash.
 
 A sealed file is written under a temporary name and renamed. It ends with a seal, the xxh3-64 of its name and the bytes before
-it. The seal is checked before parsing: a flipped bit in a length would make a parser read elsewhere. `Sound` remembers verified
-files, for a process that maps one again. A file that is damaged is made again.
+it. The seal is checked before parsing: a flipped bit in a length would make a parser read elsewhere. A file that is damaged is
+made again.
 """
 
 from __future__ import annotations
@@ -53,50 +53,23 @@ def _seed_of(name: str) -> int:
     return xxhash.xxh3_64_intdigest(os.fsencode(name))
 
 
-def is_there(path: Path) -> bool:
-    """Returns whether a file exists; False also if its disk fails, since the file cannot be used."""
+def identity_of(path: Path) -> int:
+    """Returns a hash of a file's name, inode and size: names would take several times the memory. -1, no hash, on OSError."""
     try:
-        path.stat()
+        return _identity(path, path.stat())
     except OSError:
-        return False
-    return True
-
-
-class Sound:
-    """Up to `most` files with verified seals, which can be mapped again without reading them.
-
-    Files are identified by name, inode and size; code that removes or replaces one must call `forget`. For all threads.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known = set[int]()  # hashes, since names would take several times the memory
-
-    def has(self, path: Path, stat: os.stat_result) -> bool:
-        """Returns whether this file was verified."""
-        return _identity(path, stat) in self._known
-
-    def add(self, path: Path, stat: os.stat_result) -> None:
-        """Remembers a file; drops another if the set is full."""
-        if len(self._known) >= self._most:
-            with suppress(KeyError):
-                self._known.pop()
-        self._known.add(_identity(path, stat))
-
-    def forget(self, path: Path) -> None:
-        """Forgets a file before it is removed or replaced: another file may get its inode."""
-        with suppress(OSError):
-            self._known.discard(_identity(path, path.stat()))
+        return -1
 
 
 def _identity(path: Path, stat: os.stat_result) -> int:
     return hash((path.name, stat.st_dev, stat.st_ino, stat.st_size))
 
 
-def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
-    """Maps the bytes of a file before its seal; None if it does not exist. Files in `sound` are not read again.
+def map_sealed(path: Path, sound: set[int] | None = None) -> pa.Buffer | None:
+    """Maps the bytes of a file before its seal; None if it does not exist.
 
-    The map stays valid after the file is removed or replaced. Raises Damaged. Raises OSError: it cannot be read now.
+    Adds its identity to `sound` after reading it; files in there are not read again. Whoever removes or replaces one discards
+    it. The map stays valid after the file is removed or replaced. Raises Damaged. Raises OSError: it cannot be read now.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -106,11 +79,11 @@ def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
             content = pa.memory_map(os.fsencode(path)).read_buffer() if stat.st_size else pa.py_buffer(b"")
             if not os.path.samestat(stat, path.stat()):
                 raise OSError(ESTALE, "it was replaced just now")
-            if not (sound and sound.has(path, stat)):
+            if sound is None or _identity(path, stat) not in sound:
                 if not _is_sealed(file, stat.st_size - SEAL_BYTES, path.name):
                     raise Damaged(path)
-                if sound:
-                    sound.add(path, stat)
+                if sound is not None:
+                    sound.add(_identity(path, stat))
     except FileNotFoundError:
         return None
     return content.slice(0, content.size - SEAL_BYTES)

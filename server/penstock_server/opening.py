@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 
 from penstock.cli.output import complain
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.dataset import OpenSnapshot
@@ -20,13 +19,12 @@ def open_data(settings: Settings) -> Catalog:
     Raises SettingsError: the cache folder cannot be used. Raises DatasetInvalid: see open_catalog.
     """
     try:
-        cache = CacheFolder(settings.cache_dir, settings.cache_bytes)
+        store = BlockStore(settings.cache_dir, settings.cache_bytes, settings.num_decoders, settings.max_decoded_bytes)
     except OSError as error:
         raise SettingsError(
             f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. Name another with "
             f"--cache-dir."
         ) from error
-    store = BlockStore(cache, settings.num_decoders, settings.max_decoded_bytes)
     return open_catalog(settings.data_dir, settings.tokenizer, store)
 
 

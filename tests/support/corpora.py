@@ -18,7 +18,6 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.importing.run import Import
@@ -103,7 +102,7 @@ def write(folder: Path, toml: str, *shards: dict[str, Any]) -> None:
 
 
 def open_blocks(folder: Path) -> Blocks:
-    return Blocks(open_snapshot(folder, folder / "../tokenizer.json"), BlockStore(CacheFolder(folder / "../cache")))
+    return Blocks(open_snapshot(folder, folder / "../tokenizer.json"), BlockStore(folder / "../cache"))
 
 
 def index_of(blocks: Blocks, folder: Path) -> Index:

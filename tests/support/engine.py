@@ -17,7 +17,6 @@ from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.batches.plan import Plan, make_plan
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog
@@ -56,11 +55,11 @@ def plan_of(catalog: Catalog, dataset: str, **spec: Any) -> Plan:
 def synthetic_plan(cache_dir: Path, datasets: Mapping[str, Geometry], member: type[Member] = Member, **spec: Any) -> Plan:
     """The plan of a spec over such datasets; several are mixed, and the spec says how. `member` makes their orders."""
     asked = Spec(**{"split": "all", **spec})
-    cache = CacheFolder(cache_dir, 0)
+    store = BlockStore(cache_dir, 0)
     members = []
     for name in sorted(datasets):
         snapshot = _snapshot(name, datasets[name])
-        blocks = Blocks(snapshot, BlockStore(cache))
+        blocks = Blocks(snapshot, store)
         index = Index(name, snapshot, blocks)
         members.append(member(name, snapshot, blocks, index, PlannedEpochs(), OrderKey.of(asked)))
     fingerprint = "+".join(member.snapshot.fingerprint for member in members)

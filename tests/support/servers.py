@@ -32,7 +32,6 @@ from rich.padding import Padding
 from penstock import wire
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.serving.listener import disconnect_stalled
@@ -123,7 +122,7 @@ def serving(
     data_dir: Path, cache_dir: Path, in_flight: InFlight, stalled_seconds: float = 300.0, **settings: Any
 ) -> Iterator[str]:
     """The address of a server with these settings of Server."""
-    store = BlockStore(CacheFolder(cache_dir))
+    store = BlockStore(cache_dir)
     server = UvicornServer(create_app(open_catalog(data_dir, None, store), in_flight), **settings)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         disconnect_stalled(listener, stalled_seconds)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
@@ -33,7 +32,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def open_all(tmp_path: Path, data: Path) -> Opener:
     def run(tokenizer: Path | None = None) -> Catalog:
-        return open_catalog(data, tokenizer, BlockStore(CacheFolder(tmp_path / "cache")))
+        return open_catalog(data, tokenizer, BlockStore(tmp_path / "cache"))
 
     return run
 
@@ -43,7 +42,7 @@ def load(tmp_path: Path, data: Path, tokenizer: Path) -> Loader:
     """Opens the data as it is, and loads its first block."""
 
     def loaded() -> tuple[Blocks, Block]:
-        blocks = Blocks(open_snapshot(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache")))
+        blocks = Blocks(open_snapshot(data, tokenizer), BlockStore(tmp_path / "cache"))
         return blocks, blocks.get([0])[0]
 
     return loaded

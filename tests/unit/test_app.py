@@ -15,7 +15,6 @@ from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import Chunk
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import ShardUnavailable
@@ -27,7 +26,7 @@ def open_all(tmp_path: Path) -> Callable[[], Catalog]:
     folder = tmp_path / "data" / "d"
     folder.mkdir(parents=True)
     write_shard(folder, 9, 0)
-    return lambda: open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
+    return lambda: open_catalog(folder.parent, None, BlockStore(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(

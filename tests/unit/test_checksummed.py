@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_server import files as checksummed
-from penstock_server.files import Damaged, Sound, map_sealed, read_sealed, write_sealed
+from penstock_server.files import Damaged, identity_of, map_sealed, read_sealed, write_sealed
 from support.corpora import damaged
 
 OTHERWISE = "it is made again after a restart"
@@ -74,7 +74,7 @@ def test_map_outlives_its_file(tmp_path: Path) -> None:
 
 def test_sound_file_is_not_read_again_until_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = tmp_path / "some", tmp_path / "other"
-    sound, read = Sound(most=2), Mock(side_effect=checksummed._is_sealed)
+    sound, read = set[int](), Mock(side_effect=checksummed._is_sealed)
     monkeypatch.setattr(checksummed, "_is_sealed", read)
     write_sealed(path, [b"first"], OTHERWISE)
     write_sealed(other, [b"elsewhere"], OTHERWISE)
@@ -90,11 +90,11 @@ def test_sound_file_is_not_read_again_until_it_is_replaced(tmp_path: Path, monke
 
 @pytest.mark.parametrize("change", ["forgotten", "renamed", "cut"])
 def test_sound_file_is_read_again_after_a_change(tmp_path: Path, change: str) -> None:
-    path, sound = tmp_path / "some", Sound(most=9)
+    path, sound = tmp_path / "some", set[int]()
     write_sealed(path, [b"first"], OTHERWISE)
     map_sealed(path, sound)
     if change == "forgotten":
-        sound.forget(path)
+        sound.discard(identity_of(path))
         path.write_bytes(path.read_bytes().replace(b"first", b"third"))  # in place: the inode stays
     elif change == "renamed":
         path = path.rename(tmp_path / "other")
@@ -102,16 +102,6 @@ def test_sound_file_is_read_again_after_a_change(tmp_path: Path, change: str) ->
         os.truncate(path, 9)
     with pytest.raises(Damaged):
         map_sealed(path, sound)
-
-
-def test_number_of_sound_files_is_limited(tmp_path: Path) -> None:
-    paths = [tmp_path / str(number) for number in range(9)]
-    sound = Sound(most=4)
-    for path in paths:
-        write_sealed(path, [b"content"], OTHERWISE)
-        map_sealed(path, sound)
-    assert sum(sound.has(path, path.stat()) for path in paths) == 4
-    assert sound.has(paths[-1], paths[-1].stat())
 
 
 def test_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

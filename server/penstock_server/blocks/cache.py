@@ -1,37 +1,40 @@
-"""Cache folder: sealed files within a byte budget, evicted least recently used first, shared by any number of processes.
+"""Block cache: sealed files within a byte budget, shared by any number of processes; blocks in use are mapped into memory.
 
-The lock file holds the bytes in use and being written. A process locks it to change them, and to evict files.
+The least recently used files are evicted first. The lock file holds the bytes in use and being written. A process locks it to
+change them, and to evict files. A block is stored as an uncompressed Arrow IPC stream of what `encode` makes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
+import resource
 import shutil
 import struct
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import pyarrow as pa
 
+from penstock_server.blocks.block import STREAM_END, Block
 from penstock_server.files import (
     ABANDONED_SECONDS,
     SEAL_BYTES,
     TEMPORARY,
     Damaged,
     Piece,
-    Sound,
-    is_there,
+    identity_of,
     map_sealed,
     write_with_seal,
 )
@@ -43,15 +46,14 @@ _SUFFIX = ".block"
 _UNFINISHED = f"{_SUFFIX}{TEMPORARY}"
 _LOCK_FILE = ".lock"
 _COUNT = struct.Struct("<q")
-_KNOWN_FILES = 1 << 18  # files with a verified seal, some 60 bytes each: a terabyte of blocks
 _SPARE = 32  # eviction frees a 32nd at once, since it scans all files to find the oldest
-
-
-@dataclass(slots=True)
-class _Used:
-    """Bytes in use; the holder of the lock may change them."""
-
-    bytes: int
+_OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, more with bad rows
+_TOUCH_SECONDS = 10.0
+_LIBC = ctypes.CDLL(None)  # Python's madvise works only on mmap objects, and each keeps a descriptor open
+_THIS_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS counts the whole process
+PAGE_BYTES = mmap.PAGESIZE
+_MANY_WAITS = 16
+_ADVISED_COPIES = 64
 
 
 class CacheFolder:
@@ -65,15 +67,16 @@ class CacheFolder:
         self.failure: str | None = None  # why the last file could not be stored; None if the only reason is lack of room
         self.evicted: deque[str] = deque()  # names of files that this process evicted; Maps takes them and closes its maps
         self.parsed: WeakValueDictionary[Path, Any] = WeakValueDictionary()  # counts in use, shared by all snapshots
-        self._sound = Sound(_KNOWN_FILES)
+        self._sound = set[int]()  # files with a verified seal
+        self._used = 0  # bytes in use, for the holder of the lock
         self._threads = threading.Lock()
         self._warnings = Seldom()
-        with self._locked() as used:
-            used.bytes = self._recount()
+        with self._locked():
+            self._recount()
             free = shutil.disk_usage(folder).free
-            self.budget_bytes = (free + used.bytes) // 2 if budget_bytes is None else budget_bytes
-            if used.bytes > self.budget_bytes:
-                self._evict(used, self.budget_bytes)
+            self.budget_bytes = (free + self._used) // 2 if budget_bytes is None else budget_bytes
+            if self._used > self.budget_bytes:
+                self._evict(self.budget_bytes)
 
     @property
     def remedy(self) -> str:
@@ -118,17 +121,11 @@ class CacheFolder:
 
     def read_again(self, name: str) -> pa.Buffer | None:
         """Maps a file that `read` has verified, without reading it. None if it is gone or not known to be sound."""
-        path = self._path(name)
-        try:
-            if not self._sound.has(path, path.stat()):
-                return None
-        except OSError:
-            return None
-        return self.read(name)
+        return self.read(name) if identity_of(self._path(name)) in self._sound else None
 
     def has(self, name: str) -> bool:
         """Returns whether a file of that name appears to exist; only `read` verifies its seal."""
-        return is_there(self._path(name))
+        return os.path.exists(self._path(name))  # noqa: PTH110 - Path.exists raises if the disk fails
 
     def touch(self, name: str) -> bool:
         """Marks a file as used now. Returns False if it no longer exists."""
@@ -156,10 +153,10 @@ class CacheFolder:
                 return False
             with temporary.open("r+b") as file:
                 write_with_seal(file, pieces, path.name)
-            with self._locked() as used:
-                used.bytes -= _size(path)  # another process may have stored the same file meanwhile
+            with self._locked():
+                self._used -= _size(path)  # another process may have stored the same file meanwhile
+                self._sound.discard(identity_of(path))
                 temporary.replace(path)
-            self._sound.forget(path)
             self.failure = None
             return True
         except BaseException as error:
@@ -176,8 +173,8 @@ class CacheFolder:
                     self.folder,
                     error.strerror,
                 )
-            with suppress(OSError), self._locked() as used:
-                self._evict(used, used.bytes - nbytes - used.bytes // _SPARE)
+            with suppress(OSError), self._locked():
+                self._evict(self._used - nbytes - self._used // _SPARE)
             return False
 
     def _reserve(self, temporary: Path, nbytes: int) -> bool:
@@ -185,10 +182,10 @@ class CacheFolder:
 
         Returns False if files that others are writing now leave no room for it.
         """
-        with self._locked() as used:
-            if used.bytes + nbytes > self.budget_bytes:
-                self._evict(used, self.budget_bytes - nbytes - self.budget_bytes // _SPARE)
-                if used.bytes + nbytes > self.budget_bytes:
+        with self._locked():
+            if self._used + nbytes > self.budget_bytes:
+                self._evict(self.budget_bytes - nbytes - self.budget_bytes // _SPARE)
+                if self._used + nbytes > self.budget_bytes:
                     return False
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
@@ -201,7 +198,7 @@ class CacheFolder:
                 raise
             finally:
                 os.close(handle)
-            used.bytes += nbytes
+            self._used += nbytes
         return True
 
     def drop(self, name: str) -> None:
@@ -209,27 +206,26 @@ class CacheFolder:
         self._remove(self._path(name))
 
     def _remove(self, path: Path) -> None:
-        self._sound.forget(path)
-        with suppress(OSError), self._locked() as used:
-            size = _size(path)
-            path.unlink(missing_ok=True)
-            used.bytes -= size
+        with suppress(OSError), self._locked():
+            self._unlink(path)
 
-    def _evict(self, used: _Used, target_bytes: int) -> None:
+    def _evict(self, target_bytes: int) -> None:
         """Removes the least recently used files until at most `target_bytes` are in use."""
-        used.bytes = self._recount()  # also corrects the count after a crashed process
-        entries = [entry for entry in os.scandir(self.folder) if entry.name.endswith(_SUFFIX)]
-        for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime):
-            if used.bytes <= target_bytes:
+        for entry in sorted(self._recount(), key=lambda entry: entry.stat().st_mtime):
+            if self._used <= target_bytes:
                 return
-            used.bytes -= entry.stat().st_size
-            self._sound.forget(Path(entry.path))
-            Path(entry.path).unlink(missing_ok=True)
+            self._unlink(Path(entry.path))
             self.evicted.append(entry.name.removesuffix(_SUFFIX))
 
-    def _recount(self) -> int:
-        """Counts the bytes in the folder, and removes temporary files of crashed processes."""
-        total = 0
+    def _unlink(self, path: Path) -> None:
+        self._sound.discard(identity_of(path))  # before its inode is another file's
+        size = _size(path)
+        path.unlink(missing_ok=True)
+        self._used -= size
+
+    def _recount(self) -> list[os.DirEntry[str]]:
+        """Counts the bytes in the folder, also after a crash. Removes temporary files of crashes; returns the whole files."""
+        self._used, whole = 0, []
         for entry in os.scandir(self.folder):
             if not entry.name.endswith((_SUFFIX, TEMPORARY)):
                 continue
@@ -240,11 +236,12 @@ class CacheFolder:
             if entry.name.endswith(TEMPORARY) and time.time() - stat.st_mtime > ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
             elif entry.name.endswith((_SUFFIX, _UNFINISHED)):  # files of counts, sometimes gigabytes, are outside the budget
-                total += stat.st_size
-        return total
+                self._used += stat.st_size
+                whole += [entry] * entry.name.endswith(_SUFFIX)
+        return whole
 
     @contextmanager
-    def _locked(self) -> Iterator[_Used]:
+    def _locked(self) -> Iterator[None]:
         """Locks the folder for this process and thread; writes the count back at the end, unless an error is raised."""
         # Opened each time: an operator may have removed the folder.
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -252,10 +249,12 @@ class CacheFolder:
         try:
             with self._threads:  # on network disks a lock excludes other processes, not other threads
                 fcntl.flock(file, fcntl.LOCK_EX)
-                content = os.pread(file, _COUNT.size, 0)
-                used = _Used(_parse_count(content) if content else self._recount())
-                yield used
-                os.pwrite(file, _COUNT.pack(used.bytes), 0)
+                if content := os.pread(file, _COUNT.size, 0):
+                    self._used = _parse_count(content)
+                else:
+                    self._recount()
+                yield
+                os.pwrite(file, _COUNT.pack(self._used), 0)
         finally:
             os.close(file)  # releases the lock
 
@@ -272,3 +271,118 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+class Maps:
+    """Blocks of a cache folder by key, with the most recently used ones mapped. For all threads."""
+
+    def __init__(self, cache: CacheFolder) -> None:
+        self.cache = cache
+        self._lock = threading.Lock()
+        self._open = OrderedDict[str, tuple[Block, float]]()  # each with the time of its last touch
+        self._checked_at = time.monotonic()
+        self._warnings = Seldom()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def known(self, keys: Sequence[str]) -> list[Block | None]:
+        """Returns the blocks of these keys; None for blocks never mapped here, which must be read first."""
+        now = time.monotonic()
+        with self._lock:  # once for all keys: under contention, taking the lock costs more than the work under it
+            blocks = [self._open.get(key, (None, now)) for key in keys]
+            # Order by use only needs a resolution of _TOUCH_SECONDS.
+            long_ago = [key for key, (_, touched_at) in zip(keys, blocks, strict=True) if touched_at < now - _TOUCH_SECONDS]
+            for key in long_ago:
+                self._keep(key, self._open[key][0])
+        # Touch the files: otherwise a block in constant use would look least recently used. Drop maps of files that another
+        # process removed: they hold disk space that no budget counts.
+        self._close(key for key in long_ago if not self.cache.touch(key))
+        return [block or self._map(key, self.cache.read_again(key)) for key, (block, _) in zip(keys, blocks, strict=True)]
+
+    def read(self, key: str) -> Block | None:
+        """Returns a stored block, and reads its file if it was never mapped here; None if it is not stored or damaged."""
+        return self._map(key, self.cache.read(key))
+
+    def write(self, key: str, batch: pa.RecordBatch) -> int:
+        """Stores a block. Returns its bytes, or 0 if the cache does not keep it."""
+        pieces = batch.schema.serialize(), batch.serialize(), STREAM_END
+        try:
+            return sum(map(len, pieces)) if self.cache.write(key, *pieces) else 0
+        except OSError as error:
+            if self._warnings.is_due():
+                log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
+            return 0
+        finally:
+            self.let_go()
+
+    def _map(self, key: str, content: pa.Buffer | None) -> Block | None:
+        if content is None:
+            return None
+        if content.size:  # otherwise the kernel reads up to megabytes around each row, and evicts pages that others need
+            _advise(content.address, content.size, mmap.MADV_RANDOM)
+        try:
+            block = Block.of(pa.ipc.open_stream(content).read_next_batch())
+        except MemoryError:
+            raise
+        except (pa.ArrowException, KeyError, StopIteration) as error:
+            log.warning("the cached block %s is damaged and will be made again: %s", key, error)
+            self.cache.drop(key)
+            return None
+        with self._lock:
+            self._keep(key, block)
+            while len(self._open) > _OPEN_BLOCKS:
+                self._open.popitem(last=False)
+        return block
+
+    def _keep(self, key: str, block: Block) -> None:
+        self._open[key] = block, time.monotonic()
+        self._open.move_to_end(key)
+
+    def _close(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with self._lock:
+                self._open.pop(key, None)
+
+    def let_go(self) -> None:
+        """Closes the maps of evicted files: until then they hold disk space that the budget no longer counts."""
+        with suppress(IndexError):
+            while True:
+                self._close([self.cache.evicted.popleft()])
+        if time.monotonic() - self._checked_at >= _TOUCH_SECONDS:
+            self._checked_at = time.monotonic()
+            with self._lock:
+                keys = list(self._open)
+            self._close([key for key in keys if not self.cache.has(key)])  # removed by another process
+
+
+class Waits:
+    """Announces copies from maps to the kernel, after a copy had to wait for the disk.
+
+    The kernel then reads all pages at a time, not one by one. The hints take longer than a copy that does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._num_to_advise = 0  # number of copies still to announce
+
+    @contextmanager
+    def copying(self, spans: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Wraps a copy that reads these spans, (address, nbytes) each."""
+        if self._num_to_advise:
+            self._num_to_advise -= 1
+            for address, nbytes in spans:
+                within = address % PAGE_BYTES
+                _advise(address - within, within + nbytes, mmap.MADV_WILLNEED)
+        before = _num_waits()
+        yield
+        if _num_waits() - before >= _MANY_WAITS:
+            self._num_to_advise = _ADVISED_COPIES
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)  # errors are ignored: it is only advice
+
+
+def _num_waits() -> int:
+    """Returns the number of page reads that this thread has waited for."""
+    return resource.getrusage(_THIS_THREAD).ru_majflt

@@ -67,7 +67,7 @@ class BlockNames:
         blocks = self._snapshot.blocks_of_shard(shard)
         sizes = self._snapshot.rows_per_block[blocks.start : blocks.stop].tolist()
         identity = _identity_of(self._snapshot.shards[shard])
-        split = self._snapshot.split_of_shard(shard)
+        split = self._snapshot.shard_splits[shard]
         other_split = [split] if split != "train" else []
         return _digest([identity, sizes, self._shared, self._snapshot.validation, *other_split])
 

@@ -6,7 +6,7 @@ Snapshot --read a row group--> rows --encode--> tokens --store--> Block
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from functools import cached_property, partial
@@ -16,13 +16,12 @@ from typing import TypeVar
 import numpy as np
 
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.blocks.on_demand import PickedRows, RowsFuture
 from penstock_server.blocks.quarantine import Quarantine
 from penstock_server.blocks.store import Asked, BlockStore
 from penstock_server.catalog.snapshot import Snapshot
-from penstock_server.machine import num_cores
+from penstock_server.machine import map_ordered, num_cores
 from penstock_server.order.arrays import IntArray, by_value, distinct
 from penstock_server.recipes import encode
 from penstock_server.recipes.recipe import Rows
@@ -43,10 +42,9 @@ class Blocks:
     """The blocks of one snapshot, by their index in it."""
 
     def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
-        self._snapshot = snapshot
-        self._store = store
+        self._snapshot, self._store = snapshot, store
         self._reader = RowGroupReader(snapshot, store.footers)
-        self.names = self._reader.names
+        self.names, self.cache, self.ahead = self._reader.names, store.cache, store.ahead
         self.quarantine = Quarantine(snapshot)
         self._correction: float | None = None  # factor on the estimate from the footers; None before `look`
 
@@ -77,10 +75,7 @@ class Blocks:
         return blocks
 
     def get(self, indices: Sequence[int], split: str = "all") -> list[Block]:
-        """Returns the blocks at these indices in [0, num_blocks), with the rows of one split.
-
-        Raises what RowGroupReader raises.
-        """
+        """Returns the blocks at these indices, with the rows of one split. Raises what RowGroupReader raises."""
         requested = zip(indices, self.request(indices), strict=True)
         return [self.of_split(index, self._wait(index, block), split) for index, block in requested]
 
@@ -106,10 +101,7 @@ class Blocks:
 
     @cached_property
     def lacks_separator(self) -> bool:
-        """Whether the prompts and responses of the first rows run together.
-
-        Raises what `get` raises. Raises ValueError: the tokenizer fails.
-        """
+        """Whether the prompts and responses of the first rows run together. Raises what `get` raises, and ValueError."""
         recipe = self._snapshot.recipe
         if recipe.kind != "prompt_response" or recipe.transform:
             return False
@@ -119,10 +111,7 @@ class Blocks:
 
     @property
     def expected_bytes(self) -> IntArray:
-        """Estimated bytes of each block in the cache, shape [num_blocks], from the footers: about four bytes per token.
-
-        Index.bytes_per_block returns exact bytes after counting.
-        """
+        """Estimated bytes of each block in the cache, shape [num_blocks], from the footers: about four bytes per token."""
         corrected: IntArray = (self._bytes_by_footers * (self._correction or 1.0)).astype(np.int64)
         return corrected
 
@@ -150,28 +139,16 @@ class Blocks:
             rows = np.linspace(0, num_rows[indices] - 1, _SAMPLED_ROWS, dtype=np.int64)
             requested = self.request_rows(indices.tolist(), np.tile(indices, _SAMPLED_ROWS), rows.reshape(-1), "all")
         taken = predicted = 0.0
-        for index, block in zip(indices.tolist(), requested, strict=True):
-            loaded = block.result() if isinstance(block, Future) else block
-            if isinstance(loaded, PickedRows):
-                taken += loaded.block.nbytes
-                predicted += expected[index] * loaded.block.num_rows / num_rows[index]
-            else:
-                taken += loaded.nbytes
-                predicted += expected[index]
+        for index, asked in zip(indices.tolist(), requested, strict=True):
+            loaded = asked.result() if isinstance(asked, Future) else asked
+            block, is_part = (loaded.block, True) if isinstance(loaded, PickedRows) else (loaded, False)
+            taken += block.nbytes
+            predicted += expected[index] * (block.num_rows / num_rows[index] if is_part else 1)
         self._correction = taken / max(1.0, predicted)
-
-    @property
-    def cache(self) -> CacheFolder:
-        """Cache folder with the blocks of all datasets."""
-        return self._store.cache
 
     def is_stored(self, index: int) -> bool:
         """Returns whether a block is in the cache."""
-        return self._store.cache.has(self.names.of(index))
-
-    def needs_read_ahead(self, job: Hashable, position: int, count: int) -> bool:
-        """Returns whether `read_ahead` is due for a job; see ReadAhead.is_due."""
-        return self._store.ahead.is_due(job, position, count)
+        return self.cache.has(self.names.of(index))
 
     def read_ahead(self, job: Hashable, position: int, needed: Sequence[tuple[int, int]], *, by_rows: bool) -> None:
         """Makes the blocks that a job needs next in the background, as far as the cache has room for them.
@@ -181,7 +158,7 @@ class Blocks:
         """
         needed = needed[:_MAX_AHEAD]
         fits = np.cumsum(self.expected_bytes[[block for block, _ in needed]]) <= self.cache.budget_bytes
-        self._store.ahead.want(job, position, needed[: int(fits.sum())], self.finish if by_rows else self._load)
+        self.ahead.want(job, position, needed[: int(fits.sum())], self.finish if by_rows else self._load)
 
     def finish(self, index: int) -> None:
         """Completes a block in the cache; requests may tokenize single rows of it meanwhile."""
@@ -197,12 +174,16 @@ class Blocks:
         with self._store.loading_ahead:
             self.get([index])
 
-    def rows_of_shards(self) -> Iterator[IntArray]:
-        """Yields, by shard, the rows of each block that the hash keeps and holds out, shape [2, blocks of the shard].
+    def rows_by_hash(self, advance: Callable[[int], None]) -> IntArray:
+        """Counts the rows of each block that the hash keeps and holds out, shape [2, num_blocks].
 
-        Reads only the columns that the filter and the split need, if any. Raises what `get` raises.
+        Reads only the columns that the filter and the split need, if any; shards in parallel. Raises what `get` raises.
         """
-        return self._store.map_ordered(self._count_rows, range(len(self._snapshot.shards)))
+        counts, numbers = [], range(len(self._snapshot.shards))
+        for shard, of_shard in enumerate(map_ordered(self._store.threads, self._store.num_threads, self._count_rows, numbers)):
+            counts.append(of_shard)
+            advance(self._snapshot.blocks_of_shard(shard).stop)
+        return np.concatenate(counts, axis=1)
 
     def _count_rows(self, shard: int) -> IntArray:
         indices = self._snapshot.blocks_of_shard(shard)

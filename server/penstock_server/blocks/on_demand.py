@@ -16,14 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from penstock_server.blocks.block import Block
+from penstock_server.blocks.cache import Maps
 from penstock_server.blocks.decode import RowGroupReader
-from penstock_server.blocks.mmap import Maps
 from penstock_server.catalog.snapshot import BlockAddress
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import OutOfMemory, Problem
@@ -57,53 +57,44 @@ class RowsFuture(Future["PickedRows | Block"]):
     is_decoded = False
 
 
-@dataclass(slots=True, eq=False)
 class Decoded:
     """Decoded rows of a block, and the tokens of the requested ones. `is_whole`: it has all rows of the block.
 
     Row i is encoded as row `row_in_piece[i]` of `pieces[piece[i]]`; piece[i] is -1 before that.
     """
 
-    name: str
-    at: BlockAddress
-    rows: Selected
-    is_whole: bool
-    nbytes: int = field(init=False)
-    pieces: list[pa.RecordBatch] = field(default_factory=list)
-    piece: npt.NDArray[np.int32] = field(init=False)
-    row_in_piece: npt.NDArray[np.int32] = field(init=False)
-    used_at: float = field(default_factory=time.monotonic)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.nbytes = self.rows.rows.nbytes
-        self.piece = np.full(len(self.rows.numbers), -1, np.int32)
-        self.row_in_piece = np.zeros(len(self.rows.numbers), np.int32)
+    def __init__(self, name: str, at: BlockAddress, rows: Selected, *, is_whole: bool) -> None:
+        self.name, self.at, self.rows, self.is_whole = name, at, rows, is_whole
+        self.num_rows, self.nbytes = len(rows.numbers), rows.rows.nbytes
+        self.used_at = time.monotonic()
+        self._pieces: list[pa.RecordBatch] = []
+        self._piece = np.full(self.num_rows, -1, np.int32)
+        self._row_in_piece = np.zeros(self.num_rows, np.int32)
+        self._lock = threading.Lock()
 
     def missing(self, rows: IntArray) -> IntArray:
         """Returns the rows in `rows` that are not encoded."""
-        missing: IntArray = rows[self.piece[rows] < 0]
+        missing: IntArray = rows[self._piece[rows] < 0]
         return missing
 
     def add(self, rows: IntArray, encoded: pa.RecordBatch) -> bool:
         """Keeps the tokens of rows. Returns whether they complete the block."""
-        with self.lock:
-            new = self.piece[rows] < 0
-            self.row_in_piece[rows[new]] = np.flatnonzero(new)
-            self.piece[rows[new]] = len(self.pieces)
-            self.pieces.append(encoded)
+        with self._lock:
+            new = self._piece[rows] < 0
+            self._row_in_piece[rows[new]] = np.flatnonzero(new)
+            self._piece[rows[new]] = len(self._pieces)
+            self._pieces.append(encoded)
             self.nbytes += encoded.nbytes
-            return self.is_whole and bool(new.any()) and bool((self.piece >= 0).all())
+            return self.is_whole and bool(new.any()) and bool((self._piece >= 0).all())
 
     def encoded(self, rows: IntArray) -> pa.RecordBatch:
         """Returns the tokens of encoded rows, in the order of `rows`."""
-        with self.lock:
-            piece, row_in_piece, pieces = self.piece[rows], self.row_in_piece[rows], list(self.pieces)
-        used = np.flatnonzero(np.bincount(piece, minlength=1)) if len(piece) else np.zeros(1, np.int64)
-        starts = np.zeros(len(pieces), np.int64)
-        starts[used] = np.cumsum([0, *(pieces[number].num_rows for number in used[:-1])])
+        with self._lock:
+            piece, row_in_piece, pieces = self._piece[rows], self._row_in_piece[rows], list(self._pieces)
+        used = np.unique(piece) if len(piece) else np.zeros(1, np.int64)
+        starts = np.cumsum([0, *(pieces[number].num_rows for number in used)])
         joined = pa.concat_batches([pieces[number] for number in used])
-        return joined.take(pa.array(starts[piece] + row_in_piece))
+        return joined.take(pa.array(starts[np.searchsorted(used, piece)] + row_in_piece))
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +106,10 @@ class _Request:
     future: RowsFuture = field(default_factory=RowsFuture)
     decoded: Decoded | None = None
     indices: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def point_to(self, decoded: Decoded, indices: IntArray) -> None:
+        """Notes the decoded rows."""
+        self.decoded, self.indices, self.future.is_decoded = decoded, indices, True
 
     def resolve(self, result: PickedRows | Block | BaseException) -> None:
         """Resolves the future, unless it is cancelled or done."""
@@ -134,7 +129,7 @@ class RowsOnDemand:
         self._maps = maps
         self._lock = threading.Lock()
         self._decoded = OrderedDict[str, Decoded]()  # by block name, least recently used first
-        self._decoding: dict[str, Future[None]] = {}  # by the name of the row group
+        self._decoding = WeakValueDictionary[str, Future[None]]()  # by the name of the row group
         self._idle = threading.Condition()
         self.num_requests = 0  # requests that wait for rows
         self._requests = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="penstock-rows")
@@ -161,7 +156,7 @@ class RowsOnDemand:
         name = reader.names.of(address.index)
         decoded = self._find(name)
         if decoded is None and self._has_room(int(reader.snapshot.bytes_per_block[address.index])):
-            self._decode_group(reader, [_Request(address, np.zeros(0, np.int64))], "all")
+            self._decode(reader, [_Request(address, np.zeros(0, np.int64))], "all")
             decoded = self._find(name)
         return self._complete(reader, decoded, gives_way=True) if decoded else None
 
@@ -180,10 +175,9 @@ class RowsOnDemand:
         """Serves the requests of one call: decodes row groups in parallel, and encodes the rows of many together."""
         try:
             ready, nbytes = list[_Request](), 0
-            for request in self._with_decoded(reader, requests, split):
+            for request, decoded in self._with_decoded(reader, requests, split):
                 ready.append(request)
-                assert request.decoded
-                nbytes += request.decoded.nbytes * len(request.rows) // max(1, len(request.decoded.rows.numbers))
+                nbytes += decoded.nbytes * len(request.rows) // max(1, decoded.num_rows)
                 if nbytes >= _ENCODED_TOGETHER:
                     self._encode(reader, ready)
                     ready, nbytes = [], 0
@@ -198,34 +192,31 @@ class RowsOnDemand:
                 self.num_requests -= 1
                 self._idle.notify_all()
 
-    def _with_decoded(self, reader: RowGroupReader, requests: list[_Request], split: str) -> Iterator[_Request]:
+    def _with_decoded(self, reader: RowGroupReader, requests: list[_Request], split: str) -> Iterator[tuple[_Request, Decoded]]:
         """Yields the requests as soon as their rows are decoded. Resolves those whose row group cannot be read."""
-        ready, cold = list[_Request](), defaultdict[int, list[_Request]](list)
+        cold = defaultdict[int, list[_Request]](list)
         for request in requests:
-            if self._has_decoded(reader, request, split):
-                ready.append(request)
-            elif not request.future.cancelled():
+            if not (self._is_decoded(reader, request, split) or request.future.cancelled()):
                 cold[request.at.group].append(request)
         decoding = [(of_group, self._begin_decoding(reader, of_group, split)) for of_group in cold.values()]
-        yield from ready
+        yield from ((request, request.decoded) for request in requests if request.decoded)
         for of_group, future in decoding:
             try:
                 future.result()
-                left = [request for request in of_group if not (request.decoded or self._has_decoded(reader, request, split))]
-                if left:  # another call decoded the row group, and had no room for these rows
-                    self._decode_group(reader, left, split)
+                # Another call may have decoded the row group, and had no room for these rows.
+                if left := [request for request in of_group if not self._is_decoded(reader, request, split)]:
+                    self._decode(reader, left, split)
             except Exception as error:
                 for request in of_group:
                     request.resolve(error)
             else:
-                yield from (request for request in of_group if request.decoded)
+                yield from ((request, request.decoded) for request in of_group if request.decoded)
 
-    def _has_decoded(self, reader: RowGroupReader, request: _Request, split: str) -> bool:
-        """Finds the rows in a decoded block. Returns False if the block is not decoded."""
-        decoded = self._find(reader.names.of(request.at.index))
-        if decoded:
-            _point_to(request, decoded, _rows_of_split(decoded, split, reader)[request.rows])
-        return decoded is not None
+    def _is_decoded(self, reader: RowGroupReader, request: _Request, split: str) -> bool:
+        """Points a request to its rows if they are decoded. Returns whether they are."""
+        if request.decoded is None and (decoded := self._find(reader.names.of(request.at.index))):
+            request.point_to(decoded, _rows_of_split(decoded, split, reader)[request.rows])
+        return request.decoded is not None
 
     def _find(self, name: str) -> Decoded | None:
         with self._lock:
@@ -239,18 +230,12 @@ class RowsOnDemand:
         """Decodes a row group once for all calls."""
         name = reader.names.of_group(requests[0].at)
         with self._lock:
-            if name in self._decoding:
-                return self._decoding[name]
-            future = self._decoding[name] = self._decoders.submit(self._decode_group, reader, requests, split)
+            future = self._decoding.get(name)
+            if future is None or future.done():
+                future = self._decoding[name] = self._decoders.submit(self._decode, reader, requests, split)
+            return future
 
-        def forget(_: Future[None]) -> None:
-            with self._lock:
-                self._decoding.pop(name, None)
-
-        future.add_done_callback(forget)
-        return future
-
-    def _decode_group(self, reader: RowGroupReader, requests: list[_Request], split: str) -> None:
+    def _decode(self, reader: RowGroupReader, requests: list[_Request], split: str) -> None:
         """Decodes a row group up to its last requested block, and on while its blocks fit into the budget."""
         if all(request.future.cancelled() for request in requests):
             return
@@ -272,7 +257,7 @@ class RowsOnDemand:
                         if not keeps:  # only the requested rows: all rows of all row groups might not fit into memory
                             decoded = Decoded(name, at, decoded.rows.take(indices), is_whole=False)
                             indices = np.arange(len(indices))
-                        _point_to(request, decoded, indices)
+                        request.point_to(decoded, indices)
                 if at.number >= max(by_number) and not keeps:
                     return
 
@@ -282,7 +267,7 @@ class RowsOnDemand:
             while self.held_bytes + nbytes > self.budget_bytes and self._decoded:
                 oldest = next(iter(self._decoded.values()))
                 if oldest.used_at >= before:
-                    break
+                    return False
                 del self._decoded[oldest.name]
                 self.held_bytes -= oldest.nbytes
             return self.held_bytes + nbytes <= self.budget_bytes
@@ -309,40 +294,38 @@ class RowsOnDemand:
 
     def _encode(self, reader: RowGroupReader, requests: list[_Request]) -> None:
         """Encodes the requested rows, together if they share a schema, and resolves the futures."""
-        by_schema = defaultdict[pa.Schema, list[_Request]](list)
+        by_schema = defaultdict[pa.Schema, list[tuple[_Request, Decoded]]](list)
         for request in requests:
-            assert request.decoded
-            if not request.future.cancelled():
-                by_schema[request.decoded.rows.rows.schema.remove_metadata()].append(request)
+            if request.decoded and not request.future.cancelled():
+                by_schema[request.decoded.rows.rows.schema.remove_metadata()].append((request, request.decoded))
         for alike in by_schema.values():
             try:
                 self._encode_together(reader, alike)
             except Problem:  # one row group may be at fault, and the joint error names the first
-                for request in alike:
+                for request, decoded in alike:
                     try:
-                        self._encode_together(reader, [request])
+                        self._encode_together(reader, [(request, decoded)])
                     except Problem as problem:
                         request.resolve(problem)
 
-    def _encode_together(self, reader: RowGroupReader, requests: list[_Request]) -> None:
-        missing = [(own, own.missing(request.indices)) for request in requests if (own := request.decoded)]
-        joined = Selected.joined([decoded.rows.take(rows) for decoded, rows in missing])
-        encoded = reader.encode(joined, requests[0].at) if len(joined.numbers) else None
+    def _encode_together(self, reader: RowGroupReader, requests: list[tuple[_Request, Decoded]]) -> None:
+        missing = [decoded.missing(request.indices) for request, decoded in requests]
+        joined = Selected.joined([decoded.rows.take(rows) for (_, decoded), rows in zip(requests, missing, strict=True)])
+        encoded = reader.encode(joined, requests[0][0].at) if len(joined.numbers) else None
         first = 0
-        for request, (decoded, rows) in zip(requests, missing, strict=True):
+        for (request, decoded), rows in zip(requests, missing, strict=True):
             is_complete = False
             if encoded is not None and len(rows):
                 # Copied: a slice would keep the whole joint batch in memory.
-                of_block = encoded.take(pa.array(np.arange(first, first + len(rows))))
+                is_complete = self._add(decoded, rows, encoded.take(pa.array(np.arange(first, first + len(rows)))))
                 first += len(rows)
-                is_complete = self._add(decoded, rows, of_block)
             block = Block.of(decoded.encoded(request.indices))
             if block.bad:
                 request.resolve(self._whole_block(reader, decoded))
             else:
                 request.resolve(PickedRows(replace(block, numbered=decoded.rows.numbers[request.indices]), request.rows))
-            if is_complete and not block.bad:
-                self._store(reader, decoded)
+                if is_complete:
+                    self._store(reader, decoded)
 
     def _whole_block(self, reader: RowGroupReader, decoded: Decoded) -> Block:
         """Makes the whole block now: the replacement of a bad row, and its error message, depend on all rows."""
@@ -352,23 +335,22 @@ class RowsOnDemand:
 
     def _complete(self, reader: RowGroupReader, decoded: Decoded, *, gives_way: bool) -> Block:
         """Encodes the remaining rows of a block, some at a time, and stores it."""
-        rows = decoded.rows
-        size = max(1, len(rows.numbers))
-        step = max(1, _FINISHED_TOGETHER * size // max(1, rows.rows.nbytes)) if gives_way else size
+        size = max(1, decoded.num_rows)
+        step = max(1, _FINISHED_TOGETHER * size // max(1, decoded.rows.rows.nbytes)) if gives_way else size
         for start in range(0, size, step):
             if gives_way:
                 self._give_way()
                 if self._maps.cache.has(decoded.name) and (block := self._maps.read(decoded.name)):
                     self._drop(decoded)  # another thread or process has stored it meanwhile
                     return block
-            missing = decoded.missing(np.arange(start, min(start + step, len(rows.numbers))))
-            if len(missing) or not decoded.pieces:
-                self._add(decoded, missing, reader.encode(rows.take(missing), decoded.at))
+            missing = decoded.missing(np.arange(start, min(start + step, decoded.num_rows)))
+            if len(missing) or not decoded.num_rows:
+                self._add(decoded, missing, reader.encode(decoded.rows.take(missing), decoded.at))
         return self._store(reader, decoded)
 
     def _store(self, reader: RowGroupReader, decoded: Decoded) -> Block:
         """Stores a block after all its rows are encoded."""
-        batch = decoded.encoded(np.arange(len(decoded.rows.numbers)))
+        batch = decoded.encoded(np.arange(decoded.num_rows))
         reader.warn_of_bad_rows(batch, decoded.at)
         self._maps.write(decoded.name, batch)
         self._drop(decoded)
@@ -377,12 +359,5 @@ class RowsOnDemand:
 
 def _rows_of_split(decoded: Decoded, split: str, reader: RowGroupReader) -> IntArray:
     """Returns the indices of the rows of a whole block in a split."""
-    rows, selection = decoded.rows, reader.snapshot.select_in(decoded.at.index, split)
-    if selection == "all":
-        return np.arange(len(rows.numbers))
-    return np.flatnonzero(is_selected(is_validation(rows.hashes, reader.snapshot.validation), selection))
-
-
-def _point_to(request: _Request, decoded: Decoded, indices: IntArray) -> None:
-    request.decoded, request.indices = decoded, indices
-    request.future.is_decoded = True
+    selection = reader.snapshot.select_in(decoded.at.index, split)
+    return np.flatnonzero(is_selected(is_validation(decoded.rows.hashes, reader.snapshot.validation), selection))

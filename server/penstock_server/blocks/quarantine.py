@@ -70,7 +70,7 @@ class Quarantine:
         if isinstance(error, ShardUnreadable):
             with self._lock:
                 is_known = key in self._groups
-                self._groups[key] = BadGroup(shard=at.shard.path.name, row_group=at.row_group, reason=str(error))
+                self._groups[key] = BadGroup(shard=key[0], row_group=at.row_group, reason=str(error))
             if not is_known:  # batches request the row group again and again
                 log.warning("%s", error)
         elif error is None:
@@ -152,7 +152,7 @@ class Quarantine:
     def refusal(self) -> str | None:
         """Reason why every batch is refused; None if batches are served."""
         recipe, name, num_bad = self._snapshot.recipe, self._snapshot.name, self.num_bad_rows
-        if recipe.on_bad_row == "fail" or not self.has_too_many:
+        if recipe.on_bad_row == "fail" or num_bad <= recipe.max_bad_share * self.num_rows:
             return None
         return (
             f"{name}: {num_bad:,} of {self.num_rows:,} rows ({num_bad / self.num_rows:.2%}) are known to be bad, more than "
@@ -164,8 +164,3 @@ class Quarantine:
     def num_unread_groups(self) -> int:
         """Number of row groups that could not be read when needed."""
         return len(self._groups)
-
-    @property
-    def has_too_many(self) -> bool:
-        """Whether more bad rows are known than the recipe allows to replace."""
-        return self.num_bad_rows > self._snapshot.recipe.max_bad_share * self.num_rows

@@ -11,29 +11,25 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
 
 import pyarrow as pa
 
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.cache import CacheFolder, Maps
 from penstock_server.blocks.decode import ParsedFooters, RowGroupReader
-from penstock_server.blocks.mmap import Maps
 from penstock_server.blocks.on_demand import RowsOnDemand
 from penstock_server.blocks.prefetch import ReadAhead
 from penstock_server.catalog.snapshot import BlockAddress
-from penstock_server.machine import map_ordered, num_cores
+from penstock_server.machine import num_cores
 from penstock_server.problems import OutOfMemory
 from penstock_server.recipes.split import Selection
 
 log = logging.getLogger("penstock.blocks")
-
-_Item = TypeVar("_Item")
-_Made = TypeVar("_Made")
 
 DECODED_BYTES = 1 << 30  # default budget for rows that are decoded and wait to be tokenized
 _AHEAD_SHARE = 2  # one thread in two loads ahead, at least one; the others serve requests
@@ -46,9 +42,9 @@ Asked = Block | Future[Block]
 _SplitKey = tuple[int, Selection, float]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _RowGroup:
-    """Requested blocks of a row group, by number."""
+    """Requested blocks of a row group, by number; it lives as long as a thread serves them."""
 
     futures: dict[int, Future[Block]] = field(default_factory=dict)
     is_decoding: bool = False
@@ -58,22 +54,29 @@ class BlockStore:
     """Blocks of all datasets: those in the cache folder, and those mapped into memory now.
 
     One thread decodes a row group for all callers. Threads decode different row groups in parallel; pyarrow and `tokenizers`
-    release the GIL.
+    release the GIL. Raises OSError: the cache folder cannot be used.
     """
 
-    def __init__(self, cache: CacheFolder, num_threads: int | None = None, decoded_bytes: int = DECODED_BYTES) -> None:
-        self.cache, self.maps = cache, Maps(cache)
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int | None = None,
+        num_threads: int | None = None,
+        decoded_bytes: int = DECODED_BYTES,
+    ) -> None:
+        self.cache = CacheFolder(folder, budget_bytes)
+        self.maps = Maps(self.cache)
         self.splits = Splits()
         self.footers = ParsedFooters()
-        self._num_threads = num_threads or num_cores()
-        self.rows = RowsOnDemand(self.maps, decoded_bytes, self._num_threads)
-        self.ahead = ReadAhead(self._num_threads)
-        num_ahead = max(1, self._num_threads // _AHEAD_SHARE)
+        self.num_threads = num_threads or num_cores()
+        self.rows = RowsOnDemand(self.maps, decoded_bytes, self.num_threads)
+        self.ahead = ReadAhead(self.num_threads)
+        num_ahead = max(1, self.num_threads // _AHEAD_SHARE)
         self.loading_ahead = threading.Semaphore(num_ahead)  # for whole blocks that no request waits for
         self._mappers = ThreadPoolExecutor(_MAPPERS + num_ahead, thread_name_prefix="penstock-map")
-        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="penstock-blocks")
+        self.threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
-        self._groups: dict[str, _RowGroup] = {}  # row groups with requests, by name
+        self._groups = weakref.WeakValueDictionary[str, _RowGroup]()  # by name
 
     def request(self, reader: RowGroupReader, indices: Sequence[int]) -> list[Asked]:
         """Returns blocks of the reader's snapshot, or futures for those that are not mapped.
@@ -84,14 +87,10 @@ class BlockStore:
         mapped = self.maps.known([reader.names.of(index) for index in indices])
         return [block or self._future(reader, index) for index, block in zip(indices, mapped, strict=True)]
 
-    def map_ordered(self, make: Callable[[_Item], _Made], items: Iterable[_Item]) -> Iterator[_Made]:
-        """Yields `make(item)` for each item in order, in parallel on all threads. Raises what `make` raises."""
-        return map_ordered(self._threads, self._num_threads, make, items)
-
     def close(self) -> None:
         """Cancels the loads that have not begun."""
         self._mappers.shutdown(wait=False, cancel_futures=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
         self.rows.close()
 
     def _future(self, reader: RowGroupReader, index: int) -> Future[Block]:
@@ -109,24 +108,19 @@ class BlockStore:
             if not self._map(reader, at, group):
                 with self._lock:
                     if at.number in group.futures and not group.is_decoding:
-                        self._threads.submit(self._decode, reader, at, group)
+                        self.threads.submit(self._decode, reader, at, group)
                         group.is_decoding = True
-        with self._lock:
-            self._forget_if_idle(reader, at, group)
 
     def _decode(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup) -> None:
         """Makes the requested blocks of a row group, including those requested meanwhile, and resolves every future."""
-        while wanted := self._wanted(reader, first, group):
+        while wanted := self._wanted(group):
             with self._failing(group, wanted):
                 self._make(reader, first, group, wanted)
-        if not self._groups:
+        if len(self._groups) == 1:
             pa.default_memory_pool().release_unused()  # the buffers of decoding; until now decoding reused them
 
     def _make(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup, wanted: list[int]) -> None:
-        """Decodes a row group up to the last requested block; stores its other blocks if the cache can keep all of them.
-
-        Holds one block at a time. A block that the cache does not keep is handed to its waiters only.
-        """
+        """Decodes a row group up to the last requested block, one at a time; stores its other blocks if the cache keeps all."""
         blocks = reader.snapshot.blocks_of_group(first.group)
         # A block may have been stored since the request looked for it.
         missing = {number for number in wanted if not self._map(reader, reader.snapshot.block(blocks[number]), group)}
@@ -178,18 +172,11 @@ class BlockStore:
             if not failed:
                 log.warning("the requested blocks are served; reading on in their row group failed: %s", failure)
 
-    def _wanted(self, reader: RowGroupReader, at: BlockAddress, group: _RowGroup) -> list[int]:
+    def _wanted(self, group: _RowGroup) -> list[int]:
         """Returns the numbers of unresolved blocks; without any, the row group is no longer decoded."""
         with self._lock:
             group.is_decoding = bool(group.futures)
-            self._forget_if_idle(reader, at, group)
             return list(group.futures)
-
-    def _forget_if_idle(self, reader: RowGroupReader, at: BlockAddress, group: _RowGroup) -> None:
-        """Forgets a row group without requests, so that the next request starts anew. The caller holds the lock."""
-        name = reader.names.of_group(at)
-        if not group.futures and not group.is_decoding and self._groups.get(name) is group:
-            del self._groups[name]
 
 
 class Splits:

@@ -11,7 +11,6 @@ from starlette.testclient import TestClient
 from penstock_server.api import batches
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.machine import memory_bytes
@@ -70,7 +69,7 @@ def test_measured_chunks_count_beyond_the_budget_and_are_released_once() -> None
 
 def test_failed_request_and_head_request_release_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_numbered(tmp_path / "data" / "numbers", 40)
-    catalog, in_flight = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache"))), InFlight(1 << 30)
+    catalog, in_flight = open_catalog(tmp_path / "data", None, BlockStore(tmp_path / "cache")), InFlight(1 << 30)
     client = TestClient(create_app(catalog, in_flight))
     url = "/v1/datasets/numbers/epochs/0/ranks/0/batches?batch_size=2&seq_len=4"
 

@@ -19,7 +19,6 @@ from penstock_server.api.batches import preferred_wait, when_done
 from penstock_server.api.service import InFlight, Requested, Unclaimed
 from penstock_server.app import create_app
 from penstock_server.batches.writer import frames
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.recipes import encode
@@ -54,7 +53,7 @@ class SlowEncoding:
 
 def app_of(tmp_path: Path, in_flight: InFlight) -> Any:
     write_numbered(tmp_path / "numbers", 40)
-    return create_app(open_catalog(tmp_path, None, BlockStore(CacheFolder(tmp_path / "cache"))), in_flight)
+    return create_app(open_catalog(tmp_path, None, BlockStore(tmp_path / "cache")), in_flight)
 
 
 @pytest.mark.parametrize("format_", ["msgpack", "json"])

@@ -31,7 +31,6 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import as_json
 from penstock_server.batches.writer import frames
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.inspect import inspect
@@ -99,7 +98,7 @@ def write(folder: Path, shards: Shards, number: int, *, is_filtered: bool) -> No
 
 
 def open_server(data: Path, cache: Path, cache_bytes: int) -> Catalog:
-    return open_catalog(data, None, BlockStore(CacheFolder(cache, cache_bytes)))
+    return open_catalog(data, None, BlockStore(cache, cache_bytes))
 
 
 def bodies(plan: Plan, epoch: int) -> Iterator[tuple[int, int, bytes]]:

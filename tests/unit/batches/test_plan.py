@@ -19,7 +19,6 @@ from penstock import Spec
 from penstock.spec import MAX_COUNT
 from penstock_server.batches import plan as plan_module
 from penstock_server.batches.plan import check_room, make_plan
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.warnings import advice_on_run
@@ -33,7 +32,7 @@ def catalog(tmp_path: Path) -> Catalog:
     """Two datasets of one content: 100 rows."""
     write_numbered(tmp_path / "data" / "a", 100)
     shutil.copytree(tmp_path / "data" / "a", tmp_path / "data" / "b")
-    return open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
+    return open_catalog(tmp_path / "data", None, BlockStore(tmp_path / "cache"))
 
 
 def test_plan_has_no_steps_when_offset_is_the_epoch(catalog: Catalog) -> None:

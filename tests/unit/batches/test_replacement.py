@@ -9,7 +9,6 @@ from penstock.spec import Spec, Split
 from penstock_server.batches import assemble as stand_ins
 from penstock_server.batches.assemble import rows_replaced_by, usable_rows
 from penstock_server.batches.member import Member
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.problems import BadParameter, BadRow
@@ -28,7 +27,7 @@ def open_holes(tmp_path: Path) -> Opener:
         shards = [rows[start : start + 9] for start in range(0, len(rows), 9)]
         write_shards(folder, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=3)
         (folder / "penstock.toml").write_text(toml)
-        catalog = open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
+        catalog = open_catalog(folder.parent, None, BlockStore(tmp_path / "cache"))
         [member] = catalog.plan("holes", Spec(batch_size=1, split=split)).members
         return member
 

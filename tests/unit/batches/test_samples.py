@@ -18,8 +18,7 @@ from penstock.wire import Address, Heads, Layout
 from penstock_server.batches.plan import Tensor
 from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.batches.writer import Pieces, Places, _add_ones, _add_tokens, _values, by_step_width
-from penstock_server.blocks.block import Block
-from penstock_server.blocks.columns import Feature, Features, ListColumn, RowSpans
+from penstock_server.blocks.block import Block, Feature, Features, ListColumn, RowSpans
 from penstock_server.order.packing import STREAM, Spans
 
 Row = list[list[int]]  # turns: prompt, response, prompt, ...

@@ -19,7 +19,6 @@ from penstock.tensors import expand
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.text_view import as_json, provenance, shown_columns
 from penstock_server.batches.writer import frames
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import BadParameter
@@ -54,7 +53,7 @@ def catalog(tmp_path: Path) -> Catalog:
         pq.write_table(pa.table(columns), tmp_path / "data" / name / "part-0.parquet")
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
-    return open_catalog(tmp_path / "data", tokenizer, BlockStore(CacheFolder(tmp_path / "cache")))
+    return open_catalog(tmp_path / "data", tokenizer, BlockStore(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("loss", ["response", "all"])

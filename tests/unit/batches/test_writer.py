@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from penstock_server.batches import writer as pieces_module
 from penstock_server.batches.writer import Pieces
-from penstock_server.blocks import columns as joined_module
-from penstock_server.blocks.columns import ListColumn, ListColumns
+from penstock_server.blocks import block as joined_module
+from penstock_server.blocks.block import ListColumn, ListColumns
 
 UINT8, UINT16, UINT32 = (np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 

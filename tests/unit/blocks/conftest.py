@@ -7,7 +7,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.recipes import encode
@@ -28,7 +27,7 @@ def cache_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def open_blocks(data: Path, cache_dir: Path) -> Callable[[], Blocks]:
     """The blocks as a server sees them that has just been started."""
-    return lambda: Blocks(open_snapshot(data), BlockStore(CacheFolder(cache_dir)))
+    return lambda: Blocks(open_snapshot(data), BlockStore(cache_dir))
 
 
 @pytest.fixture

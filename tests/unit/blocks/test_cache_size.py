@@ -13,7 +13,6 @@ import pytest
 from penstock.cli.doctor import check_cache
 from penstock.spec import Spec
 from penstock_server.batches.plan import advice_on_room, check_room
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.describe import describe_dataset
@@ -77,7 +76,7 @@ def open_all(tmp_path: Path) -> Callable[..., Catalog]:
             types = {"vector": pa.list_(pa.float32(), 16)}
             arrays = {name: pa.array(map(make, range(NUM_ROWS)), types.get(name)) for name, make in columns.items()}
             pq.write_table(pa.table(arrays), folder / "part-0.parquet", row_group_size=row_group_size)
-        store = BlockStore(CacheFolder(tmp_path / f"cache-{budget_bytes}", budget_bytes), 1)
+        store = BlockStore(tmp_path / f"cache-{budget_bytes}", budget_bytes, 1)
         return open_catalog(tmp_path / "data", tmp_path / "tokenizer.json", store)
 
     return opened

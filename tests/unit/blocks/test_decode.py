@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock_server.blocks import decode as decode_module
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.decode import ParsedFooters
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
@@ -39,7 +38,7 @@ def test_shard_behind_a_moved_symlink_is_read_from_the_opened_file(
         link.symlink_to(name)
 
     lead_to("old")
-    blocks = Blocks(open_snapshot(link), BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(open_snapshot(link), BlockStore(cache_dir))
 
     def elsewhere(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
@@ -51,7 +50,7 @@ def test_shard_behind_a_moved_symlink_is_read_from_the_opened_file(
         return called
 
     monkeypatch.setattr(pq, "ParquetFile", elsewhere(pq.ParquetFile))
-    assert [rows.sum() for rows in blocks.rows_of_shards()] == [9]
+    assert blocks.rows_by_hash(Mock()).sum(axis=0).tolist() == [9]
     assert rows_of(blocks.get([0])[0]) == [[1]] * 9
 
 
@@ -68,7 +67,7 @@ def test_shard_rewritten_during_reading_stores_no_new_row(
         path.write_bytes(other)  # in place, once the first block is read
         return encode_rows(*args)
 
-    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(open_snapshot(folder), BlockStore(cache_dir))
     monkeypatch.setattr(encode, "encode", rewriting)
     with pytest.raises((ShardUnavailable, ShardUnreadable, SnapshotGone)):
         blocks.get([9])
@@ -121,7 +120,7 @@ def test_changed_shard_with_the_same_footer_is_another_snapshot(data: Path, cach
     path.parent.mkdir()
     footer = write([1, 5, 2])
     before = open_snapshot(path.parent)
-    blocks = Blocks(before, BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(before, BlockStore(cache_dir))
     assert write([1, 2, 5]) == footer
     with pytest.raises(SnapshotGone):
         blocks.get([0])
@@ -165,7 +164,7 @@ def test_footer_is_parsed_once_per_file(tmp_path: Path, cache_dir: Path, monkeyp
         tokens = [[500 * day + n] for n in range(60)]
         write_shards(path.parent, "tokens", [tokens], type_=pa.list_(pa.int32()), row_group_size=10)
         os.utime(path, (day, day))
-        blocks = Blocks(open_snapshot(path.parent), BlockStore(CacheFolder(cache_dir)))
+        blocks = Blocks(open_snapshot(path.parent), BlockStore(cache_dir))
         assert [row for index in range(6) for row in rows_of(blocks.get([index])[0])] == tokens
     assert parsed == [str(path)] * 2
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,6 @@ from penstock_server.blocks import decode as decode_module
 from penstock_server.blocks import loader as blocks_module
 from penstock_server.blocks import quarantine as quarantine_module
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
@@ -55,7 +55,7 @@ def test_new_shard_makes_only_its_own_blocks(open_blocks: Callable[[], Blocks], 
 def test_ids_outside_the_range_of_the_footer_make_bad_rows(data: Path, cache_dir: Path) -> None:
     snapshot = open_snapshot(data)
     shards = [replace(shard, token_range=(0, 5)) for shard in snapshot.shards]
-    blocks = Blocks(Snapshot(data, shards, snapshot.recipe, name=data.name), BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(Snapshot(data, shards, snapshot.recipe, name=data.name), BlockStore(cache_dir))
     assert "6" in blocks.get([0])[0].bad[6]
 
 
@@ -72,7 +72,7 @@ def test_large_row_group_is_several_blocks_decoded_together(
     snapshot = open_snapshot(folder, write_tokenizer(tmp_path / "tokenizer.json"))
     assert snapshot.blocks_per_group.tolist()[0] > 3
     assert snapshot.rows_per_block.sum() == 1000
-    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(snapshot, BlockStore(cache_dir))
     found = blocks.get(range(snapshot.num_blocks)[::-1])[::-1]
     assert [block.num_rows for block in found] == snapshot.rows_per_block.tolist()
     assert len(count_reads) == snapshot.num_blocks
@@ -83,7 +83,7 @@ def test_large_row_group_is_several_blocks_decoded_together(
         at = snapshot.block(index)
         assert (at.row_group, at.first_row + row_in_block) == divmod(row, 900)
     # Without room in the cache what is asked for is made, in one go, and no neighbour is tokenized in vain.
-    tight = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / "tight", 0)))
+    tight = Blocks(snapshot, BlockStore(tmp_path / "tight", 0))
     count_reads.clear()
     assert [block.num_rows for block in tight.get([1, 3])] == [found[1].num_rows, found[3].num_rows]
     assert len(count_reads) <= 4
@@ -114,7 +114,7 @@ def test_large_row_groups_are_decoded_in_parallel(tmp_path: Path, cache_dir: Pat
         return encode_rows(selected, *args)
 
     monkeypatch.setattr(encode, "encode", meeting)
-    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir), 2))
+    blocks = Blocks(snapshot, BlockStore(cache_dir, num_threads=2))
     lengths = count_lengths(snapshot, blocks, lambda _: None)
     assert lengths.per_block("all").sums() == [1000, 2000, 0]
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
@@ -131,8 +131,8 @@ def test_large_row_groups_are_decoded_in_turn_when_the_cache_is_small(
         return encode_rows(selected, *args)
 
     monkeypatch.setattr(encode, "encode", recorded)
-    cache = CacheFolder(cache_dir, 4 * snapshot.largest_group_bytes - 1)  # as much again as two groups take is not there
-    blocks = Blocks(snapshot, BlockStore(cache, 2))
+    budget_bytes = 4 * snapshot.largest_group_bytes - 1  # as much again as two groups take is not there
+    blocks = Blocks(snapshot, BlockStore(cache_dir, budget_bytes, 2))
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
     num_before = encoded.index(1)
     assert num_before >= snapshot.blocks_per_group[0] - blocks_module._LOADED_TOGETHER
@@ -149,7 +149,7 @@ def test_pass_over_blocks_decodes_a_row_group_once_without_the_cache(tmp_path: P
             yield block
 
     monkeypatch.setattr(RowGroupReader, "blocks", recorded)
-    blocks = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / "cache", 1), 1))
+    blocks = Blocks(snapshot, BlockStore(tmp_path / "cache", 1, 1))
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
     assert begun == ["part-000.parquet", "part-001.parquet"]
 
@@ -179,7 +179,7 @@ def test_portions_do_not_change_blocks(tmp_path: Path, monkeypatch: pytest.Monke
     for portion, name in ((1 << 40, "whole"), (values, "portions")):
         monkeypatch.setattr(decode_module, "_PORTION_VALUES", portion)
         snapshot = open_snapshot(folder)
-        blocks = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / name)))
+        blocks = Blocks(snapshot, BlockStore(tmp_path / name))
         made = blocks.get(range(snapshot.num_blocks))
         columns_of = [{name: column.to_pylist() for name, column in block.columns.items()} for block in made]
         facts = [(rows_of(block), block.bad, block.stored_rows.tolist(), block.splits.tolist()) for block in made]
@@ -202,8 +202,8 @@ def test_rows_are_counted_in_several_shards_in_parallel(
         return split_hashes(*args)
 
     monkeypatch.setattr(decode_module, "split_hashes", meeting)
-    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir), 2))
-    assert [rows.sum() for rows in blocks.rows_of_shards()] == [3, 3, 3]
+    blocks = Blocks(open_snapshot(folder), BlockStore(cache_dir, num_threads=2))
+    assert blocks.rows_by_hash(Mock()).sum(axis=0).tolist() == [3, 3, 3]
 
 
 def test_unreadable_neighbour_fails_only_its_own_requests(
@@ -221,7 +221,7 @@ def test_unreadable_neighbour_fails_only_its_own_requests(
         return encode_rows(selected, *args)
 
     monkeypatch.setattr(encode, "encode", failing)
-    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(open_snapshot(folder), BlockStore(cache_dir))
     assert [rows_of(block)[0] for block in blocks.get([0, 3])] == [[0], [300]]
     with pytest.raises(ShardUnreadable, match="a bad page"):
         blocks.get([7])
@@ -268,7 +268,7 @@ def test_quarantine_reads_each_block_once_until_its_list_is_full(
     snapshot = open_snapshot(data)
 
     def started() -> OpenSnapshot:
-        blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
+        blocks = Blocks(snapshot, BlockStore(cache_dir, 0))
         return OpenSnapshot(snapshot, blocks, Index("bad", snapshot, blocks))
 
     started().index.lengths.make(lambda _: None)
@@ -284,7 +284,7 @@ def test_expected_bytes_are_sampled_all_over_the_dataset(tmp_path: Path) -> None
     rows = [[7] * 500 for _ in range(200)]  # which Parquet writes as one number
     varied = [[(n * k) % 50_000 for k in range(500)] for n in range(200)]
     folder = write_shards(tmp_path / "mixed", "tokens", [rows, varied, varied], type_=pa.list_(pa.int32()), row_group_size=100)
-    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(tmp_path / "cache")))
+    blocks = Blocks(open_snapshot(folder), BlockStore(tmp_path / "cache"))
     blocks.get(range(6))
     blocks.look()
     assert blocks.cache.used_bytes / 2 < blocks.expected_bytes.sum() < 2 * blocks.cache.used_bytes

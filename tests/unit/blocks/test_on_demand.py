@@ -15,7 +15,6 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import provenance
 from penstock_server.batches.writer import frames
 from penstock_server.blocks import on_demand as on_demand_module
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.blocks.on_demand import RowsOnDemand
 from penstock_server.blocks.store import BlockStore
@@ -82,7 +81,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 def opened(folder: Path, cache: str, decoded_bytes: int = 1 << 30) -> Catalog:
-    return open_catalog(folder / "data", None, BlockStore(CacheFolder(folder / cache), 2, decoded_bytes))
+    return open_catalog(folder / "data", None, BlockStore(folder / cache, None, 2, decoded_bytes))
 
 
 def bytes_of(plan: Plan, steps: range) -> list[bytes]:

@@ -15,7 +15,6 @@ import penstock_server.blocks.prefetch
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.plan import Plan
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.prefetch import ReadAhead
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
@@ -148,7 +147,7 @@ def test_read_ahead_is_for_requests_of_batches(tmp_path: Path, monkeypatch: pyte
     write_numbered(tmp_path / "data" / "numbers", 40)
     steps: list[int] = []
     monkeypatch.setattr(Plan, "read_ahead", lambda _plan, _epoch, step: steps.append(step))
-    catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(tmp_path / "cache"))
     client = TestClient(create_app(catalog, InFlight(1 << 30)))
     batches = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
     assert client.get(f"{batches}?start=1&stop=3&batch_size=2&seq_len=4").status_code == 200
@@ -172,12 +171,12 @@ def test_read_ahead_loads_the_next_blocks_within_its_budget(tmp_path: Path, spec
     ids = np.random.default_rng(0).integers(0, 1 << 16, (120, 500)).tolist()
     folder = write_shards(tmp_path / "data" / "numbers", "input_ids", [ids], type_=pa.list_(pa.int32()), row_group_size=10)
     block_bytes = int(open_snapshot(folder).bytes_per_block.max())
-    cache = CacheFolder(tmp_path / "cache", room * block_bytes)
-    catalog = open_catalog(tmp_path / "data", None, BlockStore(cache, 6))
+    cache = tmp_path / "cache"
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(cache, room * block_bytes, 6))
     client = TestClient(create_app(catalog, InFlight(1 << 30)))
     for rank in range(3):
         batch = f"/v1/datasets/numbers/epochs/0/ranks/{rank}/batches/0?world_size=3&batch_size=10&seq_len=4&{spec}"
         assert client.get(batch).status_code == 200
-    until(lambda: len(list(cache.folder.glob("*.block"))) >= num_loaded)
+    until(lambda: len(list(cache.glob("*.block"))) >= num_loaded)
     time.sleep(0.1)
-    assert num_loaded <= len(list(cache.folder.glob("*.block"))) <= room + 3
+    assert num_loaded <= len(list(cache.glob("*.block"))) <= room + 3

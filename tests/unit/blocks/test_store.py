@@ -84,8 +84,8 @@ def test_stored_block_does_not_wait_for_its_row_group(tmp_path: Path, cache_dir:
     folder = write_shards(
         tmp_path / "big", "tokens", [[[n] * 9 for n in range(1000)]], type_=pa.list_(pa.int32()), row_group_size=1000
     )
-    assert len(Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir))).get([0, 1])) == 2
-    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir)))
+    assert len(Blocks(open_snapshot(folder), BlockStore(cache_dir)).get([0, 1])) == 2
+    blocks = Blocks(open_snapshot(folder), BlockStore(cache_dir))
     (cache_dir / f"{blocks.names.of(0)}.block").unlink()
     began, go_on = threading.Event(), threading.Event()
     encoding_waits(monkeypatch, began, go_on)

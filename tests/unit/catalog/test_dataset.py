@@ -17,7 +17,6 @@ from starlette.testclient import TestClient
 
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog import history as history_module
@@ -46,7 +45,7 @@ def test_snapshot_is_served_while_its_shards_are_present(
         folder.mkdir(parents=True)
         there = {9: 0}
         write_shard(folder, 9, 0)
-        client = TestClient(create_app(open_catalog(folder.parent, None, BlockStore(CacheFolder(cache))), InFlight(1 << 30)))
+        client = TestClient(create_app(open_catalog(folder.parent, None, BlockStore(cache)), InFlight(1 << 30)))
         known: dict[str, tuple[dict[int, int], bytes]] = {}
         for what, number, variant in [("write", 9, 0), *actions]:
             if what == "write":
@@ -56,9 +55,7 @@ def test_snapshot_is_served_while_its_shards_are_present(
                 (folder / f"part-{number}.parquet").unlink(missing_ok=True)
                 there.pop(number, None)
             else:
-                client = TestClient(
-                    create_app(open_catalog(folder.parent, None, BlockStore(CacheFolder(cache))), InFlight(1 << 30))
-                )
+                client = TestClient(create_app(open_catalog(folder.parent, None, BlockStore(cache)), InFlight(1 << 30)))
             latest = client.post("/v1/datasets/d/refresh").json()["snapshot"]
             epoch = "/v1/datasets/d/epochs/0/ranks/0/batches?batch_size=1&seq_len=4&shuffle=none&snapshot="
             answer = client.get(epoch + latest)
@@ -213,7 +210,7 @@ def test_description_follows_the_recipe_within_a_snapshot(tmp_path: Path) -> Non
     folder.mkdir(parents=True)
     columns = {"input_ids": [[1, 2, 3]], "attention_mask": [[1.0, 1.0, 1.0]]}
     pq.write_table(pa.table(columns), folder / "part-0.parquet")
-    catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(tmp_path / "cache"))
     before = catalog["turns"].latest
     assert describe_dataset(before)["unused_columns"] == ["attention_mask"]
     (folder / "penstock.toml").write_text("attention_mask = false")

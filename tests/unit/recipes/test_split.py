@@ -19,7 +19,6 @@ from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.writer import frames
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.warnings import advice_on_data, advice_on_run
@@ -56,7 +55,7 @@ def open_named(tmp_path: Path) -> Callable[..., Catalog]:
             table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))})
             pq.write_table(table, folder / f"{name}.parquet", row_group_size=64)
         (folder / "penstock.toml").write_text(f"pad = {PAD}\n{toml}")
-        return open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
+        return open_catalog(folder.parent, None, BlockStore(tmp_path / "cache"))
 
     return opened
 

@@ -14,7 +14,6 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from penstock import Spec
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.catalog.dataset import OpenSnapshot
@@ -56,7 +55,7 @@ class Folder:
         tokenizer.save(str(self._tokenizer))
 
     def all_advice_on(self, spec: Spec) -> list[str]:
-        catalog = open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))
+        catalog = open_catalog(self.path.parent, self._tokenizer, BlockStore(self._cache))
         return list(advice_on_run(catalog.plan("d", spec)))
 
     def advice_on(self, spec: Spec) -> list[str]:
@@ -76,7 +75,7 @@ class Folder:
 
     @property
     def served(self) -> OpenSnapshot:
-        return open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))["d"].latest
+        return open_catalog(self.path.parent, self._tokenizer, BlockStore(self._cache))["d"].latest
 
     def advice(self) -> str:
         return "\n".join(advice_on_data([self.served]))

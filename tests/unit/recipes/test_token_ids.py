@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.text_view import as_json, provenance
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.catalog.warnings import advice_on_run
@@ -197,7 +196,7 @@ def test_batch_keeps_packed_documents_apart(
     tmp_path: Path, columns: dict[str, Any], spec: dict[str, Any], positions: list[int] | None, labels: list[int]
 ) -> None:
     write(tmp_path / "data" / "packed", pa.table({"input_ids": [[1, 2, 3, 4, 5, 6]] * 3, **columns}))
-    catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(tmp_path / "cache"))
     plan = plan_of(catalog, "packed", **{"seq_len": 6, "batch_size": 1, "shuffle": "none"} | spec)
     [chunk] = chunks(plan, 0, 0, range(1))
     [line] = json.loads(as_json(chunk, load(chunk))[0])["samples"]

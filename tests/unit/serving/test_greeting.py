@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.serving.server import greeting
@@ -19,7 +18,7 @@ from support.engine import Opener
 
 @pytest.fixture
 def open_all(tmp_path: Path, data: Path) -> Opener:
-    return lambda: open_catalog(data, None, BlockStore(CacheFolder(tmp_path / "cache")))
+    return lambda: open_catalog(data, None, BlockStore(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(

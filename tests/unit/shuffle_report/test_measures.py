@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 
 from penstock_server.batches.plan import Plan
-from penstock_server.blocks.cache import CacheFolder
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.shuffle_report.report import report
@@ -32,7 +31,7 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
         shards = [rows[start : start + 130] for start in range(0, size, 130)]
         folder = write_shards(data / name, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=30)
         (folder / "penstock.toml").write_text("validation = 0.3\nvocab_size = 50000")
-    return open_catalog(data, None, BlockStore(CacheFolder(tmp_path_factory.mktemp("cache"))))
+    return open_catalog(data, None, BlockStore(tmp_path_factory.mktemp("cache")))
 
 
 Spelled = dict[str, Any]

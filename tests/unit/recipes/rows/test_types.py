@@ -48,7 +48,7 @@ def test_json_type_is_text(data: Path, storage: pa.DataType, text: str) -> None:
         blocks = open_blocks(data)
         [block] = blocks.get([0])
         assert block.columns["text"].to_pylist() == ["fox", "dog"]
-        assert sum(rows.sum() for rows in blocks.rows_of_shards()) == 2
+        assert blocks.rows_by_hash(lambda _: None).sum() == 2
         snapshot = open_snapshot(data, data / "../tokenizer.json")
         assert [tensor.dtype for tensor in tensors_of([snapshot], Spec()) if tensor.name == "text"] == ["utf8"]
         found.append((rows_of(block), block.splits.tolist()))

@@ -18,11 +18,10 @@ from penstock.spec import Packing, Spec
 from penstock_server import files as sealed
 from penstock_server.batches import writer as batch
 from penstock_server.batches.assemble import chunks, load
-from penstock_server.blocks import mmap as maps_module
-from penstock_server.blocks import mmap as pages
-from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks import cache as maps_module
+from penstock_server.blocks import cache as pages
+from penstock_server.blocks.cache import Waits
 from penstock_server.blocks.loader import Blocks
-from penstock_server.blocks.mmap import Waits
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from support.corpora import write_numbered
@@ -62,7 +61,7 @@ def test_blocks_are_served_when_the_cache_has_no_room_or_cannot_be_written(
     open_blocks: Callable[[], Blocks], data: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = rows_of(open_blocks().get([0])[0])
-    tight = Blocks(open_snapshot(data), BlockStore(CacheFolder(cache_dir, 0)))
+    tight = Blocks(open_snapshot(data), BlockStore(cache_dir, 0))
     assert rows_of(tight.get([0])[0]) == expected
     assert list(cache_dir.glob("*.block")) == []
     shutil.rmtree(cache_dir)
@@ -81,9 +80,9 @@ def test_evicted_block_is_unmapped_and_one_in_use_is_kept(
 ) -> None:
     monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
     snapshot = open_snapshot(data)
-    measured = BlockStore(CacheFolder(cache_dir))
+    measured = BlockStore(cache_dir)
     Blocks(snapshot, measured).get([0])
-    store = BlockStore(CacheFolder(cache_dir, int(2.5 * measured.cache.used_bytes)))
+    store = BlockStore(cache_dir, int(2.5 * measured.cache.used_bytes))
     blocks = Blocks(snapshot, store)
     for index in (2, 0, 4, 0, 2, 0, 4, 0):
         blocks.get([index])
@@ -113,7 +112,7 @@ def test_mapped_block_is_touched_and_unmapped_when_its_file_is_gone(
 
 def test_poll_unmaps_blocks_whose_file_is_gone(data: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
-    store = BlockStore(CacheFolder(cache_dir))
+    store = BlockStore(cache_dir)
     catalog = open_catalog(data.parent, None, store)
     catalog[data.name].latest.blocks.get([0])
     for path in cache_dir.glob("*.block"):
@@ -161,7 +160,7 @@ PAGE = mmap.PAGESIZE
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux shows what it was told of a map")
 def test_mapped_block_reads_no_more_pages_than_needed(tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 200)
-    store = BlockStore(CacheFolder(tmp_path / "cache"))
+    store = BlockStore(tmp_path / "cache")
     open_catalog(tmp_path / "data", None, store)["numbers"].latest.blocks.get([0])
     [path] = store.cache.folder.glob("*.block")
     told = Path("/proc/self/smaps").read_text().split(str(path), 1)[1]
@@ -209,7 +208,7 @@ def test_copies_are_announced_after_one_that_waited(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("packing", ["rows", "concat"])
 def test_announced_spans_are_the_copied_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: Packing) -> None:
     write_numbered(tmp_path / "data" / "numbers", 200)
-    store = BlockStore(CacheFolder(tmp_path / "cache"))
+    store = BlockStore(tmp_path / "cache")
     catalog = open_catalog(tmp_path / "data", None, store)
     catalog["numbers"].latest.index.lengths.make(lambda _: None)
     plan = catalog.plan("numbers", Spec(batch_size=16, seq_len=3, packing=packing, pad="longest", shuffle="global"))

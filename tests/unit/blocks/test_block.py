@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.blocks.columns import ListColumn, ListColumns
+from penstock_server.blocks.block import ListColumn, ListColumns
 
 Lists = list[list[int]]
 
