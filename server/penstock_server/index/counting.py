@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from penstock_server.files import is_there
 from penstock_server.problems import IndexFailed, IndexNotReady, OutOfMemory, Problem
 
 T = TypeVar("T")
@@ -26,16 +25,13 @@ log = logging.getLogger("penstock.counting")
 _PATIENCE_SECONDS = 1.0  # from the start, one deadline for all callers
 _FAILURE_SECONDS = 30.0  # all callers get a failure for this long; the next call after it starts again
 _LOCK_FILE = ".counting"
-_POLL_SECONDS = 0.1
 
 
 class Counting(Generic[T]):
     """A result that a background thread makes on the first call of `get`.
 
-    what   name of the result in messages: "the tokens of wiki"
-    total  number of steps
-    make   makes the result, and calls its argument with the number of steps done
-    files  returns the files that hold the result
+    `what` is its name in messages: "the tokens of wiki". `make` calls its argument with the number of steps done, of `total`.
+    `files` returns the files that hold the result.
     """
 
     def __init__(
@@ -51,20 +47,15 @@ class Counting(Generic[T]):
         self._began_at = 0.0
 
     def get(self) -> T:
-        """Returns the result; the first call starts to make it.
-
-        Raises IndexNotReady: the result is not ready; the message gives the progress. Raises the error that stopped it.
-        """
+        """Returns the result; the first call starts to make it. Raises IndexNotReady, and the error that stopped it."""
         if not self._made and (thread := self._start()):
             thread.join(max(0.0, self._began_at + _PATIENCE_SECONDS - time.monotonic()))
         if self._made:
             return self._made[0]
         if failure := self._failure:
             raise failure[0].with_traceback(None)  # otherwise the traceback would grow with every caller
-        done = self.num_done
-        seconds_left = None
-        if done:
-            seconds_left = max(1, math.ceil((time.monotonic() - self._began_at) * (self.total - done) / done))
+        done, seconds = self.num_done, time.monotonic() - self._began_at
+        seconds_left = max(1, math.ceil(seconds * (self.total - done) / done)) if done else None
         progress = f"{done:,} of {self.total:,} blocks are done ({done / max(self.total, 1):.0%})"
         # The time comes first: a terminal truncates long lines.
         left = f"about {timedelta(seconds=seconds_left)} left, " if seconds_left else ""
@@ -92,7 +83,7 @@ class Counting(Generic[T]):
     @property
     def is_stored(self) -> bool:
         """Whether all files of the result exist."""
-        return all(map(is_there, self._files()))
+        return all(map(os.path.exists, self._files()))
 
     def read(self) -> None:
         """Reads the result if it is stored, without counting. `get` raises what stops that."""
@@ -115,12 +106,9 @@ class Counting(Generic[T]):
             with suppress(OSError):  # not made yet, could not be stored, or the folder became read-only
                 os.utime(path)
 
-    def _advance(self, num_done: int) -> None:
-        self.num_done = num_done
-
     def _run(self) -> None:
         try:
-            self.make(self._advance)
+            self.make(partial(setattr, self, "num_done"))
             return
         except Problem as problem:
             failure = problem
@@ -139,31 +127,17 @@ def build_lock(*paths: Path) -> Iterator[None]:
     A file that exists is not locked. On a disk without locks, processes do the same work twice. Threads of one process do not
     wait for each other.
     """
-    folder, offsets = paths[0].parent, [_offset(path) for path in paths]
+    folder, missing = paths[0].parent, [path.name.encode() for path in paths if not os.path.exists(path)]  # noqa: PTH110
+    offsets = [int.from_bytes(blake2b(name, digest_size=7).digest(), "big") for name in missing]  # of their bytes in the lock
     with suppress(OSError):
-        for path, offset in zip(paths, offsets, strict=True):
-            while not path.exists() and not _is_locked(folder, offset):
-                time.sleep(_POLL_SECONDS)
+        for offset in offsets:
+            fcntl.lockf(_lock_file(folder), fcntl.LOCK_EX, 1, offset)
     try:
         yield
     finally:
         with suppress(OSError):
             for offset in offsets:
                 fcntl.lockf(_lock_file(folder), fcntl.LOCK_UN, 1, offset)
-
-
-def _is_locked(folder: Path, offset: int) -> bool:
-    """Locks a byte of the lock file. Returns False if another process holds it."""
-    try:
-        fcntl.lockf(_lock_file(folder), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-def _offset(path: Path) -> int:
-    """Returns the offset of a file's byte in the lock file, from its name."""
-    return int.from_bytes(blake2b(path.name.encode(), digest_size=7).digest(), "big")
 
 
 @cache

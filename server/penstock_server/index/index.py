@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -31,8 +30,7 @@ from penstock_server.recipes.split import Selection
 
 _FORMAT = 4
 _SUFFIX = ".index"
-_MARK_SECONDS = 86_400.0
-_FORGET_SECONDS = 30 * _MARK_SECONDS
+_FORGET_SECONDS = 30 * 86_400.0
 
 
 class Index:
@@ -49,7 +47,6 @@ class Index:
         self.rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows, lambda: [self._path("rows")])
         self._bins: dict[tuple[int, str], Counting[PackedPools]] = {}
         self._lock, self._packing = threading.Lock(), threading.Lock()
-        self._mark_at = time.monotonic() + _MARK_SECONDS
 
     def rows_per_block(self, split: str) -> IntArray:
         """Returns the rows of a split in each block, after the filter, including bad rows; shape [num_blocks]."""
@@ -78,10 +75,7 @@ class Index:
         return int(self.rows_per_block("all").sum())
 
     def bytes_per_block(self, *, look: bool = False) -> IntArray:
-        """Returns the bytes of each block in the cache, shape [num_blocks]: counted, or estimated before that.
-
-        With `look`, the estimate from the footers is corrected by reading a few blocks; that raises what Blocks.get raises.
-        """
+        """Returns the bytes of each block in the cache, shape [num_blocks]: counted, or estimated; `look` runs Blocks.look."""
         self.lengths.read()
         if self.lengths.is_ready:
             return self.lengths.get().bytes_per_block
@@ -98,8 +92,7 @@ class Index:
 
         Raises BadRow: the split has a bad row, and the recipe does not allow to leave it out.
         """
-        lengths = self._sound_lengths(split)
-        return lambda block: lengths.of_block(block, split)
+        return partial(self._sound_lengths(split).of_block, split=split)
 
     def parts_per_block(self, split: str, seq_len: int) -> IntArray:
         """Returns the samples of each block, shape [num_blocks], with rows longer than seq_len split. Raises BadRow."""
@@ -129,17 +122,16 @@ class Index:
     @property
     def is_stored(self) -> bool:
         """Whether all counts are stored, so that no other process counts again."""
-        return all(counting.is_stored for counting in self._countings() if counting.is_ready)
-
-    def _countings(self) -> list[Counting[Any]]:
-        return [self.lengths, self.rows, *list(self._bins.values())]
+        return all(counting.is_stored for counting in self._countings if counting.is_ready)
 
     def mark_used(self) -> None:
-        """Marks the stored counts as used, at most once a day, so that they are not dropped."""
-        if time.monotonic() >= self._mark_at:
-            self._mark_at = time.monotonic() + _MARK_SECONDS
-            for counting in self._countings():
-                counting.mark_used()
+        """Marks the stored counts as used, so that they are not dropped."""
+        for counting in self._countings:
+            counting.mark_used()
+
+    @property
+    def _countings(self) -> list[Counting[Any]]:
+        return [self.lengths, self.rows, *list(self._bins.values())]
 
     def _sound_lengths(self, split: str) -> RowLengths:
         lengths = self.lengths.get()
@@ -165,19 +157,10 @@ class Index:
         with build_lock(path):
             rows = read_sealed(path, parse)
             if rows is None:
-                rows = self._read_rows(advance)
+                rows = self.lengths.get().rows_by_hash() if self.lengths.is_ready else self._blocks.rows_by_hash(advance)
                 write_sealed(path, [rows.astype("<i8").tobytes()], "it is counted again after a restart")
             self._blocks.quarantine.num_rows = int(rows.sum())
             return rows
-
-    def _read_rows(self, advance: Callable[[int], None]) -> IntArray:
-        if self.lengths.is_ready:
-            return self.lengths.get().rows_by_hash()
-        counts = []
-        for shard, of_shard in enumerate(self._blocks.rows_of_shards()):
-            counts.append(of_shard)
-            advance(self._snapshot.blocks_of_shard(shard).stop)
-        return np.concatenate(counts, axis=1)
 
     def _count_bins(self, split: str, seq_len: int, advance: Callable[[int], None]) -> PackedPools:
         starts = self._snapshot.pools.starts
@@ -205,10 +188,11 @@ def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) ->
     """
     load = partial(read_sealed, path, partial(_parse, num_pools))
     with build_lock(path):
-        if stored := load():
-            return stored
-        write_sealed(path, _pieces(pack()), "it is held in memory, and packed again after a restart")
-        return load() or PackedPools.of(pack())
+        stored = load()
+        if stored is None:
+            write_sealed(path, _pieces(pack()), "it is held in memory, and packed again after a restart")
+            stored = load() or PackedPools.of(pack())
+        return stored
 
 
 def _pieces(pools: Iterable[Bins]) -> Iterator[bytes]:

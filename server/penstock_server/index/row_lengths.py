@@ -8,6 +8,7 @@ A new snapshot reuses the files of unchanged shards, and an interrupted count re
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -97,27 +98,23 @@ class RowLengths:
 
         Keys: "row"; and "prompt" and "response" if rows have both.
         """
-        sides = {"row": _Quantiles()}
-        if any(len(shard.prompts) for shard in self._shards):
-            sides |= {"prompt": _Quantiles(), "response": _Quantiles()}
+        sides = defaultdict[str, _Quantiles](_Quantiles)
         for shard in self._shards:
             for at in range(0, len(shard.words), _STEP):
-                lengths = shard.words[at : at + _STEP] & ~_VALIDATION
-                is_good = lengths > 0
-                sides["row"].add(lengths[is_good])
-                if len(shard.prompts):
-                    prompts = shard.prompts[at : at + _STEP]
-                    sides["prompt"].add(prompts[is_good])
-                    sides["response"].add((lengths - prompts)[is_good])
-        return {name: side.result() for name, side in sides.items()}
+                lengths, prompts = shard.words[at : at + _STEP] & ~_VALIDATION, shard.prompts[at : at + _STEP]
+                sides["row"].add(lengths[lengths > 0])
+                if len(prompts):
+                    sides["prompt"].add(prompts[lengths > 0])
+                    sides["response"].add((lengths - prompts)[lengths > 0])
+        return {"row": sides["row"].result(), **{name: side.result() for name, side in sides.items()}}
 
     def _per_block(self, split: str) -> Counts:
-        """Returns the counts of a split per block; the results for the last few splits are cached."""
+        """Returns the counts of a split per block."""
         functions = (np.ones_like, lambda lengths: lengths, lambda lengths: lengths == 0)
         return Counts(*(self._sum_per_block(split, function) for function in functions))
 
     def _parts_per_block(self, split: str, seq_len: int) -> IntArray:
-        """Returns samples per block, shape [num_blocks], with rows longer than seq_len split; cached for the last few calls."""
+        """Returns samples per block, shape [num_blocks], with rows longer than seq_len split."""
         return self._sum_per_block(split, lambda lengths: SplitRows.count(lengths, seq_len))
 
     def _sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
@@ -145,13 +142,9 @@ class _Quantiles:
 
     def result(self) -> dict[str, int]:
         """Returns each quantile in `QUANTILES`; 0 without lengths."""
-        upto, longer = self._counts.cumsum(), np.sort(np.concatenate(self._long))
-        num_short, number = int(upto[-1]), int(upto[-1]) + len(longer)
-        quantiles = dict.fromkeys(QUANTILES, 0)
-        for name, share in QUANTILES.items() if number else ():
-            at = max(0, -(-share * number // 1000) - 1)
-            quantiles[name] = int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short])
-        return quantiles
+        longer, counts = np.unique(np.concatenate(self._long), return_counts=True)
+        lengths, upto = [*range(_SHORT), *longer.tolist()], np.cumsum([*self._counts, *counts])
+        return {name: lengths[int(np.searchsorted(1000 * upto, share * upto[-1]))] for name, share in QUANTILES.items()}
 
 
 def _sums(shard: ShardLengths, selection: Selection, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:

@@ -27,9 +27,9 @@ from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.writer import frames
-from penstock_server.blocks import mmap as maps_module
-from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks import cache as maps_module
 from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.index import index as index_module
 from penstock_server.index import row_lengths as lengths_module
@@ -50,7 +50,7 @@ def open_all(tmp_path: Path) -> Callable[[], Catalog]:
     """The catalog as a server sees it that has just been started."""
     folder = write_numbered(tmp_path / "data" / "d", 300, row_group_size=20)
     (folder / "penstock.toml").write_text("validation = 0.3")
-    return lambda: open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
+    return lambda: open_catalog(folder.parent, None, BlockStore(tmp_path / "cache"))
 
 
 def served(catalog: Catalog, way: dict[str, str]) -> bytes:
@@ -130,7 +130,7 @@ def test_batches_are_served_when_the_disk_of_the_cache_fails(
 def test_counts_stay_while_a_server_runs_for_months(
     open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_module, "_MARK_SECONDS", 0)
+    monkeypatch.setattr(dataset_module, "_MARK_SECONDS", 0)
     cache, running = tmp_path / "cache", open_all()
     for way in WAYS[::-1]:
         served(running, way)
@@ -167,7 +167,7 @@ def test_rows_after_the_filter_are_known_when_rows_or_tokens_are_counted(tmp_pat
     (folder / "penstock.toml").write_text("filter = \"text = 'fox'\"")
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
     for number, name in enumerate(("lengths", "rows")):
-        cache = CacheFolder(tmp_path / f"cache{number}")
+        cache = tmp_path / f"cache{number}"
         index = open_catalog(folder.parent, tokenizer, BlockStore(cache))["d"].latest.index
         assert (index.num_rows, index.num_counted) == (None, 0)
         index.lengths.num_done = 1
