@@ -44,7 +44,7 @@ def inspect(opened: OpenSnapshot, rows: range, console: Console, num_lines: int)
 def _splits(snapshot: Snapshot) -> str:
     """Describe the rule for splits, and how much is held out."""
     held_out = f"{snapshot.validation:.3g} of the rows held out for validation by hash"
-    if not snapshot.shard_splits:
+    if snapshot.split_rule == "hash":
         return held_out
     by_name = f"by the names of the shards: {describe_splits(snapshot.shard_splits)}"
     return f"{by_name}; of train, {held_out}" if snapshot.validation else by_name

@@ -93,7 +93,7 @@ class Member:
         """Makes the blocks after a position in the background; `step` is the number of positions per global batch."""
         job = (self.snapshot, self.order_key, epoch)
         count = min(max(_POSITIONS_AHEAD, _STEPS_AHEAD * step), _MAX_POSITIONS_AHEAD)
-        if self.blocks.needs_read_ahead(job, position, count):
+        if self.blocks.ahead.is_due(job, position, count):
             packing, order = self.epoch(epoch)
             pools, needed_at = order.ahead(position, count)
             when = zip(pools, needed_at.tolist(), strict=True)
@@ -103,7 +103,7 @@ class Member:
     def _blocks_of(self, packing: Packing, pools: IntArray) -> list[int]:
         """Returns the blocks of some pools, without shards that the split leaves out."""
         blocks = [block for pool in pools.tolist() for block in packing.blocks_of(pool)]
-        if self.snapshot.shard_splits:
+        if self.snapshot.split_rule == "files":
             blocks = [block for block in blocks if self.snapshot.select_in(block, self.order_key.split) != "none"]
         return blocks
 

@@ -307,7 +307,7 @@ def _no_sample(member: Member, spec: Spec) -> str:
         where = f" in split={split}"
         snapshot = member.snapshot
         ways = f"raise the split's share (by validation in penstock.toml, now {snapshot.validation:g}), use split=all, or "
-        if snapshot.shard_splits or split == "test":
+        if snapshot.split_rule == "files" or split == "test":
             known = ", ".join(["all", *snapshot.splits])
             ways = f"use one of its splits ({known}), name shards such as {split}-00000-of-00001.parquet, or "
     if spec.packing == "concat" and member.index.tokens_per_block(split).any():

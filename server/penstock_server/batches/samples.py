@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Tensor
-from penstock_server.blocks.block import Block
-from penstock_server.blocks.columns import Features, ListColumns, RowSpans, TokenRuns, Turn
+from penstock_server.blocks.block import Block, Features, ListColumns, RowSpans, TokenRuns, Turn
 from penstock_server.order.arrays import IntArray, begins_run, by_value, equal_runs, find, numbered
 from penstock_server.order.packing import STREAM, Spans
 

@@ -17,8 +17,7 @@ from penstock_server.batches.assemble import Chunk, chunks, gather, load
 from penstock_server.batches.plan import Plan, Tensor
 from penstock_server.batches.samples import Samples
 from penstock_server.batches.writer import frames
-from penstock_server.blocks.block import Block
-from penstock_server.blocks.columns import Turn
+from penstock_server.blocks.block import Block, Turn
 from penstock_server.blocks.on_demand import PickedRows
 from penstock_server.problems import BadParameter
 from penstock_server.recipes.tokenizer import TokenizerFile

@@ -19,9 +19,8 @@ from penstock.wire.layout import DTYPES, TEXTS
 from penstock_server.batches.assemble import Chunk, gather
 from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan, Tensor
 from penstock_server.batches.samples import Samples
-from penstock_server.blocks.block import Block
-from penstock_server.blocks.columns import ListColumns, joined
-from penstock_server.blocks.mmap import Waits
+from penstock_server.blocks.block import Block, ListColumns, joined
+from penstock_server.blocks.cache import Waits
 from penstock_server.blocks.on_demand import PickedRows
 from penstock_server.order.arrays import IntArray, in_order
 from penstock_server.problems import BadParameter

@@ -6,7 +6,6 @@ snapshot   immutable list of shards and their blocks, named by a fingerprint
 history    records of snapshots in the cache folder, so that older ones outlive a restart
 footers    recipe and shards of a folder; a footer is read once
 dataset    DatasetState: what a dataset serves at one time; loads a change in its folder as a whole
-mixtures   mixtures that folders declare, and every parameter of a spec resolved
-catalog    all names below the data folder
+catalog    all names below the data folder, mixtures among them; every parameter of a spec resolved
 describe   a dataset, a mixture or a spec as JSON, with its `warnings`
 """

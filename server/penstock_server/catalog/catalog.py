@@ -97,19 +97,17 @@ class Catalog:
         return {**self._names.refused, **{s.name: s.error for s in states if s.error and not s.opened}}
 
     def __getitem__(self, name: str) -> DatasetState:
-        """Return the dataset of that name as it is now.
-
-        Raises UnknownDataset, DatasetInvalid, BadParameter: see _loader.
-        """
+        """Return the dataset of that name as it is now. Raises UnknownDataset, DatasetInvalid, BadParameter: see _loader."""
         return self._loader(name).state
 
     def plan(self, name: str, spec: Spec) -> Plan:
         """Resolve the spec against a dataset, or against all datasets that its mix names, this one included.
 
-        Raises BadParameter: the mix leaves it out, or `snapshot` does not name one snapshot per dataset.
-        Raises Busy: the snapshot may be in new data that a poll is reading.
-        Raises DatasetUnavailable: the folder cannot be opened now, so the server does not know whether it has the snapshot.
-        Raises SnapshotGone, DatasetInvalid, and the errors of make_plan.
+        Raises:
+            BadParameter: the mix leaves it out, or `snapshot` does not name one snapshot per dataset.
+            Busy: the snapshot may be in new data that a poll is reading.
+            DatasetUnavailable: the folder cannot be opened now, so the server does not know whether it has the snapshot.
+            SnapshotGone, DatasetInvalid, and the errors of make_plan.
         """
         try:
             spec, snapshots = self._open_snapshots(name, spec)
@@ -132,17 +130,11 @@ class Catalog:
         return any(name in datasets and datasets[name].state.is_behind(fingerprint) for name, fingerprint in pairs)
 
     def open(self) -> None:
-        """Open the datasets in the data folder.
-
-        Raises DatasetInvalid: the folder has no Parquet file, or no dataset can be served; the message lists the reasons.
-        """
-        with self._loading:
-            scan = scan_folders(self._data_dir)
-            loaders = {name: self._loader_of_folder(name, folder) for name, folder in scan.folders.items()}
+        """Open the datasets in the data folder. Raises DatasetInvalid: no dataset can be served; it lists the reasons."""
+        with self._scanned() as (scan, loaders):
             for name, loader in loaders.items():
                 with suppress(DatasetInvalid):  # a request for the dataset raises the error
                     loader.refresh(scan.shards[name])
-            self._names = self._names.followed_by(scan, loaders.values())
         if any(loader.state.snapshots for loader in loaders.values()):
             return
         reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
@@ -156,8 +148,7 @@ class Catalog:
     def refresh(self, name: str) -> Change:
         """Load the changes in a dataset's folder at once.
 
-        Raises UnknownDataset: no dataset has this name.
-        Raises DatasetInvalid: the folder cannot be opened; the server goes on serving the previous snapshots.
+        Raises UnknownDataset. Raises DatasetInvalid: the folder cannot be opened; the previous snapshots are still served.
         """
         with self._loading:
             scan = scan_folders(self._data_dir)
@@ -171,20 +162,23 @@ class Catalog:
                 self._names = self._names.followed_by(scan, [loader])
 
     def poll(self) -> bool:
-        """Load the changes in all folders that have settled. Return False if some folder is still changing.
-
-        Also release blocks that another process has evicted, so that an idle process holds no disk space.
-        """
-        self.store.maps.let_go()
-        with self._loading:
-            scan = scan_folders(self._data_dir)
-            loaders = {name: self._loader_of_folder(name, folder) for name, folder in scan.folders.items()}
+        """Load the changes in all folders that have settled. Return False if some folder is still changing."""
+        self.store.maps.let_go()  # an idle process must not hold disk space
+        with self._scanned() as (scan, loaders):
             are_settled = [loader.poll(scan.shards[name]) for name, loader in loaders.items()]
-            self._names = self._names.followed_by(scan, loaders.values())
             for name, loader in self._names.datasets.items():
                 if name not in scan.folders:
                     self._report_missing(loader, scan)
-            return all(are_settled)
+        return all(are_settled)
+
+    @contextmanager
+    def _scanned(self) -> Iterator[tuple[Scan, dict[str, DatasetLoader]]]:
+        """Scan the data folder; afterwards the names follow the scan."""
+        with self._loading:
+            scan = scan_folders(self._data_dir)
+            loaders = {name: self._loader_of_folder(name, folder) for name, folder in scan.folders.items()}
+            yield scan, loaders
+            self._names = self._names.followed_by(scan, loaders.values())
 
     @contextmanager
     def polling(self, poll_seconds: float) -> Iterator[None]:
@@ -252,8 +246,7 @@ class Catalog:
     def _loader(self, name: str) -> DatasetLoader:
         """Return the loader of a dataset.
 
-        Raises UnknownDataset: no dataset has this name.
-        Raises DatasetInvalid: the name is refused, or it may be below a folder whose contents are unknown.
+        Raises UnknownDataset. Raises DatasetInvalid: the name is refused, or may be below a folder whose contents are unknown.
         Raises BadParameter: it is the name of a mixture.
         """
         names = self._names
@@ -295,10 +288,7 @@ class Catalog:
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
-    """Return the opened catalog of a folder.
-
-    Raises DatasetInvalid: the tokenizer file is invalid, or see Catalog.open.
-    """
+    """Return the opened catalog of a folder. Raises DatasetInvalid: the tokenizer is invalid, or see Catalog.open."""
     if tokenizer:
         load_tokenizer(tokenizer)  # report a wrong flag once, not once per dataset
     catalog = Catalog(data_dir, tokenizer, store)
@@ -320,10 +310,7 @@ class DeclaredMixture:
 
 
 def read_mixture(name: str, folder: Path, datasets: Collection[str]) -> DeclaredMixture:
-    """Return the mixture that a folder declares.
-
-    Raises DatasetInvalid: its penstock.toml is wrong, or mixes a name that is not in `datasets`.
-    """
+    """Return the mixture that a folder declares. Raises DatasetInvalid: its penstock.toml is wrong, or mixes other names."""
     path = folder / FILE_NAME
     document = read_toml(path)
     if unknown := [key for key in document if key not in ("mix", "stopping_strategy")]:

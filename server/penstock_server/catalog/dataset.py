@@ -37,6 +37,8 @@ from penstock_server.schemas import described
 
 log = logging.getLogger("penstock.dataset")
 
+_MARK_SECONDS = 3600.0
+
 
 @dataclass(frozen=True, slots=True)
 class OpenSnapshot:
@@ -108,8 +110,7 @@ class DatasetState:
     def find(self, fingerprint: str | None) -> OpenSnapshot:
         """Return the snapshot of this fingerprint, None for the latest. The first request for an older one opens it.
 
-        Raises SnapshotGone: this server does not have it, or no longer has it.
-        Raises DatasetInvalid: there is no latest snapshot, or a shard of the snapshot cannot be read.
+        Raises SnapshotGone. Raises DatasetInvalid: there is no latest snapshot, or a shard of the snapshot cannot be read.
         """
         if fingerprint is None or (self.opened and fingerprint == self.opened.snapshot.fingerprint):
             return self.latest
@@ -234,20 +235,26 @@ class DatasetLoader:
         self._tokenizer = default_tokenizer
         notes = open_notes(store.cache.folder, folder)
         self._footers, self._history = FooterCache(folder, notes / "footers"), History(notes)
+        self._marked_at = dict[str, float]()  # by fingerprint, when its files were last marked as used
         self._seen: tuple[FolderState, float] | None = None  # the last folder state, and since when it is unchanged
         self._loaded: FolderState | None = None  # `state` is of this one; None if it was not settled
 
     def open_snapshot(self, fingerprint: str | None) -> OpenSnapshot:
         """Return the snapshot of this fingerprint, None for the latest, for a job. Raises the errors of DatasetState.find."""
-        snapshot = self.state.find(fingerprint)
-        self._history.touch(snapshot.snapshot.fingerprint)
-        snapshot.index.mark_used()
-        return snapshot
+        opened = self.state.find(fingerprint)
+        name, now = opened.snapshot.fingerprint, time.monotonic()
+        marked_at = self._marked_at.get(name)
+        if marked_at is None or now - marked_at >= _MARK_SECONDS:
+            self._marked_at[name] = now
+            self._history.touch(name)
+            if marked_at is not None:
+                opened.index.mark_used()
+        return opened
 
     def poll(self, shards: Mapping[str, FileStat]) -> bool:
-        """Load the changes in the folder, whose shards have these stats, if it has settled.
+        """Load the changes in the folder, whose shards have these stats. Return False if it has not settled.
 
-        Return False if it has not: a shard that is being written must not become part of a snapshot.
+        A shard that is being written must not become part of a snapshot.
         """
         folder_state, now = self._folder_state(shards), time.monotonic()
         if self._seen is None or self._seen[0] != folder_state:
@@ -276,7 +283,7 @@ class DatasetLoader:
 
         Other files in the folder are not read: they may be half written.
         """
-        state, record = self.state, self._history.latest()
+        state, record = self.state, next(iter(self._history.records()), None)
         if not state.opened or not record or record.fingerprint == state.opened.snapshot.fingerprint:
             return
         try:

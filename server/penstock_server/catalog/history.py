@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
+from penstock_server.catalog.scan import FileStat, stat_of_file
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.files import ABANDONED_SECONDS, TEMPORARY, read_sealed, write_sealed
 
@@ -27,8 +29,6 @@ _FORGET_SECONDS = 90 * 86_400.0  # age limit of notes on a dataset that no serve
 _FORMAT = 1
 _SUFFIX = ".snapshot"
 _MAX_OLDER = 16  # older snapshots of a dataset
-_TOUCH_SECONDS = 60.0
-_NOT_STORED = -1  # for the inode of a note
 
 ShardName = tuple[str, int, str]  # its file's name, its size in bytes, its digest
 
@@ -95,65 +95,49 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._records: dict[str, tuple[int, Record]] = {}  # with the inode of its note: a rewritten note is another file
-        self._touched_at: dict[str, float] = {}
+        self._load = lru_cache(4 * _MAX_OLDER)(_load)
+        self._not_stored = dict[str, Record]()  # a full disk stops no run
 
     def records(self) -> list[Record]:
         """Return all records, newest first, including those of other servers with the same cache folder."""
-        # A record that could not be stored stays in memory: a full disk stops no run.
-        records = {fingerprint: known for fingerprint, known in self._records.items() if known[0] == _NOT_STORED}
+        records = [*self._not_stored.values()]
         with suppress(OSError):  # the disk fails, or no descriptor is left
-            for path in self._folder.glob(f"*{_SUFFIX}"):
-                known, inode = self._records.get(path.stem), _inode(path)
-                if known and known[0] == inode:
-                    records[path.stem] = known
-                elif record := _load(path):
-                    records[path.stem] = (inode, record)
-        self._records = records
-        return sorted((record for _, record in records.values()), key=lambda record: record.made_at_ns, reverse=True)
-
-    def latest(self) -> Record | None:
-        """Return the newest latest snapshot of any server with the same cache folder; None if unknown."""
-        return next(iter(self.records()), None)
+            records += filter(None, (self._load(path, stat_of_file(path)) for path in self._folder.glob(f"*{_SUFFIX}")))
+        return sorted(records, key=lambda record: record.made_at_ns, reverse=True)
 
     def add(self, snapshot: Snapshot) -> None:
         """Record the snapshot that has become the latest."""
-        latest = self.latest()
+        records = {record.fingerprint: record for record in self.records()}
+        latest = next(iter(records.values()), None)
         if latest and latest.fingerprint == snapshot.fingerprint:
             return
-        was_requested = self._was_requested(snapshot.fingerprint)
-        made_at_ns = max(time.time_ns(), latest.made_at_ns + 1 if latest else 0)
-        record, path = _record(snapshot, made_at_ns), self._path(snapshot.fingerprint)
-        write_note(path, (_FORMAT, made_at_ns, record.num_rows, record.recipe, record.shards))
-        with suppress(OSError):
-            os.utime(path, ns=(made_at_ns, made_at_ns + was_requested))
-        self._records[snapshot.fingerprint] = (_inode(path), record)
-        older = sorted(
-            (fingerprint for fingerprint in self._records if fingerprint != snapshot.fingerprint),
-            key=lambda fingerprint: (self._was_requested(fingerprint), self._used_at_ns(fingerprint)),
-        )
-        for fingerprint in older[:-_MAX_OLDER]:
-            del self._records[fingerprint]
+        before, path = records.pop(snapshot.fingerprint, None), self._path(snapshot.fingerprint)
+        was_requested = before is not None and self._last_use(before)[0]
+        record = _record(snapshot, max(time.time_ns(), latest.made_at_ns + 1 if latest else 0))
+        write_note(path, (_FORMAT, record.made_at_ns, record.num_rows, record.recipe, record.shards))
+        try:
+            os.utime(path, ns=(record.made_at_ns, record.made_at_ns + was_requested))
+            self._not_stored.pop(record.fingerprint, None)
+        except OSError:
+            self._not_stored[record.fingerprint] = record
+        for older in sorted(records.values(), key=self._last_use)[:-_MAX_OLDER]:
+            self._not_stored.pop(older.fingerprint, None)
             with suppress(OSError):
-                self._path(fingerprint).unlink()
+                self._path(older.fingerprint).unlink()
 
     def touch(self, fingerprint: str) -> None:
         """Note that a job has requested this snapshot now."""
-        now = time.monotonic()
-        if now - self._touched_at.get(fingerprint, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
-            self._touched_at[fingerprint] = now
-            with suppress(OSError):
-                os.utime(self._path(fingerprint))
-                os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
+        with suppress(OSError):
+            os.utime(self._path(fingerprint))
+            os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
 
-    def _was_requested(self, fingerprint: str) -> bool:
-        return fingerprint in self._records and self._used_at_ns(fingerprint) > self._records[fingerprint][1].made_at_ns
-
-    def _used_at_ns(self, fingerprint: str) -> int:
+    def _last_use(self, record: Record) -> tuple[bool, int]:
+        """Return whether a job has requested a snapshot, and when, in nanoseconds; without a request, when it was made."""
         try:
-            return self._path(fingerprint).stat().st_mtime_ns
+            used_at_ns = self._path(record.fingerprint).stat().st_mtime_ns
         except OSError:
-            return self._records[fingerprint][1].made_at_ns
+            used_at_ns = record.made_at_ns
+        return used_at_ns > record.made_at_ns, used_at_ns
 
     def _path(self, fingerprint: str) -> Path:
         return self._folder / f"{fingerprint}{_SUFFIX}"
@@ -165,19 +149,13 @@ def _record(snapshot: Snapshot, made_at_ns: int) -> Record:
     return Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe, shards)
 
 
-def _load(path: Path) -> Record | None:
+def _load(path: Path, _: FileStat | None) -> Record | None:
+    """Return the record in a file with this stat; None if it is missing or damaged."""
     content = read_note(path)
     if not isinstance(content, tuple) or content[:1] != (_FORMAT,):
         return None
     _, made_at_ns, num_rows, recipe, shards = content
     return Record(path.stem, made_at_ns, num_rows, recipe, _interned(shards))
-
-
-def _inode(path: Path) -> int:
-    try:
-        return path.stat().st_ino
-    except OSError:  # it could not be stored, or another server has removed it just now
-        return _NOT_STORED
 
 
 def _interned(shards: Iterable[ShardName]) -> tuple[ShardName, ...]:

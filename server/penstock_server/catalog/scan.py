@@ -192,10 +192,11 @@ def state_of_folder(folder: Path, shards: Mapping[str, FileStat], default_tokeni
         named.append(default_tokenizer)
     tokenizers = [path for path in named if path.suffix == ".json" or path == default_tokenizer]
     paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in (*TEMPLATE_FILES, *TOKEN_FILES))]
-    return FolderState(shards, {str(path): file_stat for path in paths if (file_stat := _stat_of_file(path))})
+    return FolderState(shards, {str(path): file_stat for path in paths if (file_stat := stat_of_file(path))})
 
 
-def _stat_of_file(path: Path) -> FileStat | None:
+def stat_of_file(path: Path) -> FileStat | None:
+    """Return the stat of a regular file; None if there is none."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # a text that is not a file name may be too long, or contain a null character

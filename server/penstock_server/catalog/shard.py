@@ -63,7 +63,13 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     with _opened(path) as file:
         file_stat = stat_of(file)
         footer = _read_footer(path, file)
-        _check_columns(path, footer.schema, recipe)
+        try:
+            recipe.check(footer.schema)
+        except RecipeError as error:
+            raise DatasetInvalid(
+                f"{path}: {str(error).rstrip('.')}. Give all shards of a dataset the same columns, correct penstock.toml, or "
+                f"move this shard to another folder."
+            ) from error
         digest = _file_digest(file, file_stat.size_bytes)
         if FileStat.of(path.stat()) != file_stat:  # the content may be a mix of two files
             raise being_written(path)
@@ -191,16 +197,6 @@ class _Unread(RawIOBase):
         raise _NoRows
 
 
-def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
-    try:
-        recipe.check(schema)
-    except RecipeError as error:
-        raise DatasetInvalid(
-            f"{path}: {str(error).rstrip('.')}. Give all shards of a dataset the same columns, correct penstock.toml, or move "
-            f"this shard to another folder."
-        ) from error
-
-
 def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
     """Hash the end of a file, with the footer, and samples spread over the rest; all of a small file."""
     digest = blake2b(digest_size=16)
@@ -238,10 +234,9 @@ def _token_range(footer: _Footer, groups: list[pq.RowGroupMetaData], recipe: Rec
         return None
     chunks = [group.column(leaf) for leaf in [_leaf(footer, name) for name in names] for group in groups]
     found = [c.statistics for c in chunks if c.num_values]
-    unknown = [s for s in found if s is None or (s.num_values and not s.has_min_max)]
-    ranges = [(int(s.min), int(s.max)) for s in found if s and s.has_min_max]
-    if unknown:
+    if any(s is None or (s.num_values and not s.has_min_max) for s in found):
         return None
+    ranges = [(int(s.min), int(s.max)) for s in found if s.has_min_max]
     return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
 

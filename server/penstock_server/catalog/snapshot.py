@@ -58,7 +58,8 @@ class Snapshot:
     token_bound      an id not below it makes a bad row, by the recipe; see bound_in
     name             name of the dataset, used in errors; a.b for the folder a/b
     token_dtype      the smallest of uint16 and uint32 that holds every token id
-    shard_splits     the split of each shard, by its name; None: a hash splits the rows
+    split_rule       what decides the splits: the names of the shards, or a hash of each row
+    shard_splits     the split of each shard by its name: train, validation, test or none; train if a hash splits the rows
     validation       the share of rows that the hash holds out, of all shards or of the train shards
     """
 
@@ -80,9 +81,12 @@ class Snapshot:
         self.vocab_size = recipe.vocab_size or _vocab_size(self.shards, recipe)
         self.token_bound = min(recipe.vocab_size or _MAX_BOUND, _MAX_BOUND)
         self.token_dtype = "uint16" if (self.vocab_size or _MAX_BOUND) <= 2**16 else "uint32"
-        self.fingerprint = fingerprint_of(self.shards, recipe)
-        self.shard_splits = splits_of_shards((shard.path.name for shard in self.shards), recipe.splits)
-        self.validation = _held_out_share(recipe, self.shard_splits)
+        content = [[s.path.name, s.stat.size_bytes, s.digest] for s in self.shards]
+        self.fingerprint = _digest({"shards": content, **_applied(recipe, (name for name, *_ in content))}, 8)
+        by_name = splits_of_shards((shard.path.name for shard in self.shards), recipe.splits)
+        self.split_rule: SplitRule = "files" if by_name else "hash"
+        self.shard_splits = by_name or ("train",) * len(self.shards)
+        self.validation = _held_out_share(recipe, by_name)
 
     @cached_property
     def pools(self) -> Pools:
@@ -90,28 +94,19 @@ class Snapshot:
         return pools_of(self.rows_per_block, self.blocks_per_group)
 
     @property
-    def split_rule(self) -> SplitRule:
-        """Return the rule for splits: the names of the shards, or a hash of each row."""
-        return "files" if self.shard_splits else "hash"
-
-    @property
     def splits(self) -> list[str]:
         """Return the splits of the rows, besides "all"; a single one has all rows."""
-        found = {*(self.shard_splits or ["train"]), *(["validation"] if self.validation else [])}
+        found = {*self.shard_splits, *(["validation"] if self.validation else [])}
         return [split for split in ("train", "validation", "test") if split in found]
 
     def select(self, split: str) -> list[Selection]:
         """Return the rows of each shard that are in a split."""
-        found = {own: select_rows(split, own, self.validation) for own in {*(self.shard_splits or ["train"])}}
-        return [found[own] for own in self.shard_splits] if self.shard_splits else [found["train"]] * len(self.shards)
-
-    def split_of_shard(self, shard: int) -> str:
-        """Return the split of a shard: train, also if a hash gives the splits, validation, test or none."""
-        return self.shard_splits[shard] if self.shard_splits else "train"
+        found = {own: select_rows(split, own, self.validation) for own in {*self.shard_splits}}
+        return [found[own] for own in self.shard_splits]
 
     def split_of_block(self, block: int) -> str:
         """Return the split of a block's shard."""
-        return self.split_of_shard(find_one(self.first_block_of_shard, block) if self.shard_splits else 0)
+        return self.shard_splits[find_one(self.first_block_of_shard, block)]
 
     def select_in(self, block: int, split: str) -> Selection:
         """Return the rows of a block that are in a split."""
@@ -196,18 +191,13 @@ class Snapshot:
         return range(int(self._first_block[group]), int(self._first_block[group + 1]))
 
 
-def fingerprint_of(shards: Sequence[Shard], recipe: Recipe) -> str:
-    """Return the fingerprint of the snapshot of these shards and this recipe."""
-    content = {
-        "shards": [[s.path.name, s.stat.size_bytes, s.digest] for s in shards],
-        **_applied(recipe, (s.path.name for s in shards)),
-    }
-    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
 def recipe_key(recipe: Recipe, names: Iterable[str]) -> str:
-    """Return a hash of the other inputs of a fingerprint, for shards of these names."""
-    return blake2b(json.dumps(_applied(recipe, names), sort_keys=True).encode(), digest_size=16).hexdigest()
+    """Return a hash of the recipe as it applies to shards of these names."""
+    return _digest(_applied(recipe, names), 16)
+
+
+def _digest(content: dict[str, Any], num_bytes: int) -> str:
+    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=num_bytes).hexdigest()
 
 
 def _joined(numbers: Iterable[array[int]]) -> IntArray:

@@ -75,7 +75,7 @@ def _of_missing_separator(dataset: OpenSnapshot | Member) -> str | None:
 def _of_splits(dataset: OpenSnapshot | Member, split: str) -> str | None:
     """Warn that shard names, not the recipe, give the splits."""
     snapshot = dataset.snapshot
-    if not snapshot.shard_splits or snapshot.recipe.splits:
+    if snapshot.split_rule == "hash" or snapshot.recipe.splits:
         return None
     return (
         f"{dataset.name}: the names of its shards give its splits ({describe_splits(snapshot.shard_splits)}), and {split}. "
