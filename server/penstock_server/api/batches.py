@@ -33,7 +33,7 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import as_json
 from penstock_server.batches.writer import frames, frames_nbytes
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.on_demand import PickedRows, RowsFuture
+from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.problems import BadParameter, BlocksNotReady
 from penstock_server.schemas import BatchInfo, ProvenanceInfo
 
@@ -250,7 +250,7 @@ class BatchStream(StreamingResponse):
             await executors.make_batches(partial(self._make, blocks))
         await self._in_thread(self._chunk.read_ahead)  # last: a client that has left by now needs no more blocks
 
-    def _make(self, blocks: Sequence[Block | PickedRows]) -> None:
+    def _make(self, blocks: Sequence[Block]) -> None:
         """Makes the body of this chunk. In JSON, one batch is an object, several batches are an array."""
         self._check_client()
         self._reservation.take()
@@ -350,9 +350,9 @@ def _num_done(futures: Sequence[Future[Any]]) -> int:
     return sum(future.done() or (isinstance(future, RowsFuture) and future.is_decoded) for future in futures)
 
 
-def _may_block(blocks: Sequence[Block | PickedRows]) -> bool:
+def _may_block(blocks: Sequence[Block]) -> bool:
     """Returns whether making a chunk of these may load the blocks of replacement rows."""
-    return any(isinstance(block, Block) and block.bad for block in blocks)
+    return any(block.bad for block in blocks)
 
 
 def _responses(shown: Any) -> dict[int | str, dict[str, Any]]:

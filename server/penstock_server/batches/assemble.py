@@ -20,7 +20,7 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import MemberSpans, Plan
 from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.on_demand import PickedRows, RowsFuture
+from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.blocks.store import Asked
 from penstock_server.order.arrays import IntArray, by_value, in_order, places_in
 from penstock_server.order.packing import STREAM, Spans
@@ -52,7 +52,7 @@ class Chunk:
             mapped += blocks
         return mapped
 
-    def request(self) -> list[Asked | RowsFuture]:
+    def request(self) -> list[Asked]:
         """Returns, for all needs, blocks, futures of blocks, or futures of the needed rows of uncached blocks."""
         return [requested for need in self.needs for requested in _request(need)]
 
@@ -85,12 +85,12 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
         yield Chunk(plan, epoch, rank, part, plan.spans(epoch, rank, part))
 
 
-def load(chunk: Chunk) -> Sequence[Block | PickedRows]:
+def load(chunk: Chunk) -> Sequence[Block]:
     """Loads the blocks of a chunk, or the rows that it needs, now. Raises what Blocks.get raises."""
     return chunk.mapped() or [block if isinstance(block, Block) else block.result() for block in chunk.request()]
 
 
-def _request(need: MemberSpans) -> Sequence[Asked | RowsFuture]:
+def _request(need: MemberSpans) -> Sequence[Asked]:
     blocks, spans = need.member.blocks, need.spans
     if spans.rows[0] == STREAM:  # only the block has the offsets of its rows
         return blocks.request(need.blocks)
@@ -98,7 +98,7 @@ def _request(need: MemberSpans) -> Sequence[Asked | RowsFuture]:
     return blocks.request_rows(need.blocks, spans.blocks, spans.rows, need.member.order_key.split)
 
 
-def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Samples:
+def gather(chunk: Chunk, blocks: Sequence[Block]) -> Samples:
     """Returns the samples of all batches of a chunk, batch by batch; `blocks` as `load` returns them.
 
     Raises BadRow: see usable_rows. Raises DatasetInvalid: too many rows are bad.
@@ -112,38 +112,37 @@ def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Samples:
         member, indices, spans, needed = need.member, need.blocks, need.spans, list(islice(rest, len(need.blocks)))
         if (split := member.order_key.split) != "all":
             selected = member.blocks.of_split
-            needed = [selected(at, b, split) if isinstance(b, Block) else b for at, b in zip(indices, needed, strict=True)]
-        if member.order_key.replaces_bad_rows and any(isinstance(block, Block) and block.bad for block in needed):
+            needed = [selected(at, block, split) for at, block in zip(indices, needed, strict=True)]
+        if member.order_key.replaces_bad_rows and any(block.bad for block in needed):
             by_index = dict(zip(indices, needed, strict=True))
             spans = _with_replacements(need, by_index)
             replaced[spans.samples[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
             indices, needed = map(list, zip(*sorted(by_index.items()), strict=True))
         numbers = len(loaded) + places_in(np.array(indices), spans.blocks)
         spans = spans._replace(rows=_rows_here(spans, dict(zip(indices, needed, strict=True))), blocks=numbers)
-        whole = [block if isinstance(block, Block) else block.block for block in needed]
-        loaded += map(LoadedBlock, repeat(member), repeat(chunk.plan.members.index(member)), indices, whole)
+        loaded += map(LoadedBlock, repeat(member), repeat(chunk.plan.members.index(member)), indices, needed)
         parts.append(spans)
     return Samples(count, loaded, parts[0] if len(parts) == 1 else Spans(*in_order(parts)), replaced)
 
 
-def _rows_here(spans: Spans, blocks: Mapping[int, Block | PickedRows]) -> IntArray:
-    """Returns the row numbers of spans in the loaded blocks; for PickedRows, the numbers among the picked rows."""
-    if all(isinstance(block, Block) for block in blocks.values()):
+def _rows_here(spans: Spans, blocks: Mapping[int, Block]) -> IntArray:
+    """Returns the row numbers of spans in the loaded blocks; for picked rows, the numbers among these."""
+    if all(block.picked is None for block in blocks.values()):
         return spans.rows
     rows = spans.rows.copy()
     for index, mine in by_value(spans.blocks):
-        if isinstance(picked := blocks[index], PickedRows):
-            rows[mine] = np.searchsorted(picked.rows, rows[mine])
+        if (picked := blocks[index].picked) is not None:
+            rows[mine] = np.searchsorted(picked, rows[mine])
     return rows
 
 
-def _with_replacements(need: MemberSpans, blocks: dict[int, Block | PickedRows]) -> Spans:
+def _with_replacements(need: MemberSpans, blocks: dict[int, Block]) -> Spans:
     """Replaces bad rows in the spans with good ones; adds the blocks of these to `blocks`."""
     # Again: loading these blocks may have found more bad rows than max_bad_share allows.
     need.member.blocks.quarantine.check()
     rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()
     for index, mine in by_value(need.spans.blocks):
-        if isinstance(block := blocks[index], Block) and block.bad:
+        if (block := blocks[index]).bad:
             other, good_block, good_rows = usable_rows(need.member, index, block, need.spans.rows[mine])
             blocks[other], indices[mine], rows[mine] = good_block, other, good_rows
     return need.spans._replace(blocks=indices, rows=rows)

@@ -18,7 +18,6 @@ from penstock_server.batches.plan import Plan, Tensor
 from penstock_server.batches.samples import Samples
 from penstock_server.batches.writer import frames
 from penstock_server.blocks.block import Block, Turn
-from penstock_server.blocks.on_demand import PickedRows
 from penstock_server.problems import BadParameter
 from penstock_server.recipes.tokenizer import TokenizerFile
 
@@ -27,7 +26,7 @@ _MAX_SAMPLES = 1 << 14  # over all batches of a request
 _MAX_PARTS = 1 << 17  # parts of rows in a provenance response: 25 MB as text
 
 
-def as_json(chunk: Chunk, blocks: Sequence[Block | PickedRows], before_each: Callable[[], None] = lambda: None) -> list[str]:
+def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], None] = lambda: None) -> list[str]:
     """Returns the JSON of each batch of a chunk: its ids, its digest, and the decoded text of each sample.
 
     Calls `before_each` before each sample; an exception from it ends the work.

@@ -21,7 +21,6 @@ from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan, Tensor
 from penstock_server.batches.samples import Samples
 from penstock_server.blocks.block import Block, ListColumns, joined
 from penstock_server.blocks.cache import Waits
-from penstock_server.blocks.on_demand import PickedRows
 from penstock_server.order.arrays import IntArray, in_order
 from penstock_server.problems import BadParameter
 
@@ -34,7 +33,7 @@ _ZEROS = pa.py_buffer(bytes(1 << 16))
 _BYTE = np.dtype(np.uint8)
 
 
-def frames(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> memoryview:
+def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
     """Returns the concatenated frames of a chunk, from its blocks. Raises what gather raises."""
     plan, samples = chunk.plan, gather(chunk, blocks)
     sizes = {tensor.name: _sizes(tensor.name, samples) for tensor in plan.tensors if tensor.is_ragged}

@@ -321,7 +321,7 @@ class _Partition:
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens of the rows of one block.
+    """Tokens of the rows of one block, or of some of them.
 
     features  "tokens", or "chosen" and "rejected"
     columns   passthrough columns, by name
@@ -329,6 +329,7 @@ class Block:
     numbered  number of each row in the block in the shard, shape [num_rows]; None if the block has all of its rows
     splits    hash of each row that decides its split, shape [num_rows]
     nbytes    bytes of the whole block in the cache
+    picked    numbers of the only rows that were tokenized, all good, in the block or the requested split; ascending
     """
 
     features: dict[str, Feature]
@@ -337,6 +338,7 @@ class Block:
     numbered: npt.NDArray[np.integer[Any]] | None
     splits: npt.NDArray[np.uint32]
     nbytes: int
+    picked: IntArray | None = None
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Block:

@@ -11,13 +11,11 @@ from concurrent.futures import Future
 from contextlib import closing
 from functools import cached_property, partial
 from itertools import islice
-from typing import TypeVar
 
 import numpy as np
 
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.decode import RowGroupReader
-from penstock_server.blocks.on_demand import PickedRows, RowsFuture
 from penstock_server.blocks.quarantine import Quarantine
 from penstock_server.blocks.store import Asked, BlockStore
 from penstock_server.catalog.snapshot import Snapshot
@@ -27,8 +25,6 @@ from penstock_server.recipes import encode
 from penstock_server.recipes.recipe import Rows
 from penstock_server.recipes.split import is_validation
 from penstock_server.recipes.text import lacks_separator
-
-_Requested = TypeVar("_Requested", Asked, "Asked | RowsFuture")
 
 _LOADED_TOGETHER = 8  # blocks requested at a time in a pass over a dataset
 _FIRST_ROWS = 16  # rows checked for a separator between prompt and response
@@ -53,10 +49,10 @@ class Blocks:
         blocks = self._store.request(self._reader, indices)
         return [self._noted(index, block) for index, block in zip(indices, blocks, strict=True)]
 
-    def request_rows(self, indices: Sequence[int], blocks: IntArray, rows: IntArray, split: str) -> list[Asked | RowsFuture]:
+    def request_rows(self, indices: Sequence[int], blocks: IntArray, rows: IntArray, split: str) -> list[Asked]:
         """As `request`, for rows[i] of block blocks[i], or of its split: only these are tokenized if it is not cached."""
         if self._snapshot.recipe.kind == "tokens":  # encoding all rows of ids takes little time beside decoding them
-            return [*self.request(indices)]
+            return self.request(indices)
         mapped = self._store.maps.known([self.names.of(index) for index in indices])
         cold = {index for index, block in zip(indices, mapped, strict=True) if not (block or self.is_stored(index))}
         wanted = {index: distinct(rows[of_block]) for index, of_block in by_value(blocks) if index in cold} if cold else {}
@@ -96,7 +92,9 @@ class Blocks:
             yield self._wait(index, requested.pop(index))
 
     def of_split(self, index: int, block: Block, split: str) -> Block:
-        """Returns the rows of one split in the block at an index."""
+        """Returns the rows of one split in the block at an index; picked rows are of the split already."""
+        if block.picked is not None:
+            return block
         return self._store.splits.of(block, self._snapshot.select_in(index, split), self._snapshot.validation)
 
     @cached_property
@@ -131,7 +129,6 @@ class Blocks:
         # Spread over the dataset: its shards may come from several sources.
         with_rows = np.flatnonzero(num_rows)
         indices = with_rows[np.unique(np.linspace(0, len(with_rows) - 1, _SAMPLED_BLOCKS, dtype=np.int64))]
-        requested: Sequence[Asked | RowsFuture]
         # With a filter, the number of rows in a block is unknown, so rows cannot be requested by number.
         if self._snapshot.recipe.filter or self._snapshot.bytes_per_block[indices].sum() <= _SMALL_SAMPLE_BYTES:
             requested = self.request(indices.tolist())
@@ -140,10 +137,9 @@ class Blocks:
             requested = self.request_rows(indices.tolist(), np.tile(indices, _SAMPLED_ROWS), rows.reshape(-1), "all")
         taken = predicted = 0.0
         for index, asked in zip(indices.tolist(), requested, strict=True):
-            loaded = asked.result() if isinstance(asked, Future) else asked
-            block, is_part = (loaded.block, True) if isinstance(loaded, PickedRows) else (loaded, False)
+            block = asked.result() if isinstance(asked, Future) else asked
             taken += block.nbytes
-            predicted += expected[index] * (block.num_rows / num_rows[index] if is_part else 1)
+            predicted += expected[index] * (1 if block.picked is None else block.num_rows / num_rows[index])
         self._correction = taken / max(1.0, predicted)
 
     def is_stored(self, index: int) -> bool:
@@ -198,7 +194,7 @@ class Blocks:
         self.quarantine.look_in(index, loaded)  # a waiter may wake before the callback of the future runs
         return loaded
 
-    def _noted(self, index: int, block: _Requested) -> _Requested:
+    def _noted(self, index: int, block: Asked) -> Asked:
         """Records the bad rows of a block in the quarantine, as soon as it is loaded; returns `block`."""
         if isinstance(block, Block):
             self.quarantine.look_in(index, block)

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -37,18 +36,7 @@ _UNUSED_SECONDS = 30.0  # unused for this long, decoded rows may be dropped to m
 _PRESSED = 0.9  # fraction of the budget; above it, blocks are completed while requests wait, since that makes room
 
 
-class PickedRows(NamedTuple):
-    """Some rows of a block, with their tokens.
-
-    block  only these rows, all good
-    rows   row numbers in the block, or in its split if one was requested; ascending, shape [block.num_rows]
-    """
-
-    block: Block
-    rows: IntArray
-
-
-class RowsFuture(Future["PickedRows | Block"]):
+class RowsFuture(Future[Block]):
     """Future of the rows of one request; the result is the whole block if some of the rows are bad.
 
     `is_decoded`: the rows are read, and wait to be tokenized together with others.
@@ -111,7 +99,7 @@ class _Request:
         """Notes the decoded rows."""
         self.decoded, self.indices, self.future.is_decoded = decoded, indices, True
 
-    def resolve(self, result: PickedRows | Block | BaseException) -> None:
+    def resolve(self, result: Block | BaseException) -> None:
         """Resolves the future, unless it is cancelled or done."""
         if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
@@ -323,7 +311,7 @@ class RowsOnDemand:
             if block.bad:
                 request.resolve(self._whole_block(reader, decoded))
             else:
-                request.resolve(PickedRows(replace(block, numbered=decoded.rows.numbers[request.indices]), request.rows))
+                request.resolve(replace(block, numbered=decoded.rows.numbers[request.indices], picked=request.rows))
                 if is_complete:
                     self._store(reader, decoded)
 

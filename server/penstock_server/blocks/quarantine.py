@@ -6,7 +6,6 @@ import logging
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.wire.names import dataset_path
 from penstock_server.blocks.block import Block
@@ -61,7 +60,7 @@ class Quarantine:
         self._num_listed = 0
         self._groups: dict[tuple[str, int], BadGroup] = {}  # unreadable row groups, by shard and number
 
-    def look_at(self, index: int, loaded: Future[Any]) -> None:
+    def look_at(self, index: int, loaded: Future[Block]) -> None:
         """Records the bad rows of a loaded block, or the failure to load it."""
         if loaded.cancelled():
             return
@@ -76,8 +75,7 @@ class Quarantine:
         elif error is None:
             with self._lock:
                 self._groups.pop(key, None)  # it can be read again, as after a disk outage
-            if isinstance(block := loaded.result(), Block):  # PickedRows have no bad rows
-                self.look_in(index, block)
+            self.look_in(index, loaded.result())
 
     def look_in(self, index: int, block: Block) -> None:
         """Records the bad rows of a block."""
