@@ -91,25 +91,21 @@ class ParsedFooters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._parsed: OrderedDict[tuple[Path, FileStat], pq.FileMetaData] = OrderedDict()
-        self._nbytes = 0
+        self._parsed = OrderedDict[tuple[Path, FileStat], pq.FileMetaData]()
 
     def of(self, path: Path, file: pa.OSFile, file_stat: FileStat) -> pq.FileMetaData:
         """Returns the footer of an opened shard file with this stat. Raises OSError, ArrowException: it is unreadable."""
         key = path, file_stat
         with self._lock:
-            footer = self._parsed.pop(key, None)
-            if footer:
-                self._parsed[key] = footer  # the most recently used is last
+            if footer := self._parsed.get(key):
+                self._parsed.move_to_end(key)
                 return footer
         footer = pq.read_metadata(file)
         with self._lock:
-            if key not in self._parsed:
-                self._parsed[key] = footer
-                self._nbytes += footer.serialized_size
-            while self._nbytes > _FOOTER_BYTES and len(self._parsed) > 1:
-                _, oldest = self._parsed.popitem(last=False)
-                self._nbytes -= oldest.serialized_size
+            self._parsed[key] = footer
+            nbytes = sum(parsed.serialized_size for parsed in self._parsed.values())
+            while nbytes > _FOOTER_BYTES and len(self._parsed) > 1:
+                nbytes -= self._parsed.popitem(last=False)[1].serialized_size
         return footer
 
 
@@ -161,29 +157,27 @@ class RowGroupReader:
         """Logs the number of unusable rows of an encoded block."""
         reasons = pc.drop_null(batch.column(REASON))
         if len(reasons):
-            first = f"the first: {printable(reasons[0].as_py())}"
-            policy = self.snapshot.recipe.on_bad_row
-            then = "neighbours are served in their place" if policy == "replace" else "batches that hold one fail"
-            rows_of = f"{address.shard.path}, row group {address.row_group}"
-            log.warning("%s: %s cannot be used (%s); %s", rows_of, counted(len(reasons), "row"), first, then)
+            replaces = self.snapshot.recipe.on_bad_row == "replace"
+            log.warning(
+                "%s, row group %s: %s cannot be used (the first: %s); %s",
+                address.shard.path,
+                address.row_group,
+                counted(len(reasons), "row"),
+                printable(reasons[0].as_py()),
+                "neighbours are served in their place" if replaces else "batches that hold one fail",
+            )
 
     def split_hashes(self, shard: int) -> Iterator[tuple[BlockAddress, npt.NDArray[np.uint32]]]:
-        """Yields the split hashes of the rows that the recipe keeps, for each block of a shard.
-
-        Reads only the columns that the filter and the split need.
-        """
-        recipe = self.snapshot.recipe
-        addresses = [self.snapshot.block(index) for index in self.snapshot.blocks_of_shard(shard)]
-        if not recipe.selecting_columns:
-            nothing = pa.RecordBatch.from_pylist([])
-            for at in addresses:
-                yield at, split_hashes(nothing, recipe, at.place, np.arange(at.num_rows))
-            return
-        for first in (at for at in addresses if at.number == 0):
-            with self._reading(first):
-                for at, _, rows in self._rows(first, recipe.selecting_columns):
-                    _, _, hashes = select(rows, recipe, at.place)
-                    yield at, hashes
+        """Yields the split hashes of the rows that the recipe keeps, for each block of a shard; reads only what they need."""
+        recipe, nothing = self.snapshot.recipe, pa.RecordBatch.from_pylist([])
+        for address in map(self.snapshot.block, self.snapshot.blocks_of_shard(shard)):
+            if not recipe.selecting_columns:
+                yield address, split_hashes(nothing, recipe, address.place, np.arange(address.num_rows))
+            elif address.number == 0:
+                with self._reading(address):
+                    for at, _, rows in self._rows(address, recipe.selecting_columns):
+                        _, _, hashes = select(rows, recipe, at.place)
+                        yield at, hashes
 
     def _selected(self, at: BlockAddress, portions: Iterator[tuple[BlockAddress, int, pa.RecordBatch]]) -> Iterator[Selected]:
         with self._reading(at):

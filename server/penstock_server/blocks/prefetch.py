@@ -76,11 +76,9 @@ class ReadAhead:
         now = time.monotonic()
         with self._changed:
             known = self._jobs.get(job)
-            if known and known.is_old:
-                known = None
-            begun = known.begun.intersection(block for block, _ in blocks) if known else set()
+            begun = known.begun.intersection(block for block, _ in blocks) if known and not known.is_old else set()
             pending = deque((block, needed_at) for block, needed_at in blocks if block not in begun)
-            began = known.began if known and known.position < position else (now, position)
+            began = known.began if known and not known.is_old and known.position < position else (now, position)
             self._jobs[job] = _Job(position, pending, load, now, begun, began)
             while len(self._threads) < self._num_threads:
                 # Daemon threads: the process need not wait for blocks that nothing will read.
@@ -103,8 +101,8 @@ class ReadAhead:
         with self._changed:
             while True:
                 self._jobs = {name: job for name, job in self._jobs.items() if not job.is_old}
-                if waiting := [job for job in self._jobs.values() if job.pending]:
-                    job = min(waiting, key=lambda job: job.seconds_left)
+                waiting = (job for job in self._jobs.values() if job.pending)
+                if job := min(waiting, key=lambda job: job.seconds_left, default=None):
                     block, _ = job.pending.popleft()
                     job.begun.add(block)
                     return job.load, block

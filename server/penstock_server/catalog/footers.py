@@ -46,8 +46,7 @@ class FolderContents:
     def snapshot(self) -> Snapshot:
         """Return the snapshot of all shards.
 
-        Raises DatasetInvalid: a shard is truncated or not Parquet, shards disagree, there is no row, or rows are already known
-        to be unusable. The message lists the first ten invalid shards.
+        Raises DatasetInvalid: a shard is invalid (the message lists ten), there is no row, or a row is known to be unusable.
         """
         if self.failures:
             raise DatasetInvalid(_listed(self.failures.values()))
@@ -66,10 +65,9 @@ def read_folder(
     settled: bool = False,
     before: FolderContents | None = None,
 ) -> FolderContents:
-    """Read a folder's recipe, and the footers of shards that are not cached.
+    """Read a folder's recipe, and the footers of shards that are not cached; `settled` as in FooterCache.read.
 
-    `name` is the dataset's name, `settled` as in FooterCache.read. A recipe that is the same as in `before` keeps its object,
-    since blocks refer to it.
+    A recipe that is the same as in `before` keeps its object, since blocks refer to it.
 
     Raises DatasetInvalid: the recipe is wrong or being written, or no shard can be read to find the columns.
     """
@@ -135,11 +133,8 @@ def _unpacked(path: Path, stat: Iterable[int], digest: str, arrays: Iterable[byt
 
 
 def _key(recipe: Recipe) -> str:
-    identity = recipe.identity
-    if recipe.first:  # the columns of the first shard decide whether a shard is refused
-        identity["first"] = recipe.first.key
-    if recipe.split_type:  # likewise
-        identity["split_type"] = str(recipe.split_type)
+    # The columns of the first shard decide whether a shard is refused.
+    identity = [recipe.identity, recipe.first and recipe.first.key, str(recipe.split_type)]
     return blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -183,22 +178,21 @@ def _check_ids(snapshot: Snapshot) -> None:
         return
     for shard in snapshot.shards:
         low, high = shard.token_range or (0, 0)
-        if low >= 0 and high < bound:
-            continue
-        raise DatasetInvalid(
-            f"{shard.path}: column {' or '.join(recipe.token_columns)} holds ids from {low:,} to {high:,}; ids must be >= "
-            f'0 and < {bound:,}. Correct the shard, or set vocab_size or on_bad_row = "replace" in penstock.toml.'
-        )
+        if low < 0 or high >= bound:
+            raise DatasetInvalid(
+                f"{shard.path}: column {' or '.join(recipe.token_columns)} holds ids from {low:,} to {high:,}; ids must be >= "
+                f'0 and < {bound:,}. Correct the shard, or set vocab_size or on_bad_row = "replace" in penstock.toml.'
+            )
 
 
 def _check_nulls(snapshot: Snapshot) -> None:
-    recipe = snapshot.recipe
-    groups = ((shard, number, nulls) for shard in snapshot.shards for number, nulls in enumerate(shard.null_rows) if nulls)
-    if first := next(groups, None):
-        shard, number, nulls = first
-        present = " and ".join(f"{name} is not null" for name in recipe.token_columns)
-        raise DatasetInvalid(
-            f"{shard.path}, row group {number}: {' or '.join(recipe.token_columns)} is null in {counted(nulls, 'row')}. Remove "
-            f'these rows, or set in penstock.toml filter = "{present}" to leave them out, or '
-            f'on_bad_row = "replace", with a max_bad_share above their share, to serve a neighbour instead.'
-        )
+    columns = snapshot.recipe.token_columns
+    for shard in snapshot.shards:
+        for number, nulls in enumerate(shard.null_rows):
+            if nulls:
+                present = " and ".join(f"{name} is not null" for name in columns)
+                raise DatasetInvalid(
+                    f"{shard.path}, row group {number}: {' or '.join(columns)} is null in {counted(nulls, 'row')}. Remove "
+                    f'these rows, or set in penstock.toml filter = "{present}" to leave them out, or '
+                    f'on_bad_row = "replace", with a max_bad_share above their share, to serve a neighbour instead.'
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from errno import EILSEQ
@@ -69,7 +70,11 @@ def list_folder(folder: Path) -> Listing:
                 continue
             if os.fsencode(entry.name).decode(errors="ignore") != entry.name:
                 raise OSError(EILSEQ, "a name in it is not UTF-8")
-            if _is_folder(entry):
+            try:
+                is_folder = entry.is_dir()
+            except OSError:  # a symlink whose target cannot be reached, or to itself
+                is_folder = False
+            if is_folder:
                 folders.append(entry.name)
             elif entry.name.lower().endswith(".parquet"):
                 shards[entry.name] = _stat_of_entry(entry)
@@ -80,13 +85,6 @@ def list_folder(folder: Path) -> Listing:
             else:
                 broken_links.append(entry.name)
     return Listing(dict(sorted(shards.items())), tuple(sorted(folders)), tuple(broken_links), has_recipe, has_others)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a symlink whose target cannot be reached, or to itself
-        return False
 
 
 def _stat_of_entry(entry: os.DirEntry[str]) -> FileStat:
@@ -126,7 +124,7 @@ def scan_folders(data_dir: Path) -> Scan:
     folders that link to each other would have too many names to list.
     """
     scan = Scan()
-    folders_by_name: dict[str, list[Path]] = {}
+    named = defaultdict[str, list[tuple[Path, Mapping[str, FileStat]]]](list)
     pending: list[tuple[Path, bool, frozenset[tuple[int, int]]]] = [(data_dir, False, frozenset())]
     while pending:
         folder, is_by_link, above = pending.pop()
@@ -149,20 +147,18 @@ def scan_folders(data_dir: Path) -> Scan:
                 pending.append((child, is_by_link or is_link, above | {identity}))
         for link in (folder / below for below in listing.broken_links):
             scan.unread[link] = f"{link} is a broken symlink. Bring back its target, or remove the symlink."
-        if listing.shards:
-            folders_by_name.setdefault(name, []).append(folder)
-            scan.folders[name], scan.shards[name] = folder, listing.shards
-        elif listing.has_recipe and folder != data_dir:
-            folders_by_name.setdefault(name, []).append(folder)
-            scan.mixtures[name] = folder
+        if listing.shards or (listing.has_recipe and folder != data_dir):
+            named[name].append((folder, listing.shards))
         elif listing.has_others:
             scan.others[name] = folder
-    for name, folders in folders_by_name.items():
-        if len(folders) > 1:  # a.b is the name of a/b and of a folder a.b
-            for by_name in (scan.folders, scan.shards, scan.mixtures):
-                by_name.pop(name, None)
-            paths = " and ".join(map(str, folders))
+    for name, [(folder, shards), *others] in named.items():
+        if others:  # a.b is the name of a/b and of a folder a.b
+            paths = " and ".join(str(path) for path, _ in named[name])
             scan.refused[name] = f"{paths} would both be the dataset {name!r}. Rename one of the folders."
+        elif shards:
+            scan.folders[name], scan.shards[name] = folder, shards
+        else:
+            scan.mixtures[name] = folder
     return scan
 
 
