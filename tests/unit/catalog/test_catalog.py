@@ -242,3 +242,21 @@ def test_bug_in_one_dataset_does_not_affect_others(data: Path, open_all: Opener,
     assert "ValueError: \\udce9 is no text" in catalog.refused["odd"]
     answer = TestClient(create_app(catalog, InFlight(1 << 30))).get("/v1/datasets")
     assert (answer.status_code, "\\\\udce9 is no text" in answer.text) == (200, True)
+
+
+def test_runs_of_a_mixture_wait_when_its_recipe_is_invalid(data: Path, open_all: Opener) -> None:
+    for name in ("a", "b"):
+        write_numbered(data / name, 3)
+    (data / "m").mkdir()
+    toml = data / "m" / "penstock.toml"
+    toml.write_text('mix = "a:1,b:1"')
+    spec = open_all().plan("m", Spec(batch_size=1)).spec
+    toml.write_text("mix = ")
+    catalog = open_all()
+    for asked in (spec, Spec(batch_size=1, snapshot=spec.snapshot)):
+        with pytest.raises(DatasetUnavailable, match="cannot be served now: .*penstock.toml"):
+            catalog.plan("m", asked)
+    with pytest.raises(DatasetInvalid, match="penstock.toml"):
+        catalog.plan("m", Spec(batch_size=1))
+    with pytest.raises(UnknownDataset):
+        catalog.plan("m.other", Spec(batch_size=1))

@@ -74,16 +74,6 @@ def test_snapshot_is_served_while_its_shards_are_present(
             assert sorted(held) == sorted(s for s, (shards, _) in known.items() if shards.items() <= there.items())
 
 
-def test_open_snapshot_keeps_its_rows_after_refresh(folder: Path, open_all: Opener) -> None:
-    catalog = open_all()
-    before = catalog["d"].latest
-    write_shard(folder, 1, 0)
-    catalog.refresh("d")
-    assert before.snapshot.num_rows == 3
-    assert catalog["d"].latest.snapshot.num_rows == 6
-    assert catalog["d"].snapshots[1].fingerprint == before.snapshot.fingerprint
-
-
 def test_unchanged_snapshot_keeps_its_index(folder: Path, open_all: Opener) -> None:
     catalog = open_all()
     before = catalog["d"].latest
@@ -165,16 +155,6 @@ def test_opened_snapshots_without_a_record_are_dropped(folder: Path, open_all: O
     held = catalog["d"]
     assert len(held.records) == 3
     assert held.older.keys() <= held.records.keys()
-
-
-def test_removed_shard_is_named_after_restart(folder: Path, open_all: Opener) -> None:
-    catalog = open_all()
-    older = catalog["d"].latest.snapshot.fingerprint
-    write_shard(folder, 1, 0)
-    catalog.refresh("d")
-    (folder / "part-9.parquet").unlink()
-    with pytest.raises(SnapshotGone, match="part-9.parquet was removed since it was made"):
-        open_all()["d"].find(older)
 
 
 def test_snapshot_without_a_record_is_gone(folder: Path, open_all: Opener, tmp_path: Path) -> None:

@@ -13,31 +13,37 @@ from support.corpora import write_numbered, write_shards, write_text
 from support.engine import Loader, open_snapshot
 
 
-@pytest.mark.parametrize("largest", [2**32, 2**40, 2**63 + 5])
-def test_ids_beyond_uint32_are_refused(data: Path, largest: int) -> None:
-    write_shards(data, "tokens", [[[1, largest]]], type_=pa.list_(pa.uint64()), row_group_size=1)
-    with pytest.raises(DatasetInvalid, match=f"ids from 1 to {largest:,}"):
+@pytest.mark.parametrize(
+    ("ids", "type_", "told"),
+    [
+        *(([1, largest], pa.uint64(), f"ids from 1 to {largest:,}") for largest in (2**32, 2**40, 2**63 + 5)),
+        ([3, -2], pa.int32(), r"ids from -2 to 3.*on_bad_row"),
+        ([1, -5], pa.int64(), "ids from -5 to 1"),
+    ],
+)
+def test_ids_outside_uint32_are_refused_with_their_range(data: Path, ids: list[int], type_: pa.DataType, told: str) -> None:
+    write_shards(data, "tokens", [[ids]], type_=pa.list_(type_), row_group_size=1)
+    with pytest.raises(DatasetInvalid, match=told):
         open_snapshot(data)
 
 
-def test_negative_ids_are_refused_with_their_range(data: Path) -> None:
-    write_shards(data, "tokens", [[[3, -2]]], type_=pa.list_(pa.int32()), row_group_size=1)
-    with pytest.raises(DatasetInvalid, match=r"ids from -2 to 3.*on_bad_row"):
-        open_snapshot(data)
-
-
-@pytest.mark.parametrize("rows", [[], [[]]])
-def test_shard_without_tokens_leaves_the_vocabulary(data: Path, rows: list[list[int]]) -> None:
-    write_shards(data, "tokens", [[[1, 3]], rows], type_=pa.list_(pa.int32()), row_group_size=1)
+@pytest.mark.parametrize(
+    ("shards", "toml", "vocab_size", "dtype"),
+    [
+        ([[[1, 3]], []], "", 4, "uint16"),
+        ([[[1, 3]], [[]]], "", 4, "uint16"),
+        ([[[1, 3]]], "eos = 70000", 70_001, "uint32"),
+        ([[[1]], [[65_535]]], "", 65_536, "uint16"),
+        ([[[1]], [[65_536]]], "", 65_537, "uint32"),
+    ],
+)
+def test_vocabulary_is_known_from_the_footers_and_the_recipe(
+    data: Path, shards: list[list[list[int]]], toml: str, vocab_size: int, dtype: str
+) -> None:
+    write_shards(data, "tokens", shards, type_=pa.list_(pa.int64()), row_group_size=1)
+    (data / "penstock.toml").write_text(toml)
     snapshot = open_snapshot(data)
-    assert (snapshot.vocab_size, snapshot.token_dtype) == (4, "uint16")
-
-
-def test_eos_must_be_in_the_vocabulary(data: Path) -> None:
-    write_shards(data, "tokens", [[[1, 3]]], type_=pa.list_(pa.int32()), row_group_size=1)
-    (data / "penstock.toml").write_text("eos = 70000")
-    snapshot = open_snapshot(data)
-    assert (snapshot.vocab_size, snapshot.token_dtype) == (70_001, "uint32")
+    assert (snapshot.vocab_size, snapshot.token_dtype) == (vocab_size, dtype)
 
 
 def test_vocabulary_is_unknown_when_not_configured(data: Path) -> None:
@@ -97,15 +103,3 @@ def test_ids_outside_the_vocabulary_in_footers_are_refused_with_the_bound(data: 
     with pytest.raises(DatasetInvalid, match=r"part-002.parquet: .*ids from 1 to 299.*< 200") as caught:
         open_snapshot(data)
     assert "vocab_size" in str(caught.value)
-
-
-def test_negative_id_is_refused_without_a_vocabulary(data: Path) -> None:
-    write_shards(data, "tokens", [[[1, -5]]], type_=pa.list_(pa.int64()), row_group_size=1)
-    with pytest.raises(DatasetInvalid, match="ids from -5 to 1"):
-        open_snapshot(data)
-
-
-@pytest.mark.parametrize(("largest", "dtype"), [(65_535, "uint16"), (65_536, "uint32")])
-def test_token_ids_have_the_smallest_dtype_of_the_footers(data: Path, largest: int, dtype: str) -> None:
-    write_shards(data, "tokens", [[[1]], [[largest]]], type_=pa.list_(pa.int64()), row_group_size=1)
-    assert open_snapshot(data).token_dtype == dtype
