@@ -29,7 +29,7 @@ TEMPORARY = ".tmp"  # suffix of files that are not complete yet
 ABANDONED_SECONDS = 3600.0  # a temporary file unchanged for this long belongs to a dead process, even if clocks differ
 
 
-def may_be_there(path: Path) -> bool:
+def may_exist(path: Path) -> bool:
     """Return whether the path exists; True if that is unknown, so that reading it raises the reason."""
     # os.path.lexists, and Path.exists from Python 3.14 on, return False for a mount that does not respond: a dataset would
     # count as removed, and its rows be served without their recipe.

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_server import files
-from penstock_server.files import Damaged, identity_of, map_sealed, may_be_there, read_sealed, write_sealed
+from penstock_server.files import Damaged, identity_of, map_sealed, may_exist, read_sealed, write_sealed
 from support.corpora import damaged
 
 OTHERWISE = "it is made again after a restart"
@@ -152,9 +152,9 @@ THERE = {
 
 
 @pytest.mark.parametrize("name", THERE)
-def test_may_be_there_is_false_only_for_missing_paths(tmp_path: Path, name: str) -> None:
+def test_path_may_exist_is_false_only_for_missing_paths(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "link to nothing").symlink_to("none")
     (tmp_path / "link to itself").symlink_to("link to itself")
-    assert may_be_there(tmp_path / name) == THERE[name]
+    assert may_exist(tmp_path / name) == THERE[name]

@@ -324,7 +324,7 @@ def check_room(plan: Plan) -> None:
     """
     if plan.spec.shuffle != "global":
         return
-    needed = sum(int(member.index.bytes_per_block(look=True).sum()) for member in plan.members)
+    needed = sum(int(member.index.bytes_per_block(sampled=True).sum()) for member in plan.members)
     budget = plan.members[0].blocks.cache.budget_bytes
     are_counted = all(member.index.lengths.is_ready for member in plan.members)
     if needed > (1 if are_counted else _ROUGHLY) * budget:

@@ -42,7 +42,7 @@ class Blocks:
         self._reader = RowGroupReader(snapshot, store.footers)
         self.names, self.cache, self.ahead = self._reader.names, store.cache, store.ahead
         self.quarantine = Quarantine(snapshot)
-        self._correction: float | None = None  # factor on the estimate from the footers; None before `look`
+        self._correction: float | None = None  # factor on the estimate from the footers; None before `sample`
 
     def request(self, indices: Sequence[int]) -> list[Asked]:
         """Returns the blocks at these indices in [0, num_blocks), or futures that raise what `get` raises."""
@@ -67,7 +67,7 @@ class Blocks:
             return None
         for index, block in zip(indices, blocks, strict=True):
             if block.bad:  # the block may have been mapped for another snapshot
-                self.quarantine.look_in(index, block)
+                self.quarantine.note_block(index, block)
         return blocks
 
     def get(self, indices: Sequence[int], split: str = "all") -> list[Block]:
@@ -121,7 +121,7 @@ class Blocks:
         with_rows: IntArray = nbytes + snapshot.rows_per_block * encode.bytes_beside(snapshot.recipe) + _HEAD_BYTES
         return with_rows
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Corrects `expected_bytes` by the bytes of some rows of a few blocks. Raises what `get` raises."""
         if self._correction is not None:
             return
@@ -162,7 +162,7 @@ class Blocks:
         if self._snapshot.recipe.kind != "tokens" and not self.is_stored(index):
             block = self._store.rows.finish(self._reader, self._snapshot.block(index))
         if block:
-            self.quarantine.look_in(index, block)
+            self.quarantine.note_block(index, block)
         else:
             self._load(index)
 
@@ -191,13 +191,13 @@ class Blocks:
 
     def _wait(self, index: int, block: Asked) -> Block:
         loaded = block if isinstance(block, Block) else block.result()
-        self.quarantine.look_in(index, loaded)  # a waiter may wake before the callback of the future runs
+        self.quarantine.note_block(index, loaded)  # a waiter may wake before the callback of the future runs
         return loaded
 
     def _noted(self, index: int, block: Asked) -> Asked:
         """Records the bad rows of a block in the quarantine, as soon as it is loaded; returns `block`."""
         if isinstance(block, Block):
-            self.quarantine.look_in(index, block)
+            self.quarantine.note_block(index, block)
         else:
-            block.add_done_callback(partial(self.quarantine.look_at, index))
+            block.add_done_callback(partial(self.quarantine.note_load, index))
         return block

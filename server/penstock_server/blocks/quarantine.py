@@ -60,7 +60,7 @@ class Quarantine:
         self._num_listed = 0
         self._groups: dict[tuple[str, int], BadGroup] = {}  # unreadable row groups, by shard and number
 
-    def look_at(self, index: int, loaded: Future[Block]) -> None:
+    def note_load(self, index: int, loaded: Future[Block]) -> None:
         """Records the bad rows of a loaded block, or the failure to load it."""
         if loaded.cancelled():
             return
@@ -75,9 +75,9 @@ class Quarantine:
         elif error is None:
             with self._lock:
                 self._groups.pop(key, None)  # it can be read again, as after a disk outage
-            self.look_in(index, loaded.result())
+            self.note_block(index, loaded.result())
 
-    def look_in(self, index: int, block: Block) -> None:
+    def note_block(self, index: int, block: Block) -> None:
         """Records the bad rows of a block."""
         if not block.bad or self.has_met(index):
             return

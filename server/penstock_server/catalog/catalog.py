@@ -21,7 +21,7 @@ from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.dataset import Change, DatasetLoader, DatasetState, OpenSnapshot
 from penstock_server.catalog.history import drop_old_notes
 from penstock_server.catalog.scan import SETTLED_SECONDS, Scan, scan_folders
-from penstock_server.files import may_be_there
+from penstock_server.files import may_exist
 from penstock_server.index.index import drop_old_counts
 from penstock_server.problems import BadParameter, Busy, DatasetInvalid, DatasetUnavailable, UnknownDataset
 from penstock_server.recipes.config import read_toml
@@ -278,7 +278,7 @@ class Catalog:
         folder = loader.folder
         if reason := scan.refused.get(loader.state.name) or scan.why_unread(folder):
             loader.fail(reason)
-        elif scan.folders and not may_be_there(folder):
+        elif scan.folders and not may_exist(folder):
             reason = f"{folder} was removed. Put it back, or restart the server to forget it."
             loader.remove(reason)
         else:  # if all folders vanish at once, the disk is gone: serve from the cache

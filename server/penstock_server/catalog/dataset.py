@@ -28,7 +28,7 @@ from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.footers import FolderContents, FooterCache, read_folder
-from penstock_server.catalog.history import History, Record, open_notes
+from penstock_server.catalog.history import History, SnapshotRecord, open_notes
 from penstock_server.catalog.scan import SETTLED_SECONDS, FileStat, FolderState, list_folder, state_of_folder
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.index.index import Index
@@ -87,7 +87,7 @@ class DatasetState:
     opened: OpenSnapshot | None = None
     error: str | None = None
     contents: FolderContents | None = None
-    records: Mapping[str, Record] = field(default_factory=dict)
+    records: Mapping[str, SnapshotRecord] = field(default_factory=dict)
     older: dict[str, OpenSnapshot] = field(default_factory=dict)
     _opening: threading.Lock = field(default_factory=threading.Lock)
 
@@ -99,7 +99,7 @@ class DatasetState:
         return self.opened
 
     @property
-    def snapshots(self) -> list[Record]:
+    def snapshots(self) -> list[SnapshotRecord]:
         """Return the records of the snapshots that can be served, newest first."""
         return [record for record in self.records.values() if self._why_gone(record) is None]
 
@@ -126,7 +126,7 @@ class DatasetState:
             return self.older[fingerprint]
 
     def followed_by(
-        self, opened: OpenSnapshot | None, contents: FolderContents | None, records: list[Record], error: str | None
+        self, opened: OpenSnapshot | None, contents: FolderContents | None, records: list[SnapshotRecord], error: str | None
     ) -> DatasetState:
         """Return the next state. It keeps the open snapshots that are recorded and agree with the contents."""
         state = DatasetState(
@@ -145,7 +145,7 @@ class DatasetState:
                     state.older[record.fingerprint] = state._open_older(record, former)
         return state
 
-    def _open_older(self, record: Record, former: OpenSnapshot | None = None) -> OpenSnapshot:
+    def _open_older(self, record: SnapshotRecord, former: OpenSnapshot | None = None) -> OpenSnapshot:
         """Open an older snapshot, with the folder's recipe or that of `former`, the same snapshot in the previous state."""
         contents = self.contents
         if contents and any(name in contents.failures for name, _, _ in record.shards):  # whether it agrees is unknown
@@ -168,7 +168,7 @@ class DatasetState:
             return former
         return OpenSnapshot.open(snapshot, self.store)
 
-    def _why_gone(self, record: Record, *, has_recipe: bool = False) -> str | None:
+    def _why_gone(self, record: SnapshotRecord, *, has_recipe: bool = False) -> str | None:
         """Return why a snapshot can no longer be served: its first changed shard, otherwise the recipe; None if it can."""
         shards = self.contents.shards if self.contents else {}
         for name, size_bytes, digest in record.shards:

@@ -76,7 +76,7 @@ def _parse(body: memoryview) -> Any | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SnapshotRecord:
     """Record of a snapshot. `made_at_ns` is when it last became the latest, in nanoseconds since the epoch."""
 
     fingerprint: str
@@ -96,9 +96,9 @@ class History:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._load = lru_cache(4 * _MAX_OLDER)(_load)
-        self._not_stored = dict[str, Record]()  # a full disk stops no run
+        self._not_stored = dict[str, SnapshotRecord]()  # a full disk stops no run
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[SnapshotRecord]:
         """Return all records, newest first, including those of other servers with the same cache folder."""
         records = [*self._not_stored.values()]
         with suppress(OSError):  # the disk fails, or no descriptor is left
@@ -131,7 +131,7 @@ class History:
             os.utime(self._path(fingerprint))
             os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
 
-    def _last_use(self, record: Record) -> tuple[bool, int]:
+    def _last_use(self, record: SnapshotRecord) -> tuple[bool, int]:
         """Return whether a job has requested a snapshot, and when, in nanoseconds; without a request, when it was made."""
         try:
             used_at_ns = self._path(record.fingerprint).stat().st_mtime_ns
@@ -143,19 +143,19 @@ class History:
         return self._folder / f"{fingerprint}{_SUFFIX}"
 
 
-def _record(snapshot: Snapshot, made_at_ns: int) -> Record:
+def _record(snapshot: Snapshot, made_at_ns: int) -> SnapshotRecord:
     shards = _interned((shard.path.name, shard.stat.size_bytes, shard.digest) for shard in snapshot.shards)
     recipe = recipe_key(snapshot.recipe, (name for name, _, _ in shards))
-    return Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe, shards)
+    return SnapshotRecord(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe, shards)
 
 
-def _load(path: Path, _: FileStat | None) -> Record | None:
+def _load(path: Path, _: FileStat | None) -> SnapshotRecord | None:
     """Return the record in a file with this stat; None if it is missing or damaged."""
     content = read_note(path)
     if not isinstance(content, tuple) or content[:1] != (_FORMAT,):
         return None
     _, made_at_ns, num_rows, recipe, shards = content
-    return Record(path.stem, made_at_ns, num_rows, recipe, _interned(shards))
+    return SnapshotRecord(path.stem, made_at_ns, num_rows, recipe, _interned(shards))
 
 
 def _interned(shards: Iterable[ShardName]) -> tuple[ShardName, ...]:

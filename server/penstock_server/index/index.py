@@ -74,13 +74,13 @@ class Index:
                 return None
         return int(self.rows_per_block("all").sum())
 
-    def bytes_per_block(self, *, look: bool = False) -> IntArray:
-        """Returns the bytes of each block in the cache, shape [num_blocks]: counted, or estimated; `look` runs Blocks.look."""
+    def bytes_per_block(self, *, sampled: bool = False) -> IntArray:
+        """Returns the bytes of each block in the cache, shape [num_blocks]: counted, or estimated; `sampled`: see Blocks."""
         self.lengths.read()
         if self.lengths.is_ready:
             return self.lengths.get().bytes_per_block
-        if look:
-            self._blocks.look()
+        if sampled:
+            self._blocks.sample()
         return self._blocks.expected_bytes
 
     def tokens_per_block(self, split: str) -> IntArray:

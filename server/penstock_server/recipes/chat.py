@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.text import cut, one_line
-from penstock_server.files import may_be_there
+from penstock_server.files import may_exist
 from penstock_server.recipes.answers import (
     ANSWER,
     ANSWERED,
@@ -212,9 +212,9 @@ def load_chat_templates(tokenizer_path: Path) -> dict[str, str]:
     Raises DatasetInvalid: a file cannot be read. Raises TemplateError: it has several templates without a default.
     """
     default, tool_use, of_processor = (tokenizer_path.parent / name for name in TEMPLATE_FILES)
-    if may_be_there(default):
+    if may_exist(default):
         paths = {"default": default, "tool_use": tool_use}
-        return {name: read_beside(path) for name, path in paths.items() if may_be_there(path)}
+        return {name: read_beside(path) for name, path in paths.items() if may_exist(path)}
     for path in (tokenizer_path.with_name("tokenizer_config.json"), of_processor):
         if templates := _templates_in(read_json_beside(path), path):
             return templates

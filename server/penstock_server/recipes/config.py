@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from penstock.numbers import is_whole
 from penstock_server.arrow import holds_json
-from penstock_server.files import may_be_there
+from penstock_server.files import may_exist
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat import ChatTemplate, load_chat_templates, read_chat_templates
 from penstock_server.recipes.fields import Column, Field, RecipeError, is_null
@@ -72,7 +72,7 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
 def _read_declaration(folder: Path) -> dict[str, Any]:
     """Return the validated values of penstock.toml; empty if there is no such file. Raises DatasetInvalid."""
     path = folder / FILE_NAME
-    if not may_be_there(path):  # a broken symlink is a missing recipe: without it other rows would be served
+    if not may_exist(path):  # a broken symlink is a missing recipe: without it other rows would be served
         return {}
     given = read_toml(path)
     for key, value in given.items():

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from penstock_server.files import may_be_there
+from penstock_server.files import may_exist
 from penstock_server.machine import map_ordered, num_cores
 from penstock_server.problems import DatasetInvalid, LibraryError, library_errors
 
@@ -132,7 +132,7 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 
     Raises DatasetInvalid: the file does not exist, is not a tokenizer, or tokens cannot be added to it.
     """
-    beside = tuple(read_beside(path.with_name(name)) if may_be_there(path.with_name(name)) else "" for name in TOKEN_FILES)
+    beside = tuple(read_beside(path.with_name(name)) if may_exist(path.with_name(name)) else "" for name in TOKEN_FILES)
     try:
         # Use the ctime: an archive can set the mtime, but no program can set the ctime.
         resolved = path.resolve(strict=True)
@@ -249,7 +249,7 @@ def _named_tokens(config: _Json, named: _Json) -> dict[str, str]:
 
 def read_json_beside(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file beside a tokenizer; {} without the file. Raises DatasetInvalid: it cannot be read."""
-    return _parsed(read_beside(path), path) if may_be_there(path) else {}
+    return _parsed(read_beside(path), path) if may_exist(path) else {}
 
 
 def read_beside(path: Path) -> str:

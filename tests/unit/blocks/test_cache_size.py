@@ -131,7 +131,7 @@ def test_room_is_estimated_from_a_few_blocks_before_counting(kind: str, open_all
     prepared(whole := open_all(kind))
     plan = open_all(kind, budget_bytes=stored(whole)).plan(kind, Spec(batch_size=1, shuffle="global"))
     [member] = plan.members
-    needed = int(member.index.bytes_per_block(look=True).sum())
+    needed = int(member.index.bytes_per_block(sampled=True).sum())
     assert not member.index.lengths.is_ready
     assert 0.95 < needed / stored(whole) < 1.05
     check_room(plan)

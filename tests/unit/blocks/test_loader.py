@@ -250,11 +250,11 @@ def test_quarantine_forgets_a_row_group_that_can_be_read_again(
     blocks, failed, read = open_blocks(), Future[Block](), Future[Block]()
     failed.set_exception(ShardUnreadable("the disk was away"))
     for _ in range(2):
-        blocks.quarantine.look_at(0, failed)
+        blocks.quarantine.note_load(0, failed)
         assert blocks.quarantine.num_unread_groups == 1
         assert caplog.text.count("the disk was away") == 1
     read.set_result(blocks.get([0])[0])
-    blocks.quarantine.look_at(0, read)
+    blocks.quarantine.note_load(0, read)
     assert (blocks.quarantine.num_unread_groups, blocks.quarantine.num_bad_rows) == (0, 0)
 
 
@@ -286,7 +286,7 @@ def test_expected_bytes_are_sampled_all_over_the_dataset(tmp_path: Path) -> None
     folder = write_shards(tmp_path / "mixed", "tokens", [rows, varied, varied], type_=pa.list_(pa.int32()), row_group_size=100)
     blocks = Blocks(open_snapshot(folder), BlockStore(tmp_path / "cache"))
     blocks.get(range(6))
-    blocks.look()
+    blocks.sample()
     assert blocks.cache.used_bytes / 2 < blocks.expected_bytes.sum() < 2 * blocks.cache.used_bytes
 
 

@@ -63,7 +63,7 @@ def test_unreadable_row_group_is_listed_with_its_error(data: Path) -> None:
     [loaded] = blocks.request([0])
     assert isinstance(loaded, Future)
     assert isinstance(loaded.exception(), ShardUnreadable)
-    blocks.quarantine.look_at(0, loaded)  # whoever waits may wake before it is noted
+    blocks.quarantine.note_load(0, loaded)  # whoever waits may wake before it is noted
     assert [group.reason for group in blocks.quarantine.groups()] == [str(loaded.exception())]
 
 
