@@ -132,10 +132,7 @@ def write_with_seal(file: BinaryIO, pieces: Iterable[Piece], name: str) -> None:
 
 
 def write_sealed(path: Path, pieces: Iterable[Piece], otherwise: str) -> None:
-    """Writes a sealed file. On an OSError it leaves no file and logs the consequence, `otherwise`.
-
-    Raises what `pieces` raises, except OSError.
-    """
+    """Writes a sealed file. On an OSError it leaves no file and logs the consequence, `otherwise`."""
     temporary = path.with_name(f"{uuid.uuid4().hex}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:

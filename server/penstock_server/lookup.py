@@ -27,10 +27,7 @@ _MIN_PASSES, _MAX_PASSES, _MAX_POOLS = 8, 100, 1 << 22
 
 
 def show_row(opened: OpenSnapshot, row: int) -> dict[str, Any]:
-    """Return the fields of RowInfo for a row of a snapshot; `row` counts over all shards in their order.
-
-    Raises RowOutOfRange: the dataset has fewer rows. Raises the errors of a block that cannot be read.
-    """
+    """Return the fields of RowInfo for a row of a snapshot. Raises RowOutOfRange, and what Blocks.get raises."""
     snapshot = opened.snapshot
     index, stored = _locate(opened.name, snapshot, row)
     [block] = opened.blocks.get([index])
@@ -66,10 +63,7 @@ def show_row(opened: OpenSnapshot, row: int) -> dict[str, Any]:
 
 
 def show_quarantine(opened: OpenSnapshot, start: int, limit: int) -> QuarantineInfo:
-    """Return the known bad rows of a dataset, `limit` rows after the first `start`, and all bad row groups.
-
-    When the tokens of all rows are counted, every bad row is known.
-    """
+    """Return `limit` known bad rows after the first `start`, and all bad row groups. After counting, all are known."""
     opened.index.lengths.read()  # as `penstock prepare` may have counted
     quarantine = opened.blocks.quarantine
     if opened.index.lengths.is_ready:
@@ -93,8 +87,7 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceI
     An epoch of a mixture may repeat a dataset, even without end: only the first hundred passes count, fewer for a large
     dataset. The answer has at most the first thousand places: a step of many ranks may show a small dataset a million times.
 
-    Raises RowOutOfRange: the dataset has fewer rows. Raises BadParameter: it is a mixture itself.
-    Raises the errors of a block that cannot be read.
+    Raises RowOutOfRange. Raises BadParameter: the dataset is a mixture. Raises what Blocks.get raises.
     """
     names = [member.name for member in plan.members]
     if dataset not in names:

@@ -150,10 +150,7 @@ class ListColumns:
         return all(column.is_whole for column in self._columns)
 
     def bounds(self, blocks: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns (starts, stops) of the lists of rows[i] of block blocks[i] in the block's values.
-
-        Raises IndexError: a row does not exist.
-        """
+        """Returns (starts, stops) of lists rows[i] of block blocks[i] in its values. Raises IndexError for a missing row."""
         sizes = np.full(len(rows), 2 * _BOUNDS.itemsize)
         pairs = joined(self._bounds, blocks, rows * self._strides[blocks], sizes)
         starts, stops = np.frombuffer(pairs, _BOUNDS).reshape(-1, 2).T

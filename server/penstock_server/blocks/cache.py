@@ -101,10 +101,7 @@ class CacheFolder:
             return 0
 
     def read(self, name: str) -> pa.Buffer | None:
-        """Maps the bytes stored under a name; None if the file does not exist, or was damaged and is now deleted.
-
-        The map stays valid after the file is evicted.
-        """
+        """Maps the bytes stored under a name, valid after its eviction; None without them, or if they were damaged."""
         try:
             body = map_sealed(self._path(name), self._sound)
         except Damaged as damage:
@@ -178,10 +175,7 @@ class CacheFolder:
             return False
 
     def _reserve(self, temporary: Path, nbytes: int) -> bool:
-        """Creates a temporary file of this size, which reserves its room on the disk and in the budget.
-
-        Returns False if files that others are writing now leave no room for it.
-        """
+        """Creates a temporary file, which reserves its room on the disk and in the budget. Returns False without room."""
         with self._locked():
             if self._used + nbytes > self.budget_bytes:
                 self._evict(self.budget_bytes - nbytes - self.budget_bytes // _SPARE)

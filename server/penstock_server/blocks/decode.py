@@ -218,10 +218,7 @@ class RowGroupReader:
 
     @contextmanager
     def _opened(self, shard: Shard) -> Iterator[tuple[pa.OSFile, FileStat, pq.ParquetFile]]:
-        """Opens a shard's file once; yields it, its stat, and a reader of its pages.
-
-        With two opens, the checked file and the read file could differ.
-        """
+        """Opens a shard's file, only once, since it may be replaced; yields it, its stat, and a reader of its pages."""
         try:
             file = pa.OSFile(str(shard.path))
         except FileNotFoundError:

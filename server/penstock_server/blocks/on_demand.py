@@ -136,10 +136,7 @@ class RowsOnDemand:
         return {request.at.index: request.future for request in requests}
 
     def finish(self, reader: RowGroupReader, address: BlockAddress) -> Block | None:
-        """Tokenizes the missing rows of a block and stores it. None if there is no room for its rows.
-
-        Gives way to requests before each small part. Raises what RowGroupReader raises.
-        """
+        """Stores a block, and gives way to requests before each small part. Returns None if there is no room for its rows."""
         self._give_way()
         name = reader.names.of(address.index)
         decoded = self._find(name)

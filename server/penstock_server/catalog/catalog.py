@@ -146,10 +146,7 @@ class Catalog:
         )
 
     def refresh(self, name: str) -> Change:
-        """Load the changes in a dataset's folder at once.
-
-        Raises UnknownDataset. Raises DatasetInvalid: the folder cannot be opened; the previous snapshots are still served.
-        """
+        """Load the changes in a dataset's folder at once. Raises UnknownDataset, and what DatasetLoader.refresh raises."""
         with self._loading:
             scan = scan_folders(self._data_dir)
             if name not in scan.folders:
@@ -244,11 +241,7 @@ class Catalog:
         return loader.open_snapshot(fingerprint)
 
     def _loader(self, name: str) -> DatasetLoader:
-        """Return the loader of a dataset.
-
-        Raises UnknownDataset. Raises DatasetInvalid: the name is refused, or may be below a folder whose contents are unknown.
-        Raises BadParameter: it is the name of a mixture.
-        """
+        """Return the loader of a dataset. Raises UnknownDataset. Raises DatasetInvalid: refused. Raises BadParameter: a mixture."""
         names = self._names
         if name in names.datasets:
             return names.datasets[name]

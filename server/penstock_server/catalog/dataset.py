@@ -252,10 +252,7 @@ class DatasetLoader:
         return opened
 
     def poll(self, shards: Mapping[str, FileStat]) -> bool:
-        """Load the changes in the folder, whose shards have these stats. Return False if it has not settled.
-
-        A shard that is being written must not become part of a snapshot.
-        """
+        """Load the changes in the folder, whose shards have these stats. Return False if it is still being written to."""
         folder_state, now = self._folder_state(shards), time.monotonic()
         if self._seen is None or self._seen[0] != folder_state:
             self._seen = (folder_state, now)

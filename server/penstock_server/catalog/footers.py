@@ -44,10 +44,7 @@ class FolderContents:
     failures: Mapping[str, str]
 
     def snapshot(self) -> Snapshot:
-        """Return the snapshot of all shards.
-
-        Raises DatasetInvalid: a shard is invalid (the message lists ten), there is no row, or a row is known to be unusable.
-        """
+        """Return the snapshot of all shards. Raises DatasetInvalid: a shard is, no row exists, or one is known to be bad."""
         if self.failures:
             raise DatasetInvalid(_listed(self.failures.values()))
         snapshot = Snapshot(self.folder, list(self.shards.values()), self.recipe, name=self.name)

@@ -43,10 +43,7 @@ def open_notes(cache: Path, dataset: Path) -> Path:
 
 
 def drop_old_notes(cache: Path, now: float) -> None:
-    """Remove notes on folders that no server has opened for 90 days, and half-written files of crashed processes.
-
-    `now` is by the clock of the file system. Raises OSError: the folder cannot be listed.
-    """
+    """Remove notes on folders that no server has opened for 90 days, and half-written files. Raises OSError."""
     for path in (cache / _FOLDER).glob("**/*"):
         with suppress(OSError):  # another server cleans up at the same time
             age_seconds = now - path.stat().st_mtime

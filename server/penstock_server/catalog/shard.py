@@ -56,10 +56,7 @@ class Shard:
 
 
 def read_shard(path: Path, recipe: Recipe) -> Shard:
-    """Read the footer's facts about the recipe's columns.
-
-    Raises DatasetInvalid: the file is truncated, damaged or not Parquet, lacks a column, or is being written to.
-    """
+    """Read the footer's facts about the recipe's columns. Raises DatasetInvalid: the file is not valid, or being written to."""
     with _opened(path) as file:
         file_stat = stat_of(file)
         footer = _read_footer(path, file)
@@ -129,10 +126,7 @@ class _Footer(NamedTuple):
 
 
 def _read_footer(path: Path, file: BinaryIO) -> _Footer:
-    """Read and check the footer of an open file.
-
-    Raises DatasetInvalid: it is truncated, damaged, encrypted or not Parquet. Raises OSError: its storage fails.
-    """
+    """Read and check the footer of an open file. Raises DatasetInvalid. Raises OSError: its storage fails."""
     try:
         # Metadata and its schema refer to each other until garbage collection: without this, thousands of shards would keep
         # thousands of footers in memory.

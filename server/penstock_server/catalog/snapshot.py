@@ -81,9 +81,10 @@ class Snapshot:
         self.vocab_size = recipe.vocab_size or _vocab_size(self.shards, recipe)
         self.token_bound = min(recipe.vocab_size or _MAX_BOUND, _MAX_BOUND)
         self.token_dtype = "uint16" if (self.vocab_size or _MAX_BOUND) <= 2**16 else "uint32"
-        content = [[s.path.name, s.stat.size_bytes, s.digest] for s in self.shards]
-        self.fingerprint = _digest({"shards": content, **_applied(recipe, (name for name, *_ in content))}, 8)
-        by_name = splits_of_shards((shard.path.name for shard in self.shards), recipe.splits)
+        names = [shard.path.name for shard in self.shards]
+        content = [[name, s.stat.size_bytes, s.digest] for name, s in zip(names, self.shards, strict=True)]
+        self.fingerprint = _digest({"shards": content, **_applied(recipe, names)}, 8)
+        by_name = splits_of_shards(names, recipe.splits)
         self.split_rule: SplitRule = "files" if by_name else "hash"
         self.shard_splits = by_name or ("train",) * len(self.shards)
         self.validation = _held_out_share(recipe, by_name)

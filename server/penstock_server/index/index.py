@@ -34,10 +34,7 @@ _FORGET_SECONDS = 30 * 86_400.0
 
 
 class Index:
-    """Counts of one snapshot.
-
-    Methods that return counts raise IndexNotReady while counting runs, and the error that stopped it.
-    """
+    """Counts of one snapshot. Its methods raise IndexNotReady while counting runs, and the error that stopped it."""
 
     def __init__(self, name: str, snapshot: Snapshot, blocks: Blocks) -> None:
         self._name, self._snapshot, self._blocks = name, snapshot, blocks
@@ -214,10 +211,7 @@ def _parse(num_pools: int, body: memoryview) -> PackedPools | None:
 
 
 def drop_old_counts(folder: Path, now: float) -> None:
-    """Removes the counts of all snapshots that no server has used for 30 days. Existing maps stay valid.
-
-    Raises OSError: the folder cannot be listed.
-    """
+    """Removes the counts of all snapshots that no server has used for 30 days; maps stay valid. Raises OSError."""
     for entry in os.scandir(folder):
         if entry.name.endswith((SUFFIX, _SUFFIX)):
             with suppress(OSError):  # another server may remove it at the same time

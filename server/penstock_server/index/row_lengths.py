@@ -94,10 +94,7 @@ class RowLengths:
 
     @cached_property
     def quantiles(self) -> dict[str, dict[str, int]]:
-        """Quantiles (`QUANTILES`) of tokens over the usable rows; 0 if no row is usable.
-
-        Keys: "row"; and "prompt" and "response" if rows have both.
-        """
+        """Quantiles of tokens over the usable rows, 0 without any: of "row"; of "prompt" and "response" if rows have both."""
         sides = defaultdict[str, _Quantiles](_Quantiles)
         for shard in self._shards:
             for at in range(0, len(shard.words), _STEP):
@@ -164,10 +161,7 @@ def _selected(words: npt.NDArray[np.uint32], selection: Selection) -> tuple[IntA
 
 
 def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], None]) -> RowLengths:
-    """Counts the tokens of all rows; loads every block without stored counts.
-
-    Calls `advance` with the number of blocks done. Raises what an unreadable block raises.
-    """
+    """Counts the tokens of all rows, and calls `advance` with the number of blocks done. Raises what Blocks.each raises."""
     paths = list(lengths_files(snapshot, blocks))
     in_use = blocks.cache.parsed  # snapshots of a dataset that grows share most shards
     shards = []
