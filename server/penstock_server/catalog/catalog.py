@@ -241,7 +241,7 @@ class Catalog:
         return loader.open_snapshot(fingerprint)
 
     def _loader(self, name: str) -> DatasetLoader:
-        """Return the loader of a dataset. Raises UnknownDataset. Raises DatasetInvalid: refused. Raises BadParameter: mixture."""
+        """Return the loader of a dataset. Raises UnknownDataset, DatasetInvalid (refused) or BadParameter (a mixture)."""
         names = self._names
         if name in names.datasets:
             return names.datasets[name]
