@@ -68,8 +68,8 @@ def _identity(path: Path, stat: os.stat_result) -> int:
 def map_sealed(path: Path, sound: set[int] | None = None) -> pa.Buffer | None:
     """Maps the bytes of a file before its seal; None if it does not exist.
 
-    Adds its identity to `sound` after reading it; files in there are not read again. Whoever removes or replaces one discards
-    it. The map stays valid after the file is removed or replaced. Raises Damaged. Raises OSError: it cannot be read now.
+    Adds its identity to `sound` after reading it; files in there are not read again. Discard an identity before its file is
+    removed or replaced. The map stays valid after that. Raises Damaged. Raises OSError: the file cannot be read now.
     """
     try:
         with path.open("rb", buffering=0) as file:

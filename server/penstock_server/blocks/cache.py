@@ -51,7 +51,6 @@ _OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, more with bad rows
 _TOUCH_SECONDS = 10.0
 _LIBC = ctypes.CDLL(None)  # Python's madvise works only on mmap objects, and each keeps a descriptor open
 _THIS_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS counts the whole process
-PAGE_BYTES = mmap.PAGESIZE
 _MANY_WAITS = 16
 _ADVISED_COPIES = 64
 
@@ -365,7 +364,7 @@ class Waits:
         if self._num_to_advise:
             self._num_to_advise -= 1
             for address, nbytes in spans:
-                within = address % PAGE_BYTES
+                within = address % mmap.PAGESIZE
                 _advise(address - within, within + nbytes, mmap.MADV_WILLNEED)
         before = _num_waits()
         yield

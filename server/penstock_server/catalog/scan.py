@@ -192,7 +192,7 @@ def state_of_folder(folder: Path, shards: Mapping[str, FileStat], default_tokeni
 
 
 def stat_of_file(path: Path) -> FileStat | None:
-    """Return the stat of a regular file; None if there is none."""
+    """Return the stat of a regular file, or None."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # a text that is not a file name may be too long, or contain a null character

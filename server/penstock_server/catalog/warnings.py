@@ -25,7 +25,7 @@ def advice_on_folder(data_dir: Path) -> Iterator[str]:
         if listing.has_recipe and not listing.shards:
             yield (
                 f"{data_dir / FILE_NAME} is not used: no shard is beside it. Move it into the folder of a dataset's shards, "
-                f"or, for a mixture, into a folder of its own below {data_dir}."
+                f"or, for a mixture, into its own folder below {data_dir}."
             )
 
 
@@ -108,7 +108,7 @@ def _of_recipe(dataset: OpenSnapshot | Member) -> Iterator[str]:
         )
     if chat and chat.leaves_end_out and not recipe.adds_eos_to_chats:
         yield (
-            f"{dataset.name}: its chat template writes the end of an answer after {{% endgeneration %}}, where it has no loss, "
+            f"{dataset.name}: its chat template writes the end of an answer after {{% endgeneration %}}. It has no loss there, "
             f"so nothing teaches a model to stop. Move {{% endgeneration %}} after it."
         )
     elif chat and not chat.closes and recipe.eos_id is None:
