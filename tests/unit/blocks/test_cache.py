@@ -269,26 +269,6 @@ def test_room_is_the_free_space_on_a_full_disk(tmp_path: Path, monkeypatch: pyte
     assert (cache.room_bytes, cache.remedy) == (11 * KIB + OVERHEAD, "Free disk space")
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "foreign"])
-def test_damaged_block_is_made_again(
-    open_blocks: Callable[[], Blocks], cache_dir: Path, count_reads: list[str], damage: str
-) -> None:
-    expected = rows_of(open_blocks().get([0])[0])
-    [path] = cache_dir.glob("*.block")
-    content = path.read_bytes()
-    path.write_bytes(
-        {
-            "cut": content[:-100],
-            "flip": content[:300] + bytes([content[300] ^ 4]) + content[301:],
-            "empty": b"",
-            "foreign": b"not a block " * 30,
-        }[damage]
-    )
-    assert rows_of(open_blocks().get([0])[0]) == expected
-    assert len(count_reads) == 2
-    assert path.read_bytes() == content
-
-
 def test_flipped_byte_reaches_no_batch(open_blocks: Callable[[], Blocks], cache_dir: Path) -> None:
     expected = rows_of(open_blocks().get([0])[0])
     [path] = cache_dir.glob("*.block")

@@ -34,12 +34,6 @@ from support.corpora import write_numbered, write_shards, write_text, write_toke
 from support.engine import open_snapshot, rows_of
 
 
-def test_blocks_hold_the_rows_of_their_row_group(open_blocks: Callable[[], Blocks]) -> None:
-    first, last = open_blocks().get([0, 4])
-    assert [row[0] for row in rows_of(first)] == list(range(32))
-    assert [row[0] for row in rows_of(last)] == list(range(68, 100))
-
-
 def test_new_shard_makes_only_its_own_blocks(open_blocks: Callable[[], Blocks], data: Path, count_reads: list[str]) -> None:
     before = open_blocks()
     before.get(list(range(5)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from penstock_server.catalog.catalog import open_catalog
 from penstock_server.catalog.describe import describe_dataset
 from penstock_server.catalog.footers import FolderContents, read_folder
 from penstock_server.catalog.scan import state_of_folder
-from penstock_server.problems import DatasetInvalid, SnapshotGone
+from penstock_server.problems import DatasetInvalid
 from support.corpora import write_shard
 from support.engine import Opener
 
@@ -155,14 +154,6 @@ def test_opened_snapshots_without_a_record_are_dropped(folder: Path, open_all: O
     held = catalog["d"]
     assert len(held.records) == 3
     assert held.older.keys() <= held.records.keys()
-
-
-def test_snapshot_without_a_record_is_gone(folder: Path, open_all: Opener, tmp_path: Path) -> None:
-    first = open_all()["d"].latest.snapshot.fingerprint
-    write_shard(folder, 1, 0)
-    shutil.rmtree(tmp_path / "cache")
-    with pytest.raises(SnapshotGone, match=f"{first} of d is not on this server"):
-        open_all()["d"].find(first)
 
 
 def test_unknown_fingerprint_is_gone(folder: Path, open_all: Opener) -> None:
