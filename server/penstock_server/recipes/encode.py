@@ -6,7 +6,6 @@ rows --filter--> --transform--> Selected --> fields --tokenizer, chat template--
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +18,8 @@ from penstock_server.order.arrays import starts_of
 from penstock_server.recipes.fields import Column, is_bytes
 from penstock_server.recipes.recipe import Recipe, Rows
 from penstock_server.recipes.split import Place, split_hashes
-from penstock_server.recipes.text import preferences, read_chats, read_tools, tokenized, tokenized_chats
-from penstock_server.recipes.token_ids import Lists, pretokenized, with_turns
+from penstock_server.recipes.text import preferences, read_chats, read_tools, tokenized, tokenized_chats, valid_texts
+from penstock_server.recipes.token_ids import Lists, pretokenized, prompted
 from penstock_server.recipes.tokenizer import Note
 
 REASON = "bad"  # why a row cannot be used, null if it can
@@ -81,10 +80,10 @@ def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: in
     arrays: dict[str, pa.Array] = {}
     for name, lists in features.items():
         arrays[name] = _list_array(lists.values, lists.lengths, bad, token_dtype)
-        if lists.turns:
+        if lists.in_loss is not None:
             arrays[name + TURNS] = _list_array(*lists.turns, bad, "int32")
-        if lists.documents:
-            arrays[name + DOCUMENTS] = _list_array(*lists.documents, bad, "int32")
+        if lists.documents is not None:
+            arrays[name + DOCUMENTS] = _list_array(*lists.runs(lists.documents), bad, "int32")
     arrays |= columns | {REASON: pa.array(rows.reasons, pa.string()), SPLIT: pa.array(selected.hashes)}
     if recipe.filter:
         arrays[ROW] = pa.array(selected.numbers.astype(np.int32))
@@ -119,7 +118,7 @@ def _features(rows: Rows, bound: int) -> dict[str, Lists]:
     if kind == "text":
         return {"tokens": tokenized(rows, "text", opens=True, closes=True)}
     if kind == "prompt_response":
-        return {"tokens": with_turns([tokenized(rows, "prompt", opens=True), tokenized(rows, "response", closes=True)])}
+        return {"tokens": prompted(tokenized(rows, "prompt", opens=True), tokenized(rows, "response", closes=True))}
     if kind == "messages":
         return {"tokens": tokenized_chats(rows, "messages", read_chats(rows, "messages"), read_tools(rows))}
     return preferences(rows)
@@ -130,7 +129,7 @@ def _passthrough(rows: Rows, column: Column) -> pa.Array:
 
     Numbers and fixed-size lists of them stay, text is a large_string and bytes are a large_binary.
     """
-    array, note = rows.values(column.field), partial(rows.note, of=column.name)
+    array, note = rows.values(column.field), rows.note_of(column.name)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_fixed_size_list(array.type):
@@ -143,7 +142,7 @@ def _passthrough(rows: Rows, column: Column) -> pa.Array:
             note(row, "is null")
         return pc.fill_null(array, False if pa.types.is_boolean(array.type) else 0)
     raw = pc.fill_null(raw_texts(array), b"")
-    return raw if is_bytes(array.type) else _valid_texts(raw, note)
+    return raw if is_bytes(array.type) else valid_texts(raw, note)
 
 
 def _vectors(array: pa.Array, note: Note) -> pa.Array:
@@ -157,20 +156,6 @@ def _vectors(array: pa.Array, note: Note) -> pa.Array:
             value = [0] * size
         vectors.append(value)
     return pa.array(vectors, pa.list_(item, size))
-
-
-def _valid_texts(raw: pa.Array, note: Note) -> pa.Array:
-    try:
-        return pc.cast(raw, pa.large_string())
-    except pa.ArrowInvalid:
-        texts = []
-        for row, value in enumerate(raw.to_pylist()):
-            try:
-                texts.append(value.decode())
-            except UnicodeDecodeError as error:
-                note(row, f"is not valid UTF-8 at byte {error.start}")
-                texts.append("")
-        return pa.array(texts, pa.large_string())
 
 
 def _list_array(

@@ -7,6 +7,7 @@ meta.body               a field of a struct, unless a column has exactly that na
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from string import Formatter
@@ -232,13 +233,19 @@ def python_values(array: pa.Array) -> list[Any]:
     return values
 
 
-def json_values(array: pa.Array) -> list[Any]:
+def json_values(array: pa.Array, note: Callable[[int, str], None], first: int = 0) -> list[Any]:
     """Convert values to JSON values: structs and maps are objects, and values of Parquet's JSON type are parsed.
 
     A null field of a struct is left out, since Parquet cannot store a row without it; a map key with a null value stays.
-    Raises the errors of `python_values`.
+    A bad row, as in `python_values`, is None; `first` is the number of the first row.
     """
-    return [_as_json(value, array.type) for value in python_values(array)]
+    try:
+        return [_as_json(value, array.type) for value in python_values(array)]
+    except ValueError as error:  # it does not name the row
+        if len(array) > 1:
+            return [json_values(array[row : row + 1], note, row)[0] for row in range(len(array))]
+        note(first, f"cannot be read: {error}")
+        return [None]
 
 
 def _as_json(value: Any, type_: pa.DataType) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.fields import Column, Field, FieldError, is_text, passthrough_type
 from penstock_server.recipes.filter import SHOWN, Filter
 from penstock_server.recipes.infer import MASKS_OF_DOCUMENTS, MASKS_OF_LOSS, Fields, FirstShard, Kind, check_type
-from penstock_server.recipes.tokenizer import TokenizerFile
+from penstock_server.recipes.tokenizer import Note, TokenizerFile
 from penstock_server.recipes.transform import Transform
 
 # Raise this if equal recipes make other tokens of equal rows than before: it ends all runs and tokenizes all rows again.
@@ -247,3 +248,7 @@ class Rows:
     def note(self, row: int, reason: str, of: str = "") -> None:
         """Mark a row as bad, for a reason about column `of`; the first reason stays."""
         self.reasons[row] = self.reasons[row] or as_utf8(f"{of} {reason}" if of else reason)  # the form that is stored
+
+    def note_of(self, column: str) -> Note:
+        """Return the function that marks rows as bad because of a column."""
+        return partial(self.note, of=column)

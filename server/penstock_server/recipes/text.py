@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from penstock_server.recipes.answers import Span
 from penstock_server.recipes.fields import Field, json_values
 from penstock_server.recipes.messages import ChatError, has_loss, says_something
 from penstock_server.recipes.recipe import Recipe, Rows
-from penstock_server.recipes.token_ids import Lists, joined, repeated, with_turns
-from penstock_server.recipes.tokenizer import Ids
+from penstock_server.recipes.token_ids import Lists, no_prompts, prompted
+from penstock_server.recipes.tokenizer import Note
 
 Chat = list[Any]  # its messages
 Tools = list[Any]  # definitions of the tools that a chat may call
@@ -30,12 +29,15 @@ def tokenized(rows: Rows, role: str, *, opens: bool = False, closes: bool = Fals
     """Tokenize a field of text; `opens` prepends the recipe's BOS to each, and `closes` appends its EOS."""
     recipe, source = rows.recipe, rows.field(role)
     assert recipe.tokenizer  # a dataset of text without a tokenizer is refused
-    note = partial(rows.note, of=source.text)
-    ids = Lists(*recipe.tokenizer.encode(_texts(rows, source), note))
+    ids = _without_empty(Lists(*recipe.tokenizer.encode(_texts(rows, source), rows.note_of(source.text))), rows, source)
+    ids = ids.with_token(recipe.bos_id if opens else None, at_end=False)
+    return ids.with_token(recipe.eos_id if closes else None, at_end=True)
+
+
+def _without_empty(ids: Lists, rows: Rows, source: Field) -> Lists:
     for row in np.flatnonzero(ids.lengths == 0).tolist():
-        note(row, "has no tokens")
-    opening, closing = _special(recipe.bos_id if opens else None), _special(recipe.eos_id if closes else None)
-    return joined([repeated(opening, len(rows)), ids, repeated(closing, len(rows))])
+        rows.note(row, "has no tokens", of=source.text)
+    return ids
 
 
 def lacks_separator(rows: Rows) -> bool:
@@ -56,33 +58,35 @@ def _run_together(rows: Rows, prompt: str, response: str) -> bool:
     return prompt[-5:] + response[:5] in tokenizer.decode(ids.tolist())  # a tokenizer may put a blank before each text
 
 
-def _special(token: int | None) -> list[int]:
-    """Return the ids that a special token adds to a text; none for None."""
-    return [] if token is None else [token]
-
-
 def _texts(rows: Rows, source: Field) -> list[str]:
     """Return the field's texts, "" for a bad one."""
-    stored = rows.values(source)
-    texts = []
-    for row, raw in enumerate(raw_texts(stored).to_pylist()):
-        text, reason = "", f"is {'null' if raw is None else 'empty'}"
-        if raw:
-            try:
-                text, reason = raw.decode(), ""
-            except UnicodeDecodeError as error:
-                reason = f"is not valid UTF-8 at byte {error.start}"
-        if reason:
-            rows.note(row, reason, of=source.text)
-        texts.append(text)
+    stored, note = rows.values(source), rows.note_of(source.text)
+    raw = raw_texts(stored)
+    texts: list[str] = valid_texts(pc.fill_null(raw, b""), note).to_pylist()
     if isinstance(stored.type, pa.JsonType):
-        for row, raw in enumerate(pc.cast(stored, pa.large_binary()).to_pylist()):
-            if not isinstance(parsed_json((raw or b"").decode(errors="replace")), str | None):
-                rows.note(
-                    row, f"is JSON, but no string: {cut(texts[row], 40)}. Make it a text with a transform", of=source.text
-                )
+        for row, text in enumerate(pc.cast(stored, pa.large_binary()).to_pylist()):
+            if not isinstance(parsed_json((text or b"").decode(errors="replace")), str | None):
+                note(row, f"is JSON, but no string: {cut(texts[row], 40)}. Make it a text with a transform")
                 texts[row] = ""
+    for row, text in enumerate(texts):
+        if not text:
+            note(row, f"is {'empty' if raw[row].is_valid else 'null'}")
     return texts
+
+
+def valid_texts(raw: pa.Array, note: Note) -> pa.Array:
+    """Convert bytes to text; "" for a bad row, whose bytes are not UTF-8."""
+    try:
+        return pc.cast(raw, pa.large_string())
+    except pa.ArrowInvalid:
+        texts = []
+        for row, value in enumerate(raw.to_pylist()):
+            try:
+                texts.append(value.decode())
+            except UnicodeDecodeError as error:
+                note(row, f"is not valid UTF-8 at byte {error.start}")
+                texts.append("")
+        return pa.array(texts, pa.large_string())
 
 
 def read_chats(rows: Rows, role: str) -> list[Chat]:
@@ -103,33 +107,18 @@ def read_tools(rows: Rows) -> list[Tools]:
 
 def _lists(rows: Rows, source: Field, what: str) -> list[list[Any] | None]:
     """Return the lists of a field, which may be JSON texts, or have JSON texts for items; None for null, [] for a bad one."""
+    note = rows.note_of(source.text)
     lists = list[list[Any] | None]()
-    for row, value in enumerate(_nested(rows, source)):
+    for row, value in enumerate(json_values(rows.values(source), note)):
         try:
             parsed = json.loads(value) if isinstance(value, str) and value else value or None
             if not isinstance(parsed, list | None):
                 raise ValueError("it is no list")
             lists.append(parsed and [json.loads(item) if isinstance(item, str) else item for item in parsed])
         except (ValueError, RecursionError) as error:
-            rows.note(row, f"is no list of {what} as JSON: {error}", of=source.text)
+            note(row, f"is no list of {what} as JSON: {error}")
             lists.append([])
     return lists
-
-
-def _nested(rows: Rows, source: Field) -> list[Any]:
-    """Return the values of a nested column, or of a text column, as JSON values; None for a bad one."""
-    array = rows.values(source)
-    try:
-        return json_values(array)
-    except ValueError:  # the error does not name the row
-        values = []
-    for row in range(len(array)):
-        try:
-            values += json_values(array[row : row + 1])
-        except ValueError as error:
-            rows.note(row, f"cannot be read: {error}", of=source.text)
-            values.append(None)
-    return values
 
 
 def tokenized_chats(
@@ -140,33 +129,28 @@ def tokenized_chats(
     Answers in the `prompts` before them do not. The EOS of a chat that the assistant ends has loss. BOS and EOS are added
     unless a chat begins and ends with them.
     """
-    recipe = rows.recipe
+    recipe, source = rows.recipe, rows.field(role)
     assert recipe.tokenizer
-    note = partial(rows.note, of=rows.field(role).text)
-    texts, spans, answered = [], [], []
+    texts, spans = list[str](), list[tuple[Span, ...]]()
     for row, chat in enumerate(chats):
         text, in_loss = "", tuple[Span, ...]()
         try:
             text, in_loss = _rendered(chat, prompts[row] if prompts else [], tools[row], recipe)
         except ChatError as error:
-            note(row, str(error))
+            rows.note(row, str(error), of=source.text)
         texts.append(text)
         spans.append(in_loss)
-        answered.append(bool(text) and has_loss(chat[-1]))
-    ids, turns = [], []
-    bos, eos = _special(recipe.bos_id), _special(recipe.eos_id)
-    for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, note)):
-        if not len(tokens):
-            note(row, "has no tokens")
-        # The template may write them already.
-        opening = [] if tokens[:1].tolist() == bos else bos
-        is_closed = tokens[-1:].tolist() == eos or _is_closed(texts[row], spans[row] if answered[row] else (), recipe)
-        closing = [] if is_closed else eos
-        ids.append(np.concatenate([np.array(opening, np.int64), tokens, np.array(closing, np.int64)]))
-        runs[0] += len(opening)
-        runs[-1 if answered[row] or runs[-1] else -2] += len(closing)  # after the user's words an EOS has no loss
-        turns.append(runs)
-    return Lists(*_end_to_end(ids), _end_to_end(turns))
+    encoded = recipe.tokenizer.encode_marked(texts, spans, rows.note_of(source.text))
+    ids = _without_empty(Lists(*encoded), rows, source)
+    if ids.in_loss is None or not len(ids.values):
+        return ids
+    answered = np.array([bool(text) and has_loss(chat[-1]) for chat, text in zip(chats, texts, strict=True)], np.bool_)
+    ends_in_loss = answered | ids.in_loss[np.cumsum(ids.lengths) - 1]  # after the user's words an EOS has no loss
+    opens = ids.lacking(recipe.bos_id, at_end=False)  # the template may write both
+    ids = ids.with_token(recipe.bos_id, at_end=False, lists=opens, in_loss=np.zeros(len(chats), np.bool_))
+    ends = [_is_closed(*rendered, recipe) for rendered in zip(texts, spans, answered, strict=True)]
+    closes = ids.lacking(recipe.eos_id, at_end=True) & ~np.array(ends, np.bool_)
+    return ids.with_token(recipe.eos_id, at_end=True, lists=closes, in_loss=ends_in_loss)
 
 
 def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[str, tuple[Span, ...]]:
@@ -184,16 +168,12 @@ def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[s
     return rendered
 
 
-def _is_closed(text: str, spans: Sequence[Span], recipe: Recipe) -> bool:
-    """Return whether a chat, or its last span with loss, ends with the EOS, ignoring blanks."""
+def _is_closed(text: str, spans: Sequence[Span], answered: bool, recipe: Recipe) -> bool:
+    """Return whether a chat, or its last span if the assistant ends it, ends with the EOS, ignoring blanks."""
     assert recipe.tokenizer
     token = None if recipe.eos_id is None else recipe.tokenizer.tokenizer.id_to_token(recipe.eos_id)
-    ends = [text, *(text[start:stop] for start, stop in spans[-1:])]
+    ends = [text, *(text[start:stop] for start, stop in spans[-1:] if answered)]
     return token is not None and any(end.rstrip().endswith(token) for end in ends)
-
-
-def _end_to_end(arrays: Sequence[Ids]) -> tuple[Ids, Ids]:
-    return np.concatenate([*arrays, np.zeros(0, np.int64)]), np.fromiter(map(len, arrays), np.int64, len(arrays))
 
 
 def preferences(rows: Rows) -> dict[str, Lists]:
@@ -208,10 +188,8 @@ def preferences(rows: Rows) -> dict[str, Lists]:
             chats = {side: [chat[len(prompt) :] for chat, prompt in zip(chats[side], prompts, strict=True)] for side in chats}
         return {side: tokenized_chats(rows, side, answers, tools, prompts) for side, answers in chats.items()}
     has_prompt = "prompt" in roles
-    chosen = tokenized(rows, "chosen", opens=not has_prompt, closes=True)
-    prompt = tokenized(rows, "prompt", opens=True) if has_prompt else repeated([], len(rows))
-    rejected = tokenized(rows, "rejected", opens=not has_prompt, closes=True)
-    return {"chosen": with_turns([prompt, chosen]), "rejected": with_turns([prompt, rejected])}
+    prompt = tokenized(rows, "prompt", opens=True) if has_prompt else no_prompts(len(rows))
+    return {side: prompted(prompt, tokenized(rows, side, opens=not has_prompt, closes=True)) for side in ("chosen", "rejected")}
 
 
 def _num_shared(chosen: Chat, rejected: Chat) -> int:

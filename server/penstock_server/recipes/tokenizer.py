@@ -10,7 +10,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,9 @@ _WRITE_IT = (
 _PORTION_CHARACTERS = 1 << 17  # per thread at a time: an encoding takes some hundred bytes per token
 
 Ids = npt.NDArray[np.int64]
+Marks = npt.NDArray[np.bool_]
 _Json = dict[str, Any]
 Note = Callable[[int, str], None]  # receives a bad row's number and the reason
-_Encoded = TypeVar("_Encoded")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,30 +56,17 @@ class TokenizerFile:
 
         A text that the tokenizer fails on has no ids, and `note` is called.
         """
+        ids, lengths, _ = self._encoded(self.tokenizer.encode_batch_fast, texts, note)
+        return ids, lengths
 
-        def ids_of(portion: list[str], _: slice) -> tuple[Ids, list[int]]:
-            # Not an array per text: that would hold the GIL, which other encoding threads need, twice as long.
-            ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(portion, add_special_tokens=False)]
-            lengths = list(map(len, ids))
-            return np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths)), lengths
-
-        portions = self._by_portion(ids_of, texts, note)
-        lengths = chain.from_iterable(lengths for _, lengths in portions)
-        return np.concatenate([values for values, _ in portions]), np.fromiter(lengths, np.int64, len(texts))
-
-    def encode_marked(self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], note: Note) -> list[tuple[Ids, Ids]]:
-        """Return each text's ids, and the lengths of their runs outside and inside its spans, alternating.
+    def encode_marked(self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], note: Note) -> tuple[Ids, Ids, Marks]:
+        """Return the same, and whether each token is inside its text's spans.
 
         Spans are half-open ranges of characters, sorted and disjoint. A token is inside if any of its characters is: after
-        "Assistant: " the first token of an answer contains the blank before it. Runs are an even number, at least two;
-        some may have length 0. A text that the tokenizer fails on has no ids, and `note` is called.
+        "Assistant: " the first token of an answer contains the blank before it.
         """
-
-        def marked(portion: list[str], at: slice) -> list[tuple[Ids, Ids]]:
-            encodings = self.tokenizer.encode_batch(portion, add_special_tokens=False)
-            return [(np.array(e.ids, np.int64), _runs(e, inside)) for e, inside in zip(encodings, spans[at], strict=True)]
-
-        return list(chain.from_iterable(self._by_portion(marked, texts, note)))
+        ids, lengths, marks = self._encoded(self.tokenizer.encode_batch, texts, note, spans)
+        return ids, lengths, np.concatenate([*marks, np.zeros(0, np.bool_)])
 
     @property
     def opening(self) -> str | None:
@@ -96,22 +83,27 @@ class TokenizerFile:
         with library_errors():
             return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _by_portion(self, encode: Callable[[list[str], slice], _Encoded], texts: list[str], note: Note) -> list[_Encoded]:
-        """Process the texts on all cores, about a hundred thousand characters at a time.
+    def _encoded(
+        self, encode: Callable[..., list[Encoding]], texts: list[str], note: Note, spans: Sequence[Any] = ()
+    ) -> tuple[Ids, Ids, list[Marks]]:
+        """Encode the texts on all cores, about a hundred thousand characters at a time."""
 
-        A text that the tokenizer fails on counts as empty.
-        """
-
-        def encoded(at: slice) -> _Encoded:
+        def encoded(at: slice) -> tuple[Ids, list[int], list[Marks]]:
             portion = texts[at]
             try:
                 with library_errors():
-                    return encode(portion, at)
+                    encodings = encode(portion, add_special_tokens=False)
             except LibraryError:  # the error does not name the text
                 portion = [self._encodable(text, at.start + n, note) for n, text in enumerate(portion)]
-            return encode(portion, at)
+                encodings = encode(portion, add_special_tokens=False)
+            marks = [_is_inside(*pair) for pair in zip(encodings, spans[at], strict=True)] if spans else []
+            # Not an array per text: that would hold the GIL, which other encoding threads need, twice as long.
+            ids = [encoding.ids for encoding in encodings]
+            lengths = list(map(len, ids))
+            return np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths)), lengths, marks
 
-        return list(map_ordered(_threads(), num_cores(), encoded, _portions(texts)))
+        portions, lengths, marks = zip(*map_ordered(_threads(), num_cores(), encoded, _portions(texts)), strict=True)
+        return np.concatenate(portions), np.array([*chain.from_iterable(lengths)], np.int64), [*chain.from_iterable(marks)]
 
     def _encodable(self, text: str, number: int, note: Note) -> str:
         """Return the text, or "" if the tokenizer fails on it: it may lack a token for a character, and an unknown token."""
@@ -285,7 +277,7 @@ def _portions(texts: list[str]) -> Iterator[slice]:
         yield slice(first, len(texts))
 
 
-def _runs(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> Ids:
+def _is_inside(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> Marks:
     firsts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     borders = np.array([border for span in spans for border in span], np.int64)
     # Number of borders before a token's first character: odd means inside a span.
@@ -294,5 +286,5 @@ def _runs(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> Ids:
     passed += (passed % 2 == 0) & (begun > passed)
     # A token without characters, such as a trimmed blank, is inside if the span is on both sides.
     passed -= (passed % 2 == 1) & (firsts == stops) & (begun % 2 == 0)
-    num_runs = (int(passed.max(initial=0)) // 2 + 1) * 2
-    return np.bincount(passed, minlength=num_runs)
+    inside: Marks = passed % 2 == 1
+    return inside

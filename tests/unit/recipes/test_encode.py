@@ -111,10 +111,9 @@ def test_text_is_bad_when_the_tokenizer_fails_on_it(
 def test_chat_is_bad_when_the_tokenizer_fails_on_it(letters: TokenizerFile) -> None:
     bad: dict[int, str] = {}
     texts = ["aab", "a\N{SNOWMAN}b", "", "ba"]
-    marked = letters.encode_marked(texts, [[(1, 3)], [(1, 3)], [], [(0, 1)]], bad.__setitem__)
-    assert [(ids.tolist(), runs.tolist()) for ids, runs in marked] == [
-        ([0, 0, 1], [1, 2]), ([], [0, 0]), ([], [0, 0]), ([1, 0], [0, 1, 1, 0]),
-    ]  # fmt: skip
+    ids, lengths, is_inside = letters.encode_marked(texts, [[(1, 3)], [(1, 3)], [], [(0, 1)]], bad.__setitem__)
+    assert (ids.tolist(), lengths.tolist()) == ([0, 0, 1, 1, 0], [3, 0, 0, 2])
+    assert is_inside.tolist() == [False, True, True, True, False]
     assert list(bad) == [1]
     assert bad[1].startswith("is a text that the tokenizer fails on: ")
 
@@ -140,48 +139,45 @@ def test_out_of_memory_makes_no_row_bad(batch: list[type[Exception]], one: list[
 
 
 @pytest.mark.parametrize(
-    ("spans", "runs"),
+    ("spans", "inside"),
     [
-        pytest.param([], [4, 0], id="none"),
-        pytest.param([(3, 7)], [1, 1, 2, 0], id="a word with its blank"),
-        pytest.param([(4, 7)], [1, 1, 2, 0], id="a word, whose token begins before it"),
-        pytest.param([(1, 2)], [0, 1, 3, 0], id="a letter of a word"),
-        pytest.param([(4, 7), (12, 15)], [1, 1, 1, 1], id="two words"),
-        pytest.param([(4, 5), (6, 7)], [1, 1, 0, 0, 2, 0], id="two letters of one token"),
-        pytest.param([(0, 15)], [0, 4], id="all"),
+        pytest.param([], "----", id="none"),
+        pytest.param([(3, 7)], "-x--", id="a word with its blank"),
+        pytest.param([(4, 7)], "-x--", id="a word, whose token begins before it"),
+        pytest.param([(1, 2)], "x---", id="a letter of a word"),
+        pytest.param([(4, 7), (12, 15)], "-x-x", id="two words"),
+        pytest.param([(4, 5), (6, 7)], "-x--", id="two letters of one token"),
+        pytest.param([(0, 15)], "xxxx", id="all"),
     ],
 )
-def test_token_has_loss_when_any_of_its_characters_has(spans: list[tuple[int, int]], runs: list[int]) -> None:
+def test_token_has_loss_when_any_of_its_characters_has(spans: list[tuple[int, int]], inside: str) -> None:
     pieces = {piece: number for number, piece in enumerate(["the", " fox", " and", " dog"])}
     split = Tokenizer(models.WordLevel(pieces, unk_token="the"))
     split.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-z]+"), "isolated")
     words = TokenizerFile(Path("words.json"), "digest", split, 4)
-
-    [(ids, found)] = words.encode_marked(["the fox and dog"], [spans], none_is_bad)
-
-    assert ids.tolist() == [0, 1, 2, 3]
-    assert found.tolist() == runs
+    ids, lengths, found = words.encode_marked(["the fox and dog"], [spans], none_is_bad)
+    assert (ids.tolist(), lengths.tolist()) == ([0, 1, 2, 3], [4])
+    assert found.tolist() == [mark == "x" for mark in inside]
 
 
 @pytest.mark.parametrize(
-    ("text", "spans", "runs"),
+    ("text", "spans", "inside"),
     [
-        ("a: \nb", [(3, 5)], [3, 2]),  # a, :, the blank that is trimmed to nothing, the end of the line, b
-        ("a: \nb", [(0, 2), (3, 5)], [0, 2, 1, 2]),
-        ("a: \nb", [(0, 5)], [0, 5]),
-        ("a  \nb", [(0, 1)], [0, 1, 4, 0]),
-        ("a: \nb", [], [5, 0]),
+        ("a: \nb", [(3, 5)], "---xx"),  # a, :, the blank that is trimmed to nothing, the end of the line, b
+        ("a: \nb", [(0, 2), (3, 5)], "xx-xx"),
+        ("a: \nb", [(0, 5)], "xxxxx"),
+        ("a  \nb", [(0, 1)], "x----"),
+        ("a: \nb", [], "-----"),
     ],
 )
 def test_token_without_characters_has_loss_only_within_a_span(
-    tmp_path: Path, text: str, spans: list[tuple[int, int]], runs: list[int]
+    tmp_path: Path, text: str, spans: list[tuple[int, int]], inside: str
 ) -> None:
     trimming = Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer.json", ["a"])))
     trimming.post_processor = processors.ByteLevel(trim_offsets=True)
     trimming.save(str(tmp_path / "tokenizer.json"))
-    [(ids, found)] = load_tokenizer(tmp_path / "tokenizer.json").encode_marked([text], [spans], none_is_bad)
-    assert found.tolist() == runs
-    assert len(ids) == sum(runs)
+    _, _, found = load_tokenizer(tmp_path / "tokenizer.json").encode_marked([text], [spans], none_is_bad)
+    assert found.tolist() == [mark == "x" for mark in inside]
 
 
 @pytest.mark.parametrize(
