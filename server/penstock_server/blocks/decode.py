@@ -29,7 +29,7 @@ from penstock_server.catalog.shard import Shard, is_of, stat_of
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
-from penstock_server.recipes.encode import REASON, Selected, select
+from penstock_server.recipes.encode import REASON, Selected
 from penstock_server.recipes.filter import FilterError
 from penstock_server.recipes.split import Place, split_hashes
 from penstock_server.recipes.transform import TransformError
@@ -176,14 +176,13 @@ class RowGroupReader:
             elif address.number == 0:
                 with self._reading(address):
                     for at, _, rows in self._rows(address, recipe.selecting_columns):
-                        _, _, hashes = select(rows, recipe, at.place)
-                        yield at, hashes
+                        yield at, Selected.of(rows, recipe, at.place).hashes
 
     def _selected(self, at: BlockAddress, portions: Iterator[tuple[BlockAddress, int, pa.RecordBatch]]) -> Iterator[Selected]:
         with self._reading(at):
             for _, first, rows in portions:
                 place = Place(at.place.shard, at.place.first_row + first)
-                yield Selected.of(rows, self.snapshot.recipe, place, first)
+                yield Selected.of(rows, self.snapshot.recipe, place, first).transformed(self.snapshot.recipe)
 
     def _rows(
         self, address: BlockAddress, columns: list[str] | None, *, in_portions: bool = False

@@ -142,8 +142,7 @@ class ChatTemplate:
 
         `tools` are the definitions of callable tools. No token of the messages before the `first` has loss.
 
-        Raises ChatError: the template refuses the chat or fails on it, or writes nothing of an answer, or the answers cannot be
-        located in the text.
+        Raises ChatError: the template refuses or drops a message, or the answers cannot be located in the text.
         """
         if tools and self._with_tools:
             return self._with_tools.render(messages, tools, first)
@@ -207,9 +206,7 @@ def load_chat_templates(tokenizer_path: Path) -> dict[str, str]:
     """Return the chat templates beside a tokenizer.json by name: default, and others such as tool_use.
 
     The first of these files counts: chat_template.jinja, with the folder additional_chat_templates; tokenizer_config.json;
-    chat_template.json. `tokenizer_path` is not resolved: in a folder of symlinks, the files are beside the symlink.
-
-    Raises DatasetInvalid: a file cannot be read. Raises TemplateError: it has several templates without a default.
+    chat_template.json. Raises DatasetInvalid, TemplateError: one cannot be read, or has several templates without a default.
     """
     default, tool_use, of_processor = (tokenizer_path.parent / name for name in TEMPLATE_FILES)
     if may_exist(default):
@@ -224,7 +221,7 @@ def load_chat_templates(tokenizer_path: Path) -> dict[str, str]:
 def read_chat_templates(path: Path) -> dict[str, str]:
     """Return the chat templates of a file that a recipe names: its text, or the "chat_template" of a JSON file.
 
-    Raises DatasetInvalid: it cannot be read. Raises TemplateError: it has no template, or several without a default.
+    Raises DatasetInvalid, TemplateError: it cannot be read, has no template, or several without a default.
     """
     text = read_beside(path)
     try:

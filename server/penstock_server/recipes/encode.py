@@ -44,15 +44,20 @@ class Selected(NamedTuple):
 
     @classmethod
     def of(cls, rows: pa.RecordBatch, recipe: Recipe, place: Place, first: int = 0) -> Selected:
-        """Filter and transform stored rows; `place` and `first`, the number in the block, are those of the first row.
+        """Filter stored rows; `place` and `first`, the number in the block, are those of the first row. Raises FilterError."""
+        kept = np.arange(rows.num_rows)
+        if recipe.filter:
+            kept = kept[recipe.filter.keep(rows)]
+            rows = take_rows(rows, kept)
+        return cls(rows, kept + first, split_hashes(rows, recipe, place, kept))
 
-        Raises ValueError: the filter or the transform fails, or the transform returns rows that the recipe cannot read.
-        """
-        rows, kept, hashes = select(rows, recipe, place)
-        if recipe.transform:
-            rows = recipe.transform(rows)
-            recipe.check_made(rows.schema)
-        return cls(rows, kept + first, hashes)
+    def transformed(self, recipe: Recipe) -> Selected:
+        """Apply the recipe's transform. Raises RecipeError: it fails, or returns rows that the recipe cannot read."""
+        if not recipe.transform:
+            return self
+        rows = recipe.transform(self.rows)
+        recipe.check_made(rows.schema)
+        return self._replace(rows=rows)
 
     def take(self, rows: npt.NDArray[np.int64]) -> Selected:
         """Return some of the rows, by ascending indices."""
@@ -68,11 +73,7 @@ class Selected(NamedTuple):
 
 
 def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: int) -> pa.RecordBatch:
-    """Tokenize rows, in their order. A row that cannot be used is null in every feature.
-
-    Each row's tokens depend on that row alone, so rows may be encoded in any batches. Text is encoded without the tokenizer's
-    special tokens; the recipe's BOS opens and its EOS closes it. Token ids must be in [0, token_bound).
-    """
+    """Tokenize rows, each by itself. A row that cannot be used is null in every feature. Ids must be in [0, token_bound)."""
     rows = Rows(selected.rows, recipe)
     features = _features(rows, token_bound)
     columns = {COLUMN + column.name: _passthrough(rows, column) for column in recipe.columns}
@@ -90,23 +91,9 @@ def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: in
     return pa.record_batch(arrays)
 
 
-def select(
-    rows: pa.RecordBatch, recipe: Recipe, place: Place
-) -> tuple[pa.RecordBatch, npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
-    """Return the rows that the filter keeps, their numbers among all of these, and their split hashes."""
-    kept = np.arange(rows.num_rows)
-    if recipe.filter:
-        kept = kept[recipe.filter.keep(rows)]
-        rows = take_rows(rows, kept)
-    return rows, kept, split_hashes(rows, recipe, place, kept)
-
-
 def bytes_beside(recipe: Recipe) -> int:
-    """Estimate the bytes of a row of `encode` beside its tokens and passthrough columns.
-
-    They are the end offsets of its lists, its turns and documents, two assumed, the end offset of its reason, its split hash
-    and its number.
-    """
+    """Estimate the bytes of a row of `encode` beside its tokens and passthrough columns, with two turns and documents."""
+    # End offsets of its lists, turns, documents and reason; its split hash and its number.
     a_feature = 8 + (recipe.has_turns + recipe.has_documents) * (8 + 2 * 4)
     return len(recipe.features) * a_feature + 4 + 4 + 4 * (recipe.filter is not None)
 
@@ -125,10 +112,7 @@ def _features(rows: Rows, bound: int) -> dict[str, Lists]:
 
 
 def _passthrough(rows: Rows, column: Column) -> pa.Array:
-    """Return a passthrough column without nulls: NaN or an empty text replaces them; if the type has neither, the row is bad.
-
-    Numbers and fixed-size lists of them stay, text is a large_string and bytes are a large_binary.
-    """
+    """Return a passthrough column without nulls: NaN or "" replaces them; if the type has neither, the row is bad."""
     array, note = rows.values(column.field), rows.note_of(column.name)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()

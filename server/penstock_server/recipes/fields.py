@@ -34,10 +34,7 @@ class FieldError(RecipeError):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Column or template, as declared in `text`.
-
-    `parts` are (text, path of the column after it); the last text may have no column. A single column has the text "".
-    """
+    """Column or template, as declared in `text`; `parts` are (text, path of the column after it, None at the end)."""
 
     text: str
     parts: tuple[tuple[str, _Path | None], ...]
@@ -80,10 +77,7 @@ class Field:
         return pa.string()
 
     def array(self, rows: pa.RecordBatch) -> pa.Array:
-        """Return its values, shape [num_rows]; a template is null in rows with a null in one of its columns.
-
-        Raises FieldError: the rows have no such column.
-        """
+        """Return its values, shape [num_rows]; a template is null where a column is. Raises FieldError: the rows lack one."""
         if not self.is_template:
             [(_, path)] = self.parts
             assert path
@@ -104,19 +98,18 @@ def _resolve(name: str, schema: pa.Schema) -> _Path:
 
 def type_at(path: _Path, schema: pa.Schema) -> pa.DataType:
     """Return the type of a column, or of a field inside it. Raises FieldError: the schema has no such column or field."""
-    column, columns = path[0], schema.names
-    if columns.count(column) > 1:
-        raise FieldError(f"{columns.count(column)} columns are called {column!r}. Rename all but one")
-    if column not in columns:
-        raise FieldError(f"there is no column {column!r}; there are: {listed(columns)}")
+    column, names = path[0], schema.names
+    if names.count(column) > 1:
+        raise FieldError(f"{names.count(column)} columns are called {column!r}. Rename all but one")
+    if column not in names:
+        raise FieldError(f"there is no column {column!r}; there are: {listed(names)}")
     type_ = schema.field(column).type
     for depth, name in enumerate(path[1:], 1):
-        inside = ".".join(path[:depth])
-        if not pa.types.is_struct(type_):
-            raise FieldError(f"column {inside!r} is {type_}, which has no fields, so no {name!r}")
-        names = type_.names
+        names = type_.names if pa.types.is_struct(type_) else []
         if name not in names:
-            raise FieldError(f"column {inside!r} has no field {name!r}; it has: {listed(names)}")
+            fields = f"has no field {name!r}; it has: {listed(names)}"
+            inside = f"column {'.'.join(path[:depth])!r}"
+            raise FieldError(f"{inside} {fields}" if names else f"{inside} is {type_}, which has no fields, so no {name!r}")
         type_ = type_.field(name).type
     return type_
 
@@ -129,17 +122,14 @@ def _values(path: _Path, rows: pa.RecordBatch) -> pa.Array:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Passthrough column, sent with the tokens as values of one type, whatever the shards' types."""
+    """Passthrough column of numbers, fixed-size lists of them, text or bytes, sent as one type, whatever the shards' types."""
 
     field: Field
     type: pa.DataType
 
     @classmethod
     def parse(cls, name: str, schema: pa.Schema) -> Column:
-        """Parse a column that a recipe names: numbers, fixed-size lists of them, text or bytes.
-
-        Raises FieldError: it is missing, or has another type or the name of a tensor.
-        """
+        """Parse a column that a recipe names. Raises FieldError: it is missing, or has another type or the name of a tensor."""
         field = Field.parse(name, schema)
         type_ = field.type(schema)
         if name in TENSOR_NAMES:
@@ -221,10 +211,7 @@ def numpy_type(type_: pa.DataType) -> np.dtype[Any]:
 
 
 def python_values(array: pa.Array) -> list[Any]:
-    """Convert values to Python objects; times are cut to the microsecond, Python's resolution.
-
-    Raises ValueError: a text is not UTF-8, or a date is outside the years 1 to 9999.
-    """
+    """Convert values to Python objects; times are cut to the microsecond. Raises ValueError: bad UTF-8, or a far date."""
     type_ = _in_microseconds(array.type)
     try:
         values: list[Any] = (array if type_ == array.type else array.cast(type_, safe=False)).to_pylist()
@@ -234,10 +221,9 @@ def python_values(array: pa.Array) -> list[Any]:
 
 
 def json_values(array: pa.Array, note: Callable[[int, str], None], first: int = 0) -> list[Any]:
-    """Convert values to JSON values: structs and maps are objects, and values of Parquet's JSON type are parsed.
+    """Convert values to JSON values, None for a bad row; `first` is the number of the first row.
 
     A null field of a struct is left out, since Parquet cannot store a row without it; a map key with a null value stays.
-    A bad row, as in `python_values`, is None; `first` is the number of the first row.
     """
     try:
         return [_as_json(value, array.type) for value in python_values(array)]

@@ -83,14 +83,11 @@ def says_something(message: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """Form that a template takes. If it takes both, or nothing is known, messages stay as they are.
+    """Form that a template takes: JSON text, or nested objects and lists. Otherwise messages stay as they are.
 
-    A template of a text model may write a list of parts as Python spells it; one of a vision model may skip plain texts.
-    Likewise one template quotes arguments that are JSON text, and another writes objects as Python spells them.
-
-    contents       by role: "text", or "nested" for lists of parts
-    arguments      of calls: "text" for JSON text, or "nested" for objects
-    drops_system   whether it drops the text of a system message
+    contents      by role: "text", or "nested" for lists of parts
+    arguments     of calls: "text" for JSON text, or "nested" for objects
+    drops_system  whether it drops the text of a system message
     """
 
     contents: Mapping[str, Form] = field(default_factory=dict)

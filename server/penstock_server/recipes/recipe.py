@@ -159,8 +159,8 @@ class Recipe:
 
     def is_like(self, other: Recipe) -> bool:
         """Return whether another recipe gives each row the same tokens, split, error or replacement."""
-        mine, theirs = ((r.identity, r.splits, r.validation, r.on_bad_row, r.max_bad_share) for r in (self, other))
-        return mine == theirs
+        settings = ("identity", "splits", "validation", "on_bad_row", "max_bad_share")
+        return all(getattr(self, name) == getattr(other, name) for name in settings)
 
     def check(self, schema: pa.Schema) -> None:
         """Check that a shard of this schema has all columns that are read. Raises FieldError, FilterError: it has not."""
@@ -224,11 +224,7 @@ def _split_type(type_: pa.DataType) -> str:
 
 
 class Rows:
-    """Rows to tokenize, and the reasons of those that cannot be used.
-
-    stored   their columns, after the filter and the transform
-    reasons  why each row is bad, None for a good row
-    """
+    """Rows to tokenize, after the filter and the transform; `reasons` say why a row cannot be used, None for a good row."""
 
     def __init__(self, stored: pa.RecordBatch, recipe: Recipe) -> None:
         self.stored, self.recipe = stored, recipe

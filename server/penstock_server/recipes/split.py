@@ -41,13 +41,10 @@ class Place:
 
 
 def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """Return a uniform hash of each row, shape [num_rows]: of its place, or of the field that the recipe names.
+    """Return a uniform hash of each row, which decides its split and nothing else: of its place, or of the recipe's field.
 
-    A row's place is the name of its shard and its number in it, so new shards in the dataset move no row to the other
-    split. `kept` are the rows' numbers, counted from `place.first_row`.
-
-    The hash decides a row's split and nothing else: any other random choice needs a separate hash, to be independent of the
-    split.
+    A row's place is the name of its shard and its number in it, so new shards move no row. `kept` are the rows' numbers,
+    counted from `place.first_row`.
     """
     if recipe.split_by is None:
         key = xxhash.xxh3_64_intdigest(place.shard.encode())
@@ -79,6 +76,11 @@ def splits_of_shards(names: Iterable[str], rule: SplitRule | None) -> tuple[str,
     return tuple(split or unnamed for split in splits)
 
 
+def _split_named(name: str) -> str:
+    groups = {keyword.lastindex for keyword in _KEYWORDS.finditer(name)}
+    return next((split for group, split in enumerate(("test", "validation", "train"), start=1) if group in groups), "")
+
+
 def select_rows(split: str, shard_split: str, share: float) -> Selection:
     """Return the rows of a shard that are in a split; `share` of a train shard's rows is held out for validation."""
     if shard_split != "train" or split == "all":
@@ -98,8 +100,3 @@ def is_selected(held_out: npt.NDArray[np.bool_], selection: Selection) -> npt.ND
 def is_validation(hashes: npt.NDArray[np.uint32], share: float) -> npt.NDArray[np.bool_]:
     """Return the mask of rows that the hash holds out for validation, a `share` of all rows; shape of `hashes`."""
     return hashes < np.uint64(round(share * _HASHES))
-
-
-def _split_named(name: str) -> str:
-    groups = {keyword.lastindex for keyword in _KEYWORDS.finditer(name)}
-    return next((split for group, split in enumerate(("test", "validation", "train"), start=1) if group in groups), "")

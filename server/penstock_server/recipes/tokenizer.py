@@ -117,9 +117,8 @@ class TokenizerFile:
 
 
 def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> TokenizerFile:
-    """Load a tokenizer.json, without its truncation and padding: the spec decides both.
+    """Load a tokenizer.json with the tokens that files beside it add, without its truncation, padding and dropout.
 
-    Its dropout is also off: with it a text has other tokens each time. Tokens that the files beside it add are added.
     With `split_special_tokens` a text that spells a special token becomes plain tokens, not that one.
 
     Raises DatasetInvalid: the file does not exist, is not a tokenizer, or tokens cannot be added to it.
@@ -166,8 +165,6 @@ def _add_tokens(tokenizer: Tokenizer, path: Path, config: _Json, named: _Json, m
 
     Those are in added_tokens_decoder of tokenizer_config.json. Older files have none: there special_tokens_map.json and
     added_tokens.json count as well. Special tokens, such as eos_token, are added too.
-
-    Raises DatasetInvalid: a file has another form, or gives a token an id that it cannot have.
     """
     decoder = config.get("added_tokens_decoder")
     replacing, others = list[AddedToken](), list[AddedToken]()

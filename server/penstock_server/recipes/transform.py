@@ -3,8 +3,7 @@
     transform = "clean:strip_html"    # function strip_html of clean.py in the dataset's folder
 
 The function takes a RecordBatch, shape [num_rows], and returns one with the same number of rows and any columns. Its result for
-a row must not depend on the other rows or on the call: any server may make a block again at any time. Its code must be in its
-file or in an installed package: the server does not detect changes in other files.
+a row must not depend on the other rows or on the call: any server may make a block again at any time.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class Transform:
     function: Callable[[pa.RecordBatch], pa.RecordBatch]
 
     def __call__(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Transform rows, in their order.
-
-        Raises TransformError: the function raises, or does not return a RecordBatch with the same number of rows.
-        """
+        """Transform rows. Raises TransformError: the function raises, or returns no RecordBatch with as many rows."""
         try:
             with library_errors():
                 result = self.function(rows)
@@ -47,24 +43,18 @@ class Transform:
             frames = extract_tb(error.cause.__traceback__)[2:]  # without our two frames
             lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
             where = f" in line {lines[-1]} of {Path(frames[0].filename).name}" if lines else ""
-            raise TransformError(
-                f"the transform {self.name} raises {type(error.cause).__name__}{where}: {error.cause}"
-            ) from error
+            what = f"raises {type(error.cause).__name__}{where}: {error.cause}"
+            raise TransformError(f"the transform {self.name} {what}") from error
         if not isinstance(result, pa.RecordBatch):
             raise TransformError(f"the transform {self.name} returns a {type(result).__name__}, not a pyarrow.RecordBatch")
         if result.num_rows != rows.num_rows:
-            raise TransformError(
-                f"the transform {self.name} returns {result.num_rows} rows for {rows.num_rows}; it must keep their number. To "
-                f"leave rows out, use filter"
-            )
+            numbers = f"{result.num_rows} rows for {rows.num_rows}"
+            raise TransformError(f"the transform {self.name} returns {numbers}. To leave rows out, use filter")
         return result
 
 
 def load_transform(name: str, folder: Path) -> Transform:
-    """Load the function `file:function` of a file in the folder. Runs that file.
-
-    Raises TransformError: the function does not exist, or its file fails when it is imported.
-    """
+    """Run a file of the folder, and return its function, named as `file:function`. Raises TransformError: it cannot."""
     stem, _, function_name = name.partition(":")
     if not (stem.isidentifier() and function_name.isidentifier()):
         raise TransformError(f'transform = {name!r} must name a function of a file beside the shards, as in "clean:function"')
@@ -74,21 +64,15 @@ def load_transform(name: str, folder: Path) -> Transform:
     except OSError as error:
         raise TransformError(f"{path} cannot be read: {error.strerror}") from error
     digest = blake2b(function_name.encode() + b"\0" + source, digest_size=16).hexdigest()
+    # Run exactly the bytes that the digest covers, not a cached .pyc, under a unique name: two datasets may each have a
+    # clean.py, and dataclasses look their module up.
+    module = sys.modules[f"penstock_transform_{digest}"] = ModuleType(f"penstock_transform_{digest}")
+    module.__file__ = str(path)
     try:
-        module = _run(path, source, f"penstock_transform_{digest}")
+        exec(compile(source, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         raise TransformError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise TransformError(f"{path} has no function {function_name!r}")
     return Transform(name, digest, function)
-
-
-def _run(path: Path, source: bytes, name: str) -> ModuleType:
-    """Run exactly the source bytes that the digest covers, not a cached .pyc, and return the module."""
-    module = ModuleType(name)
-    module.__file__ = str(path)
-    code = compile(source, str(path), "exec")
-    sys.modules[name] = module  # under a unique name: two datasets may each have a clean.py, and dataclasses look it up here
-    exec(code, module.__dict__)
-    return module
