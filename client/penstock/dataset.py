@@ -26,18 +26,8 @@ from penstock.distributed import (
 from penstock.errors import PenstockError, SpecError
 from penstock.iteration import NOT_GIVEN, BatchIterator, Iteration, hide_internal_traceback
 from penstock.ledger.recorder import Recorder
-from penstock.lint import (
-    Advice,
-    is_trained_on,
-    warn_as_advised,
-    warn_of_discard,
-    warn_of_lag,
-    warn_of_repetition,
-    warn_of_replay,
-    warn_of_restart,
-    warn_of_same_batch,
-)
-from penstock.logs import name_rank
+from penstock.lint import Advice, is_trained_on, warn_of_epoch, warn_of_pass
+from penstock.logs import name_rank, warn
 from penstock.mix import spell_mix
 from penstock.numbers import check_amount, check_whole, plain
 from penstock.prefetch import PREFETCH_BYTES
@@ -187,7 +177,8 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._consensus and (first := self._consensus.propose(str(resolved.spec.snapshot))) != resolved.spec.snapshot:
             resolved = self._client.resolve(replace(requested, snapshot=first))
         if self.rank == 0:
-            warn_as_advised(resolved.advice)
+            for text in resolved.advice:
+                warn(text)
         self._resolved = resolved
         self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch, f"{dataset}/{resolved.spec.digest}")
@@ -259,14 +250,9 @@ class RemoteDataset(IterableDataset[Batch]):
         epoch = check_whole("epoch", epoch, 0, MAX_COUNT)
         self._check_rank()
         self._progress.confirm_epoch(epoch)
+        warn_of_epoch(self._progress, self.spec, epoch)
         if epoch != self.epoch:
-            if num_left := self._progress.discards:
-                warn_of_discard(self.epoch, num_left, epoch)
             self._progress.set_epoch(epoch)
-        elif self._progress.is_resumed:
-            warn_of_lag(epoch)
-        elif self._progress.is_left:
-            warn_of_restart(self.spec, self._progress.cursor)
 
     def rewind(self, epoch: int = 0) -> None:
         """Puts the next iteration at the first step of an epoch, whatever was consumed or loaded.
@@ -298,10 +284,9 @@ class RemoteDataset(IterableDataset[Batch]):
             self._consensus.settle(self.snapshot)
         at = this.cursor
         spec = replace(self.spec, offset=at.offset)
-        if this.is_repetition and self._replay is None:
-            warn_of_repetition(spec, at.epoch)
-        if this.is_stuck and self._replay is None:
-            warn_of_same_batch(spec, at.epoch)
+        trains = self._replay is None and is_trained_on(spec)
+        if trains:
+            warn_of_pass(this)
         record = self._recorder.open(spec, self._resolved.num_samples, this) if self._recorder else None
         batches = BatchIterator(
             self._client,
@@ -316,8 +301,7 @@ class RemoteDataset(IterableDataset[Batch]):
         with self._stats.counting(batches):
             checks_rows = self.rank == 0 and (not worker or worker.first == 0) and not self._has_checked_rows
             self._has_checked_rows = True
-            trains = self._replay is None and is_trained_on(spec) and not worker
-            is_shared = self._rank_was_found and self.world_size > 1  # who names a rank may have others in this job
+            is_shared = self._rank_was_found and self.world_size > 1 and not worker  # a named rank may have others in this job
             peers = PeerCheck(self.dataset, spec, at.epoch, at.step, self.rank) if trains and is_shared else None
             advice = Advice(self._client if checks_rows else None, spec, at.epoch, peers, len(this.steps))
             for number, item in enumerate(batches, start=1):
@@ -377,7 +361,10 @@ class RemoteDataset(IterableDataset[Batch]):
                 "anyway. Between epochs, after set_epoch, the place is known."
             )
         if self._replay is not None:
-            warn_of_replay(self._replay)
+            warn(
+                f"replay={self._replay} repeats the same batches, so it consumes nothing of the epoch: this state resumes "
+                f"where the replay started."
+            )
         return write_state(self.dataset, self.spec, self._progress.cursor, *self._progress.ids)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from penstock.client import Client
 from penstock.distributed import PeerCheck
 from penstock.logs import warn
+from penstock.progress import Pass, Progress
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, prompt_remedy
 from penstock.spec import Spec
-from penstock.state import Cursor
 from penstock.tensors import Batch
 from penstock.text import counted
 from penstock.wire.names import IGNORED, SIDES
@@ -25,7 +23,7 @@ _SAMPLES_CHECKED = 16  # samples of a batch, checked for repeated tokens
 class Advice:
     """Warnings for the loop of one iteration, each at most once.
 
-    `source` supplies the lengths of some rows; None skips those checks. `peers` compares the ranks that should share the
+    `client` supplies the lengths of some rows; None skips those checks. `peers` compares the ranks that should share the
     epoch. `num_batches` is the number of batches of the iteration.
     """
 
@@ -40,43 +38,35 @@ class Advice:
     def look_at(self, batch: Batch, number: int, *, has_place: bool) -> None:
         """Check batch `number` of the iteration; `has_place`: state_dict returns the position of this loop."""
         if self._had_labels and number <= _MAX_CHECKED:
-            self._had_labels = self._check_labels(batch, number)
+            self._check_labels(batch, number)
         if self._client and number == self._checked:
             self._check_rows(self._client, batch)
             self._check_runs(batch)
         if self._peers and (differences := self._peers.differences(number)):
-            self._check_peers(differences)
-        if self._had_place:
-            self._had_place = self._check_place(number, has_place=has_place)
-
-    def _check_place(self, number: int, *, has_place: bool) -> bool:
-        if not has_place:
+            self._peers = None
+            warn(
+                f"other ranks have not started epoch {self._epoch} where this one has: {differences}. Ranks share an epoch "
+                f"only with the same parameters (such as seed and batch_size), epoch and state. Otherwise some samples are "
+                f"trained on several times, and others never."
+            )
+        if self._had_place and not has_place:
+            self._had_place = False
             warn(
                 f"a loop continues with batch {number:,} of epoch {self._epoch} after set_epoch, load_state_dict or another "
                 f"iteration of this dataset: state_dict returns their position, not this loop's. Call them between two "
                 f"loops, and look at single batches with a second RemoteDataset."
             )
-        return has_place
 
-    def _check_peers(self, differences: str) -> None:
-        warn(
-            f"other ranks have not started epoch {self._epoch} where this one has: {differences}. Ranks share an epoch only "
-            f"with the same parameters (such as seed and batch_size), epoch and state. Otherwise some samples are trained on "
-            f"several times, and others never."
-        )
-        self._peers = None
-
-    def _check_labels(self, batch: Batch, number: int) -> bool:
-        """Whether any token of a batch has loss. Labels on a GPU pass: reading them would block."""
+    def _check_labels(self, batch: Batch, number: int) -> None:
+        """Warn if no token of a batch has loss. Labels on a GPU pass: reading them would block."""
         labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
-        is_fine = not labels or any(value.is_cuda or (value != IGNORED).any() for value in labels)
-        if not is_fine:
+        self._had_labels = not labels or any(value.is_cuda or (value != IGNORED).any() for value in labels)
+        if not self._had_labels:
             warn(
                 f"no token has loss in {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
                 f"{IGNORED}, and their mean loss is NaN. Do the prompts fill seq_len={self._spec.seq_len}? "
                 f"{prompt_remedy(batch.keys())}"
             )
-        return is_fine
 
     def _check_rows(self, client: Client, batch: Batch) -> None:
         spec = self._spec
@@ -110,67 +100,45 @@ class Advice:
             )
 
 
-def warn_as_advised(advice: Sequence[str]) -> None:
-    """Pass the server's advice to one rank before a run begins."""
-    for text in advice:
-        warn(text)
-
-
-def warn_of_repetition(spec: Spec, epoch: int) -> None:
-    """Warn that a loop restarts the epoch of the loop before it. Evaluation does so on purpose."""
-    if is_trained_on(spec):
-        warn(
-            f"epoch {epoch} is given once more from its first step, in the same order. Call set_epoch(n) before the loop of "
-            f"each epoch n. To continue where a loop was left, call data.load_state_dict(data.state_dict()) first. Look at "
-            f"single batches with a second RemoteDataset. To evaluate on the same batches repeatedly, use shuffle='none'.",
-        )
-
-
-def warn_of_same_batch(spec: Spec, epoch: int) -> None:
-    """Warn that a loop calls next(iter(data)) in each step, as with loaders that reshuffle at iter()."""
-    if is_trained_on(spec):
-        warn(
-            f"this is the third iteration in a row that starts at the first batch of epoch {epoch}, and the two before stopped "
-            f"after it. Each iter() starts the epoch again, so next(iter(...)) in each step always gives the same batch. Loop "
-            f"with `for batch in data`, or call iter() once before the steps.",
-        )
-
-
-def warn_of_restart(spec: Spec, left: Cursor) -> None:
-    """Warn that set_epoch restarts an epoch that the loop left unfinished, for example after an interrupt."""
-    if is_trained_on(spec):
-        warn(
-            f"set_epoch({left.epoch}) starts that epoch again from its first step, though the loop stopped after {left.step:,} "
-            f"steps of it: the same batches come again. To continue there, call data.load_state_dict(data.state_dict()) before "
-            f"the loop over epochs; to start again, call data.rewind({left.epoch}).",
-        )
-
-
 def is_trained_on(spec: Spec) -> bool:
     """Whether a loop trains on this spec. Evaluation repeats the same batches on purpose."""
     return spec.shuffle != "none" and spec.split not in ("validation", "test")
 
 
-def warn_of_discard(old: int, num_left: int, new: int) -> None:
-    """Warn that set_epoch discards a position inside an epoch that load_state_dict set."""
-    warn(
-        f"set_epoch({new}) discards the position that load_state_dict set, with {counted(num_left, 'batch', 'batches')} left "
-        f"of epoch {old}: epoch {new} starts at its first step. To continue instead, start the loop over epochs at data.epoch.",
-    )
+def warn_of_epoch(progress: Progress, spec: Spec, epoch: int) -> None:
+    """Warn if set_epoch(epoch) discards a loaded place, or restarts an epoch that the loop left or continued."""
+    if num_left := 0 if epoch == progress.epoch else progress.discards:
+        warn(
+            f"set_epoch({epoch}) discards the position that load_state_dict set, with "
+            f"{counted(num_left, 'batch', 'batches')} left of epoch {progress.epoch}: epoch {epoch} starts at its first step. "
+            f"To continue instead, start the loop over epochs at data.epoch."
+        )
+    elif epoch == progress.epoch and progress.is_resumed:
+        warn(
+            f"the loop continued epoch {epoch} from a loaded state, and now set_epoch({epoch}) starts it again from its first "
+            f"batch. A loader that loads the state does so when its loop starts, so data.epoch is wrong before. Save the "
+            f"epoch's number beside the state, and start the loop over epochs there."
+        )
+    elif epoch == progress.epoch and progress.is_left and is_trained_on(spec):
+        warn(
+            f"set_epoch({epoch}) starts that epoch again from its first step, though the loop stopped after "
+            f"{progress.cursor.step:,} steps of it: the same batches come again. To continue there, call "
+            f"data.load_state_dict(data.state_dict()) before the loop over epochs; to start again, call data.rewind({epoch})."
+        )
 
 
-def warn_of_lag(epoch: int) -> None:
-    """Warn that set_epoch restarts the epoch that the loop has just continued from a state."""
-    warn(
-        f"the loop continued epoch {epoch} from a loaded state, and now set_epoch({epoch}) starts it again from its first "
-        f"batch. A loader that loads the state does so when its loop starts, so data.epoch is wrong before. Save the "
-        f"epoch's number beside the state, and start the loop over epochs there.",
-    )
-
-
-def warn_of_replay(replay: int) -> None:
-    """Warn that state_dict of a replay does not hold the position of the loop."""
-    warn(
-        f"replay={replay} repeats the same batches, so it consumes nothing of the epoch: this state resumes where the replay "
-        f"started.",
-    )
+def warn_of_pass(this: Pass) -> None:
+    """Warn about a loop that repeats an epoch, or that calls next(iter(data)) in each step."""
+    epoch = this.cursor.epoch
+    if this.is_repetition:
+        warn(
+            f"epoch {epoch} is given once more from its first step, in the same order. Call set_epoch(n) before the loop of "
+            f"each epoch n. To continue where a loop was left, call data.load_state_dict(data.state_dict()) first. Look at "
+            f"single batches with a second RemoteDataset. To evaluate on the same batches repeatedly, use shuffle='none'."
+        )
+    if this.is_stuck:
+        warn(
+            f"this is the third iteration in a row that starts at the first batch of epoch {epoch}, and the two before stopped "
+            f"after it. Each iter() starts the epoch again, so next(iter(...)) in each step always gives the same batch. Loop "
+            f"with `for batch in data`, or call iter() once before the steps."
+        )

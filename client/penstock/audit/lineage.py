@@ -14,6 +14,7 @@ A start without a state continues with the weights that are there, after all ste
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -29,63 +30,13 @@ Place = tuple[int, int]  # epoch, position
 _OPEN = 1 << 62  # past every epoch's end
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What one rank recorded of an epoch of one start, under one slicing: a few numbers, so that many ranks fit into memory.
+@dataclass(slots=True, eq=False)
+class Segment:
+    """What a start recorded of an epoch under one slicing: of one rank, then of all. A few numbers a rank fit into memory.
 
     begin    of the iteration with the earliest step
     time     of the first iteration
     place    of the start's state, in the loader worker that was furthest behind; None without a state
-    firsts   the first step of each loader worker that began at the start's state
-    steps    as intervals, sorted; a repeated step begins another interval
-    has_end  an iteration reached the epoch's end
-    """
-
-    begin: Begin
-    slicing: Slicing
-    time: datetime
-    place: Place | None
-    firsts: dict[int, int]
-    steps: IntArray
-    has_end: bool
-
-
-def recorded(sections: Iterable[Section]) -> Iterator[Recorded]:
-    """Yield what ranks recorded of each epoch of each start, from the sections of their ledgers."""
-    groups: dict[object, list[Section]] = {}
-    for section in sorted(sections, key=lambda section: section.time):
-        begin = section.begin
-        slicing = Slicing.of(begin.spec, begin.num_samples)
-        key = (begin.dataset, begin.spec.split, begin.rank, begin.start, begin.epoch, slicing)
-        groups.setdefault(key, []).append(section)
-    for group in groups.values():
-        begins = [section.begin for section in group]
-        slicing = Slicing.of(begins[0].spec, begins[0].num_samples)
-        places = {begin: (begin.parent_epoch, begin.parent_samples) for begin in begins if begin.parent}
-        num_ended: dict[tuple[int, int], int] = {}  # workers of a pass
-        for section in group:
-            one = section.begin.pass_name, section.begin.num_workers
-            num_ended[one] = num_ended.get(one, 0) + section.has_end
-        yield Recorded(
-            begin=min(begins, key=lambda begin: begin.step),
-            slicing=slicing,
-            time=group[0].time,
-            place=min(places.values(), default=None),
-            firsts={
-                begin.worker: begin.step
-                for begin, place in places.items()
-                if begin.num_workers and place == (begin.epoch, slicing.position(begin.step))
-            },
-            steps=intervals_of(np.sort(np.concatenate([section.steps for section in group]))),
-            has_end=any(number >= max(1, num_workers) for (_, num_workers), number in num_ended.items()),
-        )
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """What a start recorded of an epoch under one slicing, over all ranks.
-
-    begin    of the iteration with the earliest step
     steps    by rank: intervals; a repeated step begins another interval
     kept     the same, of the steps that the last weights were trained on
     firsts   by rank: the first step of each loader worker that began at the start's state
@@ -93,14 +44,16 @@ class Segment:
     has_end  a rank reached the epoch's end, and no later start resumed before it
     """
 
-    start: Start
-    slicing: Slicing
     begin: Begin
+    slicing: Slicing
+    time: datetime
+    place: Place | None
+    has_end: bool
+    firsts: dict[int, dict[int, int]] = field(default_factory=dict)
     steps: dict[int, IntArray] = field(default_factory=dict)
     kept: dict[int, IntArray] = field(default_factory=dict)
-    firsts: dict[int, dict[int, int]] = field(default_factory=dict)
     stop: int = 0
-    has_end: bool = False
+    start: Start = field(init=False)
 
     @property
     def epoch(self) -> int:
@@ -117,13 +70,43 @@ class Segment:
         """Whether the last weights were trained on it; not if it only began an epoch."""
         return self.stop > 0 and (self.first > 0 or self.has_end or any(map(len, self.kept.values())))
 
-    def add(self, rank: int, one: Recorded) -> None:
-        """Add what a rank recorded."""
-        if one.begin.step < self.begin.step:
-            self.begin = one.begin
-        self.steps[rank] = join([self.steps.get(rank, NONE), one.steps])
-        self.firsts.setdefault(rank, {}).update(one.firsts)
-        self.has_end |= one.has_end
+    def add(self, other: Segment) -> None:
+        """Add what another rank recorded."""
+        self.begin = min(self.begin, other.begin, key=lambda begin: begin.step)
+        self.steps |= {rank: join([self.steps.get(rank, NONE), steps]) for rank, steps in other.steps.items()}
+        self.firsts |= other.firsts
+        self.has_end |= other.has_end
+
+
+def segments_of(sections: Iterable[Section]) -> Iterator[Segment]:
+    """Yield what each rank recorded of each epoch of each start, from the sections of its ledgers."""
+    groups: dict[object, list[Section]] = {}
+    for section in sorted(sections, key=lambda section: section.time):
+        begin = section.begin
+        slicing = Slicing.of(begin.spec, begin.num_samples)
+        key = (begin.dataset, begin.spec.split, begin.rank, begin.start, begin.epoch, slicing)
+        groups.setdefault(key, []).append(section)
+    for group in groups.values():
+        begins = [section.begin for section in group]
+        slicing, rank = Slicing.of(begins[0].spec, begins[0].num_samples), begins[0].rank
+        places = {begin: (begin.parent_epoch, begin.parent_samples) for begin in begins if begin.parent}
+        num_ended = Counter[tuple[int, int]]()  # workers of a pass
+        for section in group:
+            num_ended[section.begin.pass_name, section.begin.num_workers] += section.has_end
+        firsts = {
+            begin.worker: begin.step
+            for begin, place in places.items()
+            if begin.num_workers and place == (begin.epoch, slicing.position(begin.step))
+        }
+        yield Segment(
+            begin=min(begins, key=lambda begin: begin.step),
+            slicing=slicing,
+            time=group[0].time,
+            place=min(places.values(), default=None),
+            has_end=any(number >= max(1, num_workers) for (_, num_workers), number in num_ended.items()),
+            firsts={rank: firsts},
+            steps={rank: intervals_of(np.sort(np.concatenate([section.steps for section in group])))},
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -149,10 +132,13 @@ class Start:
         """The place of its state on its lowest rank; None without a state."""
         return next(iter(self.places.values()), None)
 
-    def add(self, rank: int, one: Recorded) -> None:
+    def add(self, rank: int, one: Segment) -> None:
         """Add what a rank recorded of an epoch."""
-        key = one.begin.epoch, one.slicing
-        self.segments.setdefault(key, Segment(self, one.slicing, one.begin)).add(rank, one)
+        key = one.epoch, one.slicing
+        if key in self.segments:
+            self.segments[key].add(one)
+        else:
+            self.segments[key], one.start = one, self
         self.times.setdefault(rank, one.time)
         if one.place:
             self.places[rank] = min(one.place, self.places.get(rank, one.place))
@@ -180,13 +166,13 @@ class Lineage:
         return later[0] if later and later[0].place else None
 
 
-def lineage_of(records: Iterable[Recorded], *, assume_fresh_weights: bool) -> Lineage:
-    """Build the lineage from the records of all ranks.
+def lineage_of(segments: Iterable[Segment], *, assume_fresh_weights: bool) -> Lineage:
+    """Build the lineage from the segments of all ranks.
 
     With `assume_fresh_weights`, a start without a state discards all records before it.
     """
-    by_rank: dict[int, dict[str, list[Recorded]]] = {}
-    for one in sorted(records, key=lambda one: (one.begin.rank, one.time)):
+    by_rank: dict[int, dict[str, list[Segment]]] = {}
+    for one in sorted(segments, key=lambda one: (one.begin.rank, one.time)):
         by_rank.setdefault(one.begin.rank, {}).setdefault(one.begin.start, []).append(one)
     starts, by_id = list[Start](), dict[str, Start]()
     for rank, of_rank in by_rank.items():
@@ -214,7 +200,7 @@ def lineage_of(records: Iterable[Recorded], *, assume_fresh_weights: bool) -> Li
 
 
 def _match(
-    starts: Sequence[Start], by_id: dict[str, Start], rank: int, of_rank: Mapping[str, list[Recorded]], start_id: str
+    starts: Sequence[Start], by_id: dict[str, Start], rank: int, of_rank: Mapping[str, list[Segment]], start_id: str
 ) -> None:
     """Find the starts of lower ranks that this rank recorded under other ids, as ranks without torch.distributed do.
 
@@ -259,7 +245,9 @@ def _lost_segments(kept: Sequence[Start], epochs: set[int]) -> Iterator[Segment]
             begin = start.parent.begin
             begin = replace(begin, epoch=epoch, step=0, spec=replace(begin.spec, offset=0))
             slicing = Slicing.of(begin.spec, begin.num_samples)
-            yield Segment(start.parent, slicing, begin, stop=position, has_end=True)
+            lost = Segment(begin, slicing, begin.time, place=None, has_end=True, stop=position)
+            lost.start = start.parent
+            yield lost
 
 
 def _cut(steps: IntArray, segment: Segment, later: Start, rank: int) -> IntArray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.audit.account import Epoch, account_for
 from penstock.audit.intervals import NONE, covered, join, size, without
-from penstock.audit.lineage import Lineage, Recorded, Start, lineage_of, recorded
+from penstock.audit.lineage import Lineage, Segment, Start, lineage_of, segments_of
 from penstock.audit.reading import Damage, IntArray, Section, rank_of, read_ledger
 from penstock.ledger.begin import Begin
 from penstock.state import OF_MIXTURES, goes_on, order_of
@@ -120,7 +120,7 @@ def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Repor
     by_rank: dict[int, list[Path]] = {}
     for path in paths:
         by_rank.setdefault(rank_of(path), []).append(path)
-    records: dict[tuple[str, str | None], list[Recorded]] = {}  # by dataset and split: each has a lineage
+    segments: dict[tuple[str, str | None], list[Segment]] = {}  # by dataset and split: each has a lineage
     damages, changed = list[Damage](), dict[OrderId, list[Changed]]()
     num_batches = num_lost = 0
     for _, files in sorted(by_rank.items()):
@@ -134,11 +134,11 @@ def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Repor
                 if known is None or len(section.steps) > len(known.steps):  # a copy of a file has the same begin lines
                     sections[section.begin] = section
         num_batches += sum(len(section.steps) for section in sections.values())
-        for one in recorded(sections.values()):
-            records.setdefault((one.begin.dataset, one.begin.spec.split), []).append(one)
+        for one in segments_of(sections.values()):
+            segments.setdefault((one.begin.dataset, one.begin.spec.split), []).append(one)
         for key, found in _changed(sections.values()):
             changed.setdefault(key, []).extend(found)
-    lineages = (lineage_of(of_data, assume_fresh_weights=assume_fresh_weights) for of_data in records.values())
+    lineages = (lineage_of(of_data, assume_fresh_weights=assume_fresh_weights) for of_data in segments.values())
     orders = [order for lineage in lineages for order in _orders(lineage, changed)]
     return Report(list(paths), num_batches, num_lost, orders, damages)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.audit.compare import Comparison, Differing, compare, num_missing_batches, rows_of_missing
-from penstock.audit.report import Report, as_json, audit
+from penstock.audit.report import as_json, audit
 from penstock.audit.text import lines_of
 from penstock.cli.connection import greet, parse_address
 from penstock.cli.output import report as show
@@ -61,37 +61,37 @@ def run(arguments: argparse.Namespace) -> int:
     servers = [parse_address(url).server for url in arguments.server or []]
     paths = _paths(arguments.ledgers)
     report = audit(paths, assume_fresh_weights=arguments.assume_fresh_weights)
-    comparison, rows = None, dict[str, dict[str, Any]]()
-    silence: PenstockError | None = None
+    comparison, rows, silence = None, dict[str, dict[str, Any]](), ""
     try:
-        if servers and not (silence := _why_silent(servers)):
+        if servers:
+            _greet_first(servers)
             comparison = compare(paths, report.num_batches, servers, sample)
             report = replace(report, num_differing=len(comparison.differing))
-            if arguments.rows:
-                rows = dict(rows_of_missing(report, servers))
+            rows = dict(rows_of_missing(report, servers)) if arguments.rows else {}
     except ServerUnavailable as error:
-        silence = error
+        silence = f"the report lacks what a server would say: {error}"
     num_left_out = num_missing_batches(report) - len(rows) if rows else 0
     if arguments.json:
-        show(json.dumps(_as_json(report, comparison, rows, num_left_out), indent=2))
+        compared = {"compared": asdict(comparison)} if comparison else {}
+        missing = {"missing_rows": rows, "missing_batches_without_rows": num_left_out} if rows else {}
+        show(json.dumps(as_json(report) | compared | missing, indent=2))
     else:
         for line in (*lines_of(report), *_compared(comparison), *_shown(rows, num_left_out)):
             show(line)
     if silence:
-        raise ServerUnavailable(f"the report lacks what a server would say: {silence}")
+        raise ServerUnavailable(silence)
     return 0 if report.is_proven else 1
 
 
-def _why_silent(servers: Sequence[str]) -> PenstockError | None:
-    """Return why no server answers; None if one does. A person would not wait as long as a run retries."""
-    silence = None
+def _greet_first(servers: Sequence[str]) -> None:
+    """Raises ServerUnavailable: no server answers. A person would not wait as long as a run retries."""
     for server in servers:
         try:
             greet(server)
-            return None
+            return
         except PenstockError as error:
-            silence = error
-    return silence
+            reason = str(error)
+    raise ServerUnavailable(reason)
 
 
 def _spot_check(text: str) -> str:
@@ -139,13 +139,3 @@ def _shown(rows: dict[str, dict[str, Any]], num_left_out: int) -> Iterator[str]:
     if num_left_out:
         yield ""
         yield f"{counted(num_left_out, 'more batch is', 'more batches are')} missing; their rows were not requested"
-
-
-def _as_json(
-    report: Report, comparison: Comparison | None, rows: dict[str, dict[str, Any]], num_left_out: int
-) -> dict[str, Any]:
-    return (
-        as_json(report)
-        | ({"compared": asdict(comparison)} if comparison else {})
-        | ({"missing_rows": rows, "missing_batches_without_rows": num_left_out} if rows else {})
-    )
