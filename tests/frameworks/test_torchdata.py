@@ -13,7 +13,7 @@ import torch
 from penstock import RemoteDataset, StateMismatch
 from penstock.audit.report import audit
 from penstock.ledger.file import find_ledgers
-from support.recorded import SPEC
+from support.recorded import SPEC, rows_of
 
 LIBRARY = "torchdata"
 pytestmark = [
@@ -34,28 +34,24 @@ def loader_of(url: str, ledger: Path | None = None, **options: Any) -> Any:
     return StatefulDataLoader(RemoteDataset(url, "numbers", ledger=ledger, **SPEC), batch_size=None, **options)
 
 
-def rows(batches: Any) -> list[list[int]]:
-    return [batch["input_ids"][:, 0].tolist() for batch in batches]
-
-
 @with_any_workers
 def test_loader_state_in_mid_epoch_resumes_with_the_rest(url: str, options: dict[str, Any]) -> None:
     loader = loader_of(url, **options)
     loader.dataset.set_epoch(3)
     batches = iter(loader)
-    first = rows(next(batches) for _ in range(7))
+    first = rows_of(next(batches) for _ in range(7))
     state = loader.state_dict()
-    rest = rows(batches)
+    rest = rows_of(batches)
 
     resumed = loader_of(url, **options)
     resumed.load_state_dict(state)
 
     assert len(resumed) == len(first + rest) == 20
-    assert rows(resumed) == rest
+    assert rows_of(resumed) == rest
     assert resumed.dataset.epoch == 3
     for each in (loader, resumed):
         each.dataset.set_epoch(4)
-    assert rows(resumed) == rows(loader) != first + rest
+    assert rows_of(resumed) == rows_of(loader) != first + rest
 
 
 @pytest.mark.parametrize(
@@ -73,15 +69,15 @@ def test_loader_state_in_mid_epoch_resumes_with_the_rest(url: str, options: dict
 def test_repeated_epoch_resumes_in_its_second_pass(url: str, tmp_path: Path, options: dict[str, Any], num_before: int) -> None:
     """The loader asks workers that persist where they are as the pass begins; most have given nothing when it is saved."""
     loader = loader_of(url, tmp_path / "run.ledger", **options)
-    first = rows(itertools.islice(iter(loader), num_before))
+    first = rows_of(itertools.islice(iter(loader), num_before))
     batches = iter(loader)
-    second = rows([next(batches)])
+    second = rows_of([next(batches)])
     state = loader.state_dict()
     del loader, batches
 
     resumed = loader_of(url, tmp_path / "run.ledger", **options)
     resumed.load_state_dict(state)
-    second += rows(resumed)
+    second += rows_of(resumed)
 
     assert len(second) == 20
     assert second[:num_before] == first
@@ -93,13 +89,13 @@ def test_repeated_epoch_resumes_in_its_second_pass(url: str, tmp_path: Path, opt
 def test_loader_that_reloads_a_checkpoint_repeatedly_is_proven(url: str, tmp_path: Path, options: dict[str, Any]) -> None:
     """Each time in workers that begin with the same seed, which the state holds."""
     loader = loader_of(url, tmp_path / "run.ledger", **options)
-    rows(itertools.islice(iter(loader), 7))
+    rows_of(itertools.islice(iter(loader), 7))
     state = loader.state_dict()
     for _ in range(3):
         loader.load_state_dict(state)
-        rows(itertools.islice(iter(loader), 5))
+        rows_of(itertools.islice(iter(loader), 5))
     loader.load_state_dict(state)
-    assert len(rows(loader)) == 13
+    assert len(rows_of(loader)) == 13
     report = audit(find_ledgers(tmp_path / "run.ledger"))
     assert report.is_proven
     assert report.orders[0].epochs[0].is_finished
@@ -111,17 +107,17 @@ def test_ledgers_prove_a_resumed_loader(url: str, tmp_path: Path, options: dict[
     """Each worker resumes where it was itself, and each one's ledger holds batches that the loop never took."""
     killed = loader_of(url, tmp_path / "run.ledger", **options)
     batches = iter(killed)
-    rows(next(batches) for _ in range(num_batches))
+    rows_of(next(batches) for _ in range(num_batches))
     state = killed.state_dict()
-    rows(itertools.islice(batches, 3))
+    rows_of(itertools.islice(batches, 3))
     del killed, batches
 
     resumed = loader_of(url, tmp_path / "run.ledger", **options)
     resumed.load_state_dict(state)
     resumed.dataset.set_epoch(0)
-    assert len(rows(resumed)) == 20 - num_batches
+    assert len(rows_of(resumed)) == 20 - num_batches
     resumed.dataset.set_epoch(1)
-    rows(resumed)
+    rows_of(resumed)
 
     report = audit(find_ledgers(tmp_path / "run.ledger"))
     assert report.is_proven
@@ -133,18 +129,18 @@ def test_ledgers_prove_a_resumed_loader(url: str, tmp_path: Path, options: dict[
 @with_any_workers
 def test_loader_state_between_epochs_continues_with_the_epoch_set(url: str, options: dict[str, Any]) -> None:
     loader = loader_of(url, **options)
-    rows(loader)
+    rows_of(loader)
     loader.dataset.set_epoch(1)
     state = loader.state_dict()
-    expected = rows(loader)
+    expected = rows_of(loader)
 
     resumed = loader_of(url, **options)
     resumed.load_state_dict(state)
     resumed.dataset.set_epoch(1)
-    assert rows(resumed) == expected
+    assert rows_of(resumed) == expected
     resumed.dataset.set_epoch(2)
     loader.dataset.set_epoch(2)
-    assert rows(resumed) == rows(loader) != expected
+    assert rows_of(resumed) == rows_of(loader) != expected
 
 
 with_an_older_state = pytest.mark.parametrize(  # of a worker, than that of the epoch's end
@@ -164,51 +160,51 @@ with_an_older_state = pytest.mark.parametrize(  # of a worker, than that of the 
 def test_loader_state_of_an_epochs_end_continues_with_the_epoch_set(url: str, options: dict[str, Any]) -> None:
     """The loader hands it on after set_epoch, and that of a worker may be older than the epoch's end."""
     loader = loader_of(url, **options)
-    rows(loader)
+    rows_of(loader)
     state = loader.state_dict()
     expected = []
     for epoch in (1, 2):
         loader.dataset.set_epoch(epoch)
-        expected.append(rows(loader))
+        expected.append(rows_of(loader))
 
     resumed = loader_of(url, **options)
     resumed.load_state_dict(state)
     for epoch in (1, 2):
         resumed.dataset.set_epoch(epoch)
-        assert rows(resumed) == expected[epoch - 1]
+        assert rows_of(resumed) == expected[epoch - 1]
         assert resumed.dataset.epoch == epoch
 
 
 @with_an_older_state
 def test_loader_state_of_an_epochs_end_can_be_loaded_again(url: str, options: dict[str, Any]) -> None:
     loader = loader_of(url, **options)
-    rows(loader)
+    rows_of(loader)
     state = loader.state_dict()
     loader.dataset.set_epoch(1)
-    expected = rows(loader)
+    expected = rows_of(loader)
     for _ in range(2):
         loader.load_state_dict(state)
         loader.dataset.set_epoch(1)
-        assert rows(loader) == expected
+        assert rows_of(loader) == expected
     loader.dataset.set_epoch(2)
-    assert rows(loader) != expected
+    assert rows_of(loader) != expected
 
 
 @pytest.mark.parametrize("num_workers", [3, 7])
 def test_loader_state_of_an_epochs_end_accepts_other_steps(url: str, num_workers: int) -> None:
     """Twenty steps are no multiple of the workers: some have given fewer than others."""
     loader = loader_of(url, num_workers=num_workers)
-    rows(loader)
+    rows_of(loader)
     state = loader.state_dict()
 
     for spec in (SPEC, SPEC | {"batch_size": 1}, SPEC | {"skip": "3-4"}):
         data = RemoteDataset(url, "numbers", **spec)
         data.set_epoch(1)
-        expected = rows(data)
+        expected = rows_of(data)
         resumed = type(loader)(data, batch_size=None, num_workers=num_workers)
         resumed.load_state_dict(state)
         data.set_epoch(1)
-        assert rows(resumed) == expected
+        assert rows_of(resumed) == expected
 
 
 @pytest.mark.parametrize(
@@ -222,12 +218,12 @@ def test_workers_refuse_a_state_with_other_samples_per_step(
     """Each would count its own as all that the loop was given."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # so long it waits for each that failed
     loader = loader_of(url, num_workers=2)
-    rows(itertools.islice(iter(loader), num_batches))
+    rows_of(itertools.islice(iter(loader), num_batches))
 
     resumed = type(loader)(RemoteDataset(url, "numbers", **(SPEC | other)), batch_size=None, num_workers=2)
     resumed.load_state_dict(loader.state_dict())
     with pytest.raises(StateMismatch, match=f"inside an epoch .*{[*other][-1]}: .* then, .* now"):
-        rows(resumed)
+        rows_of(resumed)
     del loader, resumed
     gc.collect()  # what waits for them does so now
 
@@ -236,13 +232,13 @@ def test_workers_refuse_a_state_with_other_samples_per_step(
 def test_loader_warns_when_set_epoch_would_repeat_the_resumed_epoch(url: str, num_workers: int) -> None:
     loader = loader_of(url, num_workers=num_workers)
     loader.dataset.set_epoch(1)
-    rows(itertools.islice(iter(loader), 7))
+    rows_of(itertools.islice(iter(loader), 7))
     state = loader.state_dict()
 
     resumed = loader_of(url, num_workers=num_workers)
     resumed.load_state_dict(state)
     resumed.dataset.set_epoch(0)  # as data.epoch says, until the loader hands the state on
-    rows(resumed)
+    rows_of(resumed)
     with pytest.warns(UserWarning, match=r"continued epoch 1 .* set_epoch\(1\) starts it again from its first batch"):
         resumed.dataset.set_epoch(1)
     resumed.dataset.set_epoch(2)
@@ -271,7 +267,7 @@ def test_nodes_pipeline_resumes_from_its_state(url: str, num_batches: int) -> No
     data = RemoteDataset(url, "numbers", **SPEC)
     for epoch in range(3):
         data.set_epoch(epoch)
-        expected += rows(data)
+        expected += rows_of(data)
 
     given = list[list[int]]()
     data, loader = pipeline()

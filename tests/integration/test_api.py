@@ -14,6 +14,7 @@ import pytest
 
 from penstock import DataError, RemoteDataset, Spec, __version__, wire
 from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from support.processes import until
 from support.servers import Server
 
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -60,19 +61,21 @@ def test_second_server_gives_the_same_bytes(
         assert other.get(BATCHES, **spec).content == server.get(BATCHES, **spec).content
 
 
-def test_next_window_is_loaded_in_the_background(serve: Callable[..., Server], tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--cache-bytes", "2KB")])
+def test_next_window_is_loaded_in_the_background(serve: Callable[..., Server], tmp_path: Path, flags: tuple[str, ...]) -> None:
     write_numbered(tmp_path / "data" / "n", 400, num_shards=1, row_group_size=20)
-    first = "/v1/datasets/n/epochs/0/ranks/0/batches/0"
-    for flags, expected in (((), 20), (("--cache-bytes", "2KB"), None)):
-        cache = tmp_path / f"cache{len(flags)}"
-        with serve(tmp_path / "data", *flags, cache_dir=cache) as server:
-            server.frames(first, batch_size=20, seq_len=8, window=120)  # six blocks, of which a batch meets most
-            deadline = time.monotonic() + 20
-            while expected and len(list(cache.glob("*.block"))) < expected:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+
+    def num_blocks() -> int:
+        return len(list((tmp_path / "cache").glob("*.block")))
+
+    with serve(tmp_path / "data", *flags, cache_dir=tmp_path / "cache") as server:
+        # Six blocks, of which a batch meets most.
+        server.frames("/v1/datasets/n/epochs/0/ranks/0/batches/0", batch_size=20, seq_len=8, window=120)
+        if flags:
             time.sleep(0.5)
-            assert expected or len(list(cache.glob("*.block"))) <= 12
+            assert num_blocks() <= 12
+        else:
+            until(lambda: num_blocks() == 20)
 
 
 def test_response_has_a_length_when_shapes_are_fixed_or_it_is_one_chunk(server: Server) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 
 from penstock import RemoteDataset
 from support.corpora import write_numbered
-from support.processes import MIB, Watch
+from support.processes import MIB, Watch, until
+from support.recorded import contents
 from support.servers import Server, slow_readers
 
 NUM_ROWS = 480
@@ -34,16 +34,12 @@ def dataset(*urls: str, retry_seconds: float = 60.0) -> RemoteDataset:
     return RemoteDataset(list(urls), "numbers", batch_size=8, seq_len=64, retry_seconds=retry_seconds)
 
 
-def contents(batch: dict[str, torch.Tensor]) -> bytes:
-    return batch["input_ids"].numpy().tobytes() + batch["labels"].numpy().tobytes()
-
-
 def test_slow_readers_do_not_delay_an_epoch(serve: Callable[..., Server], data: Path) -> None:
     with serve(data) as server:
-        expected = [contents(batch) for batch in dataset(server.url)]
+        expected = [*map(contents, dataset(server.url))]
         with slow_readers(60, server.url, BATCHES, {**WIDE, "stop": 7}) as slow:
             assert all(head.startswith("HTTP/1.1 200 OK") for head in slow.wait_for_heads())
-            assert [contents(batch) for batch in dataset(server.url)] == expected
+            assert [*map(contents, dataset(server.url))] == expected
             assert slow.num_connected == 60
             assert max(slow.num_received) < 1 * MIB
 
@@ -63,10 +59,7 @@ def test_readers_beyond_the_budget_get_a_503_and_memory_stays_within_it(serve: C
             assert refused.json()["type"] == "urn:penstock:problem:busy"
             assert "the budget is 100,000,000" in refused.json()["detail"]
         assert watch.peak - watch.first < 100_000_000 + 32 * MIB
-        deadline = time.monotonic() + 30  # those who left have given back what they held
-        while server.get(BATCHES, **WIDE).status_code == 503:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: server.get(BATCHES, **WIDE).status_code == 200)  # those who left have given back what they held
 
 
 def test_loop_waits_for_a_busy_server_longer_than_for_a_dead_one(serve: Callable[..., Server], data: Path) -> None:
@@ -92,11 +85,11 @@ def test_loop_waits_for_a_busy_server_longer_than_for_a_dead_one(serve: Callable
 
 def test_loop_moves_from_a_busy_server_to_a_free_one(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
     with serve(data, "--inflight-bytes", "0") as busy, serve(data) as free:
-        expected = [contents(batch) for batch in dataset(free.url)]
+        expected = [*map(contents, dataset(free.url))]
         with slow_readers(1, busy.url, BATCHES, WIDE) as slow:
             slow.wait_for_heads()
             both = dataset(busy.url, free.url)
-            assert [contents(batch) for batch in both] == expected
+            assert [*map(contents, both)] == expected
             assert both.stats().num_retries == 1  # the busy one was asked once
 
 

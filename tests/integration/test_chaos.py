@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import penstock.transport
 from penstock import RemoteDataset, ServerUnavailable, SnapshotGone
 from support.chaos import KINDS, ChaosProxy, Kind
 from support.corpora import write_numbered, write_shards
+from support.recorded import contents
 from support.servers import Server, pages
 
 NUM_ROWS = 400
@@ -79,17 +80,12 @@ def dataset(*servers: str, rank: int = 0, world_size: int = 1, **spec: Any) -> R
     return RemoteDataset(servers, "docs", rank=rank, world_size=world_size, retry_seconds=120, **settings)
 
 
-def contents(data: RemoteDataset) -> Iterator[bytes]:
-    for batch in data:
-        yield b"".join(name.encode() + batch[name].numpy().tobytes() for name in sorted(batch))
-
-
 def epoch_through(server: Server, seed: int, kinds: Sequence[Kind], **spec: Any) -> Counter[Kind]:
     """Checks that an epoch through a proxy is the same bytes as without; the faults that struck on the way."""
-    expected = list(contents(dataset(server.url, **spec)))
+    expected = [*map(contents, dataset(server.url, **spec))]
     with ChaosProxy(server.url, seed, kinds, longest=20_000) as proxy:
         data = dataset(proxy.url, **spec)
-        assert list(contents(data)) == expected
+        assert [*map(contents, data)] == expected
         assert data.stats().num_batches == len(expected)
         assert data.stats().num_retries > 0
     return proxy.num_faults
@@ -111,10 +107,10 @@ def test_epoch_is_unchanged_by_a_single_kind_of_fault(server: Server, kind: Kind
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_epoch_is_unchanged_when_two_servers_fail_and_a_third_is_down(server: Server, twin: Server, rank: int) -> None:
-    expected = list(contents(dataset(server.url, rank=rank, world_size=2)))
+    expected = [*map(contents, dataset(server.url, rank=rank, world_size=2))]
     with ChaosProxy(server.url, 1, QUICK, longest=20_000) as first, ChaosProxy(twin.url, 2, QUICK, longest=20_000) as second:
         for servers in ((first.url, second.url), (AWAY, first.url, second.url), (second.url, AWAY)):
-            assert list(contents(dataset(*servers, rank=rank, world_size=2))) == expected
+            assert [*map(contents, dataset(*servers, rank=rank, world_size=2))] == expected
         assert first.num_faults
         assert second.num_faults
 
@@ -122,13 +118,13 @@ def test_epoch_is_unchanged_when_two_servers_fail_and_a_third_is_down(server: Se
 @pytest.mark.parametrize("rank", [0, 1])
 def test_client_skips_a_server_with_other_data(server: Server, foreign: Server, rank: int) -> None:
     """Rank 1 has it for its home; what the latest snapshot is all ranks ask the first server."""
-    expected = list(contents(dataset(server.url, rank=rank, world_size=2)))
+    expected = [*map(contents, dataset(server.url, rank=rank, world_size=2))]
     data = dataset(server.url, foreign.url, rank=rank, world_size=2)
-    assert list(contents(data)) == expected
+    assert [*map(contents, data)] == expected
     assert (data.stats().num_retries > 0) == (rank == 1)
-    assert list(contents(dataset(foreign.url, server.url, rank=rank, world_size=2))) != expected
+    assert [*map(contents, dataset(foreign.url, server.url, rank=rank, world_size=2))] != expected
     again = dataset(foreign.url, server.url, rank=rank, world_size=2, snapshot=data.snapshot)
-    assert list(contents(again)) == expected
+    assert [*map(contents, again)] == expected
 
 
 def test_client_skips_and_reports_a_cache_that_ignores_the_query(server: Server) -> None:
@@ -137,11 +133,11 @@ def test_client_skips_and_reports_a_cache_that_ignores_the_query(server: Server)
     with pages(lambda path: (200, httpx.get(server.url + path, params=asked_before).content)) as cache:
         with pytest.raises(ServerUnavailable, match=r"for other parameters\. Perhaps a cache"):
             RemoteDataset(cache, "docs", seed=1, retry_seconds=0, **asked_before)  # type: ignore[arg-type]
-        data, expected = dataset(cache, server.url, seed=1), list(contents(dataset(server.url, seed=1)))
+        data, expected = dataset(cache, server.url, seed=1), [*map(contents, dataset(server.url, seed=1))]
         deadline = time.monotonic() + 60
         while not data.stats().num_corrupted:  # until it has tried its home again
             assert time.monotonic() < deadline
-            assert list(contents(data)) == expected
+            assert [*map(contents, data)] == expected
 
 
 def test_unknown_snapshot_is_refused_with_the_reason_of_each_server(server: Server, foreign: Server) -> None:
@@ -151,12 +147,12 @@ def test_unknown_snapshot_is_refused_with_the_reason_of_each_server(server: Serv
 
 def test_epoch_is_unchanged_by_rolling_restarts(server: Server, twin: Server) -> None:
     """As in a rolling restart: one after the other is away, and for a moment both are."""
-    expected = list(contents(dataset(server.url)))
+    expected = [*map(contents, dataset(server.url))]
     with ChaosProxy(server.url, 0, []) as first, ChaosProxy(twin.url, 0, []) as second:
         restarts = {5: first.stop, 15: first.start, 25: second.stop, 35: second.start, 45: first.stop, 55: second.stop}
         data = dataset(first.url, second.url, prefetch_bytes=1)
         seen = []
-        for number, batch in enumerate(contents(data)):
+        for number, batch in enumerate(map(contents, data)):
             seen.append(batch)
             restarts.get(number, int)()
             if number == 55:
@@ -170,11 +166,11 @@ def test_client_leaves_a_stopped_server_and_returns_to_it(
 ) -> None:
     """SIGSTOP: its kernel still accepts connections."""
     monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 0.5)
-    expected = list(contents(dataset(server.url)))
+    expected = [*map(contents, dataset(server.url))]
     with serve(data_dir) as frozen:
         data = dataset(frozen.url, server.url, prefetch_bytes=1)
         seen = []
-        for number, batch in enumerate(contents(data)):
+        for number, batch in enumerate(map(contents, data)):
             seen.append(batch)
             if number in (10, 60):
                 os.kill(frozen.pid, signal.SIGSTOP)

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, processors
 from penstock import RemoteDataset
 from support.corpora import EOS, write_numbered, write_text, write_tokenizer
 from support.ledgers import open_at, record
+from support.processes import until
 from support.servers import SERVER_PACKAGES, Server, penstock, penstock_without
 
 
@@ -150,10 +151,7 @@ def test_folder_names_reach_no_terminal_unescaped(serve: Callable[..., Server], 
     (tmp_path / "red\x1b[31m" / "part-0.parquet").write_bytes(b"another")
     assert "red␛[31m: NOT SERVED\n" in server.greeting
     assert "title<U+009B>2J: NOT SERVED\n" in server.greeting
-    deadline = time.monotonic() + 30
-    while "7 bytes" not in server.json("/v1/datasets")["refused"][0]["error"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: "7 bytes" in server.json("/v1/datasets")["refused"][0]["error"])
     log = server.stop()
     assert "red␛[31m: " in log
     assert not re.search("[\x1b\x9b]", server.greeting + log)
@@ -244,10 +242,7 @@ def test_server_stops_while_it_decodes_a_row_group(tmp_path: Path, how: signal.S
             [port] = re.findall(r" at http://\S+:(\d+)$", process.stdout.readline())
             with socket.create_connection(("127.0.0.1", int(port))) as waiting:
                 waiting.sendall(b"GET /v1/datasets/numbers/epochs/0/ranks/0/batches/0 HTTP/1.1\r\nHost: here\r\n\r\n")
-                deadline = time.monotonic() + 60
-                while not has_begun.exists():
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
+                until(has_begun.exists)
                 os.kill(_only_child(process) if is_process_1 else process.pid, how)
                 assert process.communicate(timeout=20)[1] == ""
             assert process.returncode == (128 + how if is_process_1 else -how)

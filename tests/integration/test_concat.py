@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -205,10 +204,7 @@ def test_count_reports_progress_and_is_kept(serve: Callable[..., Server], tmp_pa
     lengths.write_bytes(lengths.read_bytes()[:-3])
     damaged = serve(tmp_path / "data", *flags, cache_dir=tmp_path / "cache")
     assert damaged.get("/v1/datasets/long/spec", packing="concat").status_code in (200, 503)
-    deadline = time.monotonic() + WAIT_SECONDS
-    while damaged.get("/v1/datasets/long/spec", packing="concat", seq_len=512).status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    damaged.json_when_ready("/v1/datasets/long/spec", packing="concat", seq_len=512)
 
 
 def test_bad_row_stops_the_count_or_is_left_out(serve: Callable[..., Server], tmp_path: Path) -> None:

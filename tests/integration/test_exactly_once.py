@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from penstock import RemoteDataset
 from penstock.spec import Shuffle
 from support.corpora import write_numbered
+from support.recorded import rows_of
 from support.servers import Server
 
 NUM_ROWS, BATCH_SIZE = 480, 5
@@ -39,10 +39,6 @@ def dataset(server: Server, rank: int, world_size: int, shuffle: Shuffle, **spec
     )  # fmt: skip
 
 
-def rows_of(batches: Iterator[dict[str, torch.Tensor]]) -> list[list[int]]:
-    return [batch["input_ids"][:, 0].tolist() for batch in batches]
-
-
 def sample_order(per_rank: list[list[list[int]]]) -> list[int]:
     """The samples of an epoch in the order of step, rank and index."""
     return [row for step in zip(*per_rank, strict=True) for batch in step for row in batch]
@@ -53,19 +49,19 @@ def test_epoch_gives_every_row_once_for_any_ranks_and_workers(server: Server, wo
     ranks = [dataset(server, rank, world_size, shuffle) for rank in range(world_size)]
     for data in ranks:
         data.set_epoch(3)
-    direct = [rows_of(iter(data)) for data in ranks]
+    direct = [rows_of(data) for data in ranks]
     order = sample_order(direct)
     assert Counter(order) == Counter(range(NUM_ROWS))
     assert [len(batches) for batches in direct] == [len(data) for data in ranks]
     for num_workers in (0, 1, 2, 5):
         for data, expected in zip(ranks, direct, strict=True):
-            assert rows_of(iter(DataLoader(data, batch_size=None, num_workers=num_workers))) == expected
+            assert rows_of(DataLoader(data, batch_size=None, num_workers=num_workers)) == expected
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_schedule_order_is_the_same_for_every_world_size(server: Server, shuffle: Shuffle) -> None:
     orders = [
-        sample_order([rows_of(iter(dataset(server, rank, world_size, shuffle))) for rank in range(world_size)])
+        sample_order([rows_of(dataset(server, rank, world_size, shuffle)) for rank in range(world_size)])
         for world_size in WORLD_SIZES
     ]
     assert all(order == orders[0] for order in orders)
@@ -103,7 +99,7 @@ def test_provenance_names_the_row_of_each_sample(server: Server, world_size: int
 @pytest.mark.parametrize(("world_size", "drop_last"), list(product(WORLD_SIZES, [True, False])))
 def test_uneven_epoch_drops_or_repeats_less_than_a_step(server: Server, world_size: int, drop_last: bool) -> None:
     ranks = [dataset(server, rank, world_size, "window", dataset="odd", drop_last=drop_last) for rank in range(world_size)]
-    per_rank = [rows_of(iter(data)) for data in ranks]
+    per_rank = [rows_of(data) for data in ranks]
     assert len({len(batches) for batches in per_rank}) == 1
     order = sample_order(per_rank)
     counts = Counter(order)
@@ -120,7 +116,7 @@ def test_epochs_and_seeds_have_different_orders(server: Server) -> None:
     def order(seed: int, epoch: int) -> tuple[int, ...]:
         data = RemoteDataset(server.url, "numbers", batch_size=BATCH_SIZE, seq_len=8, seed=seed, rank=0, world_size=1)
         data.set_epoch(epoch)
-        return tuple(sample_order([rows_of(iter(data))]))
+        return tuple(sample_order([rows_of(data)]))
 
     orders = {(seed, epoch): order(seed, epoch) for seed in (41, 42) for epoch in (0, 1)}
     assert len(set(orders.values())) == 4
@@ -134,12 +130,12 @@ def test_persistent_workers_see_a_new_epoch(server: Server) -> None:
     for epoch in range(3):
         data.set_epoch(epoch)
         alone.set_epoch(epoch)
-        assert rows_of(iter(loader)) == rows_of(iter(alone))
+        assert rows_of(loader) == rows_of(alone)
 
 
 @pytest.mark.parametrize(("context", "num_workers"), [("fork", 1), ("fork", 4), ("spawn", 2)])
 def test_workers_can_be_forked_or_spawned(server: Server, context: str, num_workers: int) -> None:
     data = dataset(server, 0, 1, "window")
-    expected = rows_of(iter(data))
+    expected = rows_of(data)
     loader = DataLoader(data, batch_size=None, num_workers=num_workers, multiprocessing_context=context)
-    assert rows_of(iter(loader)) == expected
+    assert rows_of(loader) == expected

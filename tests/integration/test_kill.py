@@ -9,11 +9,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 
 import penstock.transport
 from penstock import RemoteDataset
 from support.corpora import write_numbered
+from support.recorded import contents
 from support.servers import Server
 
 NUM_KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "50"))
@@ -55,7 +55,7 @@ def test_killed_servers_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(penstock.transport, "_MAX_DELAY_SECONDS", 0.2)
     write_numbered(tmp_path / "data" / "numbers", NUM_ROWS, row_group_size=500)
     with Server(tmp_path / "data", tmp_path / "cache") as server:
-        expected = [contents(batch) for batch in dataset(server)]
+        expected = [*map(contents, dataset(server))]
         data = dataset(server)
         seen = []
         with Killer(server, NUM_KILLS) as killer:
@@ -71,7 +71,3 @@ def test_killed_servers_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: pyt
 
 def dataset(server: Server) -> RemoteDataset:
     return RemoteDataset(server.url, "numbers", batch_size=8, seq_len=8, seed=SEED, prefetch_bytes=1 << 14)
-
-
-def contents(batch: dict[str, torch.Tensor]) -> bytes:
-    return batch["input_ids"].numpy().tobytes() + batch["labels"].numpy().tobytes()

@@ -22,7 +22,7 @@ from penstock import RemoteDataset
 from penstock.client import Client
 from penstock.iteration import BatchIterator
 from support.corpora import write_numbered, write_shards, write_tokenizer
-from support.processes import held, nothing_left
+from support.processes import held, nothing_left, until
 from support.servers import Server
 
 
@@ -47,10 +47,7 @@ def _alone() -> None:
     def is_of_client(thread: threading.Thread) -> bool:
         return thread.daemon and thread.name.startswith("penstock-") and thread.name != "penstock-read-ahead"
 
-    deadline = time.monotonic() + 30
-    while any(map(is_of_client, threading.enumerate())):
-        assert time.monotonic() < deadline, held()
-        time.sleep(0.05)
+    until(lambda: not any(map(is_of_client, threading.enumerate())))
 
 
 def dataset(server: Server, **settings: Any) -> RemoteDataset:

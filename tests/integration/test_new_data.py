@@ -20,6 +20,8 @@ import pytest
 
 from penstock import RemoteDataset, SnapshotGone
 from support.corpora import write_numbered, write_text, write_tokenizer
+from support.processes import until
+from support.recorded import contents
 from support.servers import Server
 
 NUM_ROWS = 200
@@ -50,12 +52,8 @@ def dataset(server: Server, **spec: Any) -> RemoteDataset:
     return RemoteDataset(server.url, "numbers", **({"batch_size": 4, "seq_len": 8, "window": 64, "prefetch_bytes": 1} | spec))
 
 
-def contents(data: RemoteDataset) -> list[bytes]:
-    return [of(batch) for batch in data]
-
-
-def of(batch: Any) -> bytes:
-    return b"".join(batch[name].numpy().tobytes() for name in sorted(batch))
+def epoch_of(data: RemoteDataset) -> list[bytes]:
+    return [*map(contents, data)]
 
 
 def write_shard(path: Path, first: int, num_rows: int = 30) -> None:
@@ -68,13 +66,6 @@ def write_shard(path: Path, first: int, num_rows: int = 30) -> None:
 
 def refresh(server: Server, name: str = "numbers") -> httpx.Response:
     return httpx.post(f"{server.url}/v1/datasets/{name}/refresh", timeout=60)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def until_another_snapshot(server: Server, than: str) -> str:
@@ -98,10 +89,10 @@ def test_running_epoch_is_unchanged_by_new_shards_and_a_restart(
 ) -> None:
     server = start(*POLL)
     data = dataset(server)
-    expected = contents(data)
+    expected = epoch_of(data)
     seen = []
     for number, batch in enumerate(data):
-        seen.append(of(batch))
+        seen.append(contents(batch))
         if number == 5:
             write_shard(folder / "part-100.parquet", 1000)  # behind the others
             write_shard(folder / "part-000a.parquet", 2000)  # and between them
@@ -112,11 +103,11 @@ def test_running_epoch_is_unchanged_by_new_shards_and_a_restart(
     server.kill()
     drop_blocks(tmp_path)
     server.start()
-    assert contents(data) == expected
+    assert epoch_of(data) == expected
     assert dataset(server).snapshot == latest
     resumed = dataset(server, snapshot=data.snapshot)
     resumed.load_state_dict(data.state_dict() | {"step": 7})
-    assert contents(resumed) == expected[7:]
+    assert epoch_of(resumed) == expected[7:]
 
 
 @pytest.mark.parametrize("how", ["rewritten", "removed"])
@@ -125,13 +116,13 @@ def test_snapshot_is_gone_with_its_shard_and_returns_with_it(
 ) -> None:
     server = start(*POLL)
     data = dataset(server)
-    expected, shard = contents(data), folder / "part-001.parquet"
+    expected, shard = epoch_of(data), folder / "part-001.parquet"
     shutil.copy2(shard, tmp_path / "kept")
     seen: list[bytes] = []
 
     def run() -> None:
         for number, batch in enumerate(data):
-            seen.append(of(batch))
+            seen.append(contents(batch))
             if number == 9:
                 if how == "removed":
                     shard.unlink()
@@ -146,22 +137,22 @@ def test_snapshot_is_gone_with_its_shard_and_returns_with_it(
     server.kill()
     server.start()
     with pytest.raises(SnapshotGone, match=f"part-001.parquet was {how}"):
-        contents(data)
+        epoch_of(data)
     assert dataset(server).snapshot != data.snapshot
     shutil.copy2(tmp_path / "kept", shard)
     until(lambda: server.json(NUMBERS)["snapshot"] == data.snapshot)
-    assert contents(data) == expected
+    assert epoch_of(data) == expected
 
 
 @pytest.mark.filterwarnings("ignore:numbers is shuffled in windows")  # that have no room in the cache, as is meant here
 def test_rewritten_shard_is_never_served_as_the_old_one_without_polls(start: Callable[..., Server], folder: Path) -> None:
     server = start(*NEVER, "--cache-bytes", "0")
     data = dataset(server)
-    expected = contents(data)
+    expected = epoch_of(data)
     write_shard(folder / "part-001.parquet", 3000)
     seen: list[bytes] = []
     with pytest.raises(SnapshotGone, match="part-001.parquet changed"):
-        seen.extend(of(batch) for batch in data)
+        seen.extend(contents(batch) for batch in data)
     assert seen == expected[: len(seen)]
     assert server.json(NUMBERS)["snapshot"] == data.snapshot
 
@@ -237,7 +228,7 @@ def test_snapshots_are_listed_newest_first(start: Callable[..., Server], folder:
 def test_truncated_shard_leaves_the_served_snapshots(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
-    expected = contents(data)
+    expected = epoch_of(data)
     whole = (folder / "part-000.parquet").read_bytes()
     (folder / "part-100.parquet").write_bytes(whole[: len(whole) // 2])
     until(lambda: server.json(NUMBERS)["refresh_error"])
@@ -245,19 +236,19 @@ def test_truncated_shard_leaves_the_served_snapshots(start: Callable[..., Server
     problem = refresh(server)
     assert (problem.status_code, problem.headers["Content-Type"]) == (500, "application/problem+json")
     assert problem.json()["type"] == "urn:penstock:problem:dataset-invalid"
-    assert contents(data) == expected == contents(dataset(server))
+    assert epoch_of(data) == expected == epoch_of(dataset(server))
     log = server.stop()
     assert log.count("part-100.parquet is truncated") == 1
     drop_blocks(tmp_path)
     server.start()  # jobs go on; who would begin one is told what is wrong
     assert "part-100.parquet is truncated" in server.greeting
-    assert contents(data) == expected
+    assert epoch_of(data) == expected
     assert server.get(f"{NUMBERS}/spec").json()["type"] == "urn:penstock:problem:dataset-invalid"
     write_shard(folder / "part-100.parquet", 1000)
     until(lambda: server.get(NUMBERS).status_code == 200)
     assert server.json(NUMBERS)["refresh_error"] is None
     assert server.json(NUMBERS)["rows"] == NUM_ROWS + 30
-    assert contents(data) == expected
+    assert epoch_of(data) == expected
 
 
 def test_file_being_written_is_not_loaded_until_complete(start: Callable[..., Server], folder: Path) -> None:
@@ -276,7 +267,7 @@ def test_file_being_written_is_not_loaded_until_complete(start: Callable[..., Se
 def test_datasets_appear_and_disappear(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
-    expected = contents(data)
+    expected = epoch_of(data)
     write_numbered(folder.parent / "more", 40)
     (folder.parent / "odd").mkdir()
     (folder.parent / "odd" / "half.parquet").write_bytes(b"PAR1 and then nothing")
@@ -293,10 +284,10 @@ def test_datasets_appear_and_disappear(start: Callable[..., Server], folder: Pat
     until(lambda: server.json("/readyz") == {"status": "ready", "datasets": 2, "refused": 1})
     assert "numbers was removed. Put it back" in server.json("/v1/datasets")["refused"][0]["error"]
     with pytest.raises(SnapshotGone, match="part-000.parquet was removed"):
-        contents(data)
+        epoch_of(data)
     (tmp_path / "aside").rename(folder)
     until(lambda: server.get(NUMBERS).status_code == 200)
-    assert contents(data) == expected
+    assert epoch_of(data) == expected
     more, odd = (server.json(f"/v1/datasets/{name}")["snapshot"] for name in ("more", "odd"))
     assert {line.partition(";")[0] for line in told(server.stop())} >= {
         f"more: snapshot {more} follows none",
@@ -307,10 +298,10 @@ def test_datasets_appear_and_disappear(start: Callable[..., Server], folder: Pat
 def test_emptied_data_folder_is_served_from_the_cache(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
-    expected = contents(data)
+    expected = epoch_of(data)
     folder.rename(tmp_path / "aside")
     until(lambda: server.json(NUMBERS)["refresh_error"])
-    assert contents(data) == expected
+    assert epoch_of(data) == expected
     (tmp_path / "aside").rename(folder)
     until(lambda: server.json(NUMBERS)["refresh_error"] is None)
     assert server.json(NUMBERS)["snapshot"] == data.snapshot
@@ -324,11 +315,11 @@ def test_broken_symlink_to_a_mount_ends_no_run(start: Callable[..., Server], fol
     (folder.parent / "mixed" / "penstock.toml").write_text(f'mix = "{folder.name}:0.5,{name}:0.5"')
     server = start(*POLL)
     data = RemoteDataset(server.url, name, batch_size=4, seq_len=8, prefetch_bytes=1)
-    expected = contents(data)
+    expected = epoch_of(data)
     (tmp_path / "mount").rename(tmp_path / "away")
     until(lambda: server.json(f"/v1/datasets/{name}")["refresh_error"])
     assert "is a broken symlink" in server.json(f"/v1/datasets/{name}")["refresh_error"]
-    assert contents(data) == expected
+    assert epoch_of(data) == expected
     (tmp_path / "away").rename(tmp_path / "mount")
     until(lambda: server.json(f"/v1/datasets/{name}")["refresh_error"] is None)
     (tmp_path / "mount").rename(tmp_path / "away")
@@ -341,8 +332,8 @@ def test_broken_symlink_to_a_mount_ends_no_run(start: Callable[..., Server], fol
     assert server.get("/v1/datasets/other/spec").status_code == 404
     (tmp_path / "away").rename(tmp_path / "mount")
     until(lambda: server.get("/v1/datasets/mixed/spec").status_code == 200)
-    assert contents(RemoteDataset(server.url, name, batch_size=4, seq_len=8)) == expected
-    assert contents(data) == expected
+    assert epoch_of(RemoteDataset(server.url, name, batch_size=4, seq_len=8)) == expected
+    assert epoch_of(data) == expected
 
 
 @pytest.mark.parametrize("what", ["penstock.toml", "tokenizer"])
@@ -352,19 +343,19 @@ def test_changed_recipe_is_another_snapshot(start: Callable[..., Server], folder
     (text / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
     server = start(*POLL)
     data = RemoteDataset(server.url, "text", batch_size=4, seq_len=16)
-    expected = contents(data)
+    expected = epoch_of(data)
     if what == "tokenizer":
         write_tokenizer(tokenizer, [f"row {number} of a text" for number in range(64)])
     else:
         (text / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"\neos = false')
     until(lambda: server.json("/v1/datasets/text")["snapshot"] != data.snapshot)
     drop_blocks(tmp_path)
-    assert contents(data) == expected
-    assert contents(RemoteDataset(server.url, "text", batch_size=4, seq_len=16)) != expected
+    assert epoch_of(data) == expected
+    assert epoch_of(RemoteDataset(server.url, "text", batch_size=4, seq_len=16)) != expected
     server.kill()
     server.start()
     with pytest.raises(SnapshotGone, match="the recipe, or the server's version, was changed"):
-        contents(data)
+        epoch_of(data)
 
 
 def test_rows_keep_the_split_of_their_snapshot(
@@ -374,12 +365,12 @@ def test_rows_keep_the_split_of_their_snapshot(
     recipe.write_text("validation = 0.1\n")
     refresh(server)
     few = dataset(server, split="validation", retry_seconds=30)
-    before = contents(few)
+    before = epoch_of(few)
     recipe.write_text("validation = 0.5\n")
     refresh(server)
     many = dataset(server, split="validation", retry_seconds=30)
-    assert contents(many) == contents(dataset(serve(tmp_path / "data"), split="validation"))
-    assert contents(few) == before
+    assert epoch_of(many) == epoch_of(dataset(serve(tmp_path / "data"), split="validation"))
+    assert epoch_of(few) == before
 
 
 def test_concurrent_refreshes_and_batches_are_consistent(start: Callable[..., Server], folder: Path) -> None:

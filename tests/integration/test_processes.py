@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -14,12 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 
 from penstock import RemoteDataset
 from penstock.spec import Packing
 from support.corpora import write_numbered
-from support.processes import Fork
+from support.processes import Fork, until
+from support.recorded import contents
 from support.servers import Server, serving_below
 
 NUM_ROWS = 480
@@ -40,10 +39,6 @@ def dataset(server: Server, rank: int = 0, world_size: int = 1) -> RemoteDataset
     )
 
 
-def contents(batch: dict[str, torch.Tensor]) -> bytes:
-    return batch["input_ids"].numpy().tobytes() + batch["labels"].numpy().tobytes()
-
-
 def latest(server: Server) -> str:
     """The latest snapshot, asked for on a connection of its own."""
     snapshot: str = httpx.get(f"{server.url}/v1/datasets/numbers/spec", timeout=60).json()["snapshot"]
@@ -60,16 +55,9 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def children(server: Server, number: int) -> list[int]:
     """Of so many, once they are there."""
-    wait_for(lambda: len(server.children()) == number)
+    until(lambda: len(server.children()) == number)
     return server.children()
 
 
@@ -78,17 +66,17 @@ def test_killed_worker_is_replaced_and_the_epoch_unchanged(serve: Callable[..., 
     with serve(data, "--processes", "2") as server:
         assert server.greeting.count("numbers: ") == 1
         before = children(server, 2)
-        expected = [contents(batch) for batch in dataset(server)]
+        expected = [*map(contents, dataset(server))]
         run, seen = dataset(server), list[bytes]()
         for number, batch in enumerate(run):
             seen.append(contents(batch))
             if number == 20:
                 os.kill(before[0], signal.SIGKILL)
             if number == 60:  # so that none is left until another has begun
-                wait_for(lambda: before[0] not in server.children())
+                until(lambda: before[0] not in server.children())
                 os.kill(before[1], signal.SIGKILL)
         assert seen == expected
-        wait_for(lambda: len(server.children()) == 2 and not set(before) & set(server.children()))
+        until(lambda: len(server.children()) == 2 and not set(before) & set(server.children()))
         log = server.stop()
         killed = "was ended by SIGKILL (the kernel sends it when memory runs out); another starts in"
         assert f"server process {before[0]} {killed}" in log
@@ -111,7 +99,7 @@ def test_workers_end_with_the_supervisor(serve: Callable[..., Server], data: Pat
         pids = children(server, 3)
         wait_until_each_serves(server, pids)  # one that is still being started tells that it cannot be
         assert server.stop(how) == ""
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         if how == signal.SIGKILL:
             server.start()  # on the same port
             assert len(server.frames(BATCHES)) == NUM_ROWS // 8
@@ -123,7 +111,7 @@ def started(data: Path, cache: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = f"exec {sys.executable} -m penstock serve {data} --cache-dir {cache} --port 0 --processes 2"
     with subprocess.Popen(["sh", "-c", command]) as process:
         try:
-            wait_for(lambda: len(serving_below(process.pid)) == 2)
+            until(lambda: len(serving_below(process.pid)) == 2)
             yield process
         finally:
             process.terminate()
@@ -133,11 +121,11 @@ def started(data: Path, cache: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_stopped_worker_ends_with_the_supervisor(data: Path, tmp_path: Path) -> None:
     with started(data, tmp_path) as process:
         pids = serving_below(process.pid)
-        wait_for(lambda: all(len(list(Path(f"/proc/{pid}/task").iterdir())) > 1 for pid in pids))  # one watches the parent
+        until(lambda: all(len(list(Path(f"/proc/{pid}/task").iterdir())) > 1 for pid in pids))  # one watches the parent
         os.kill(pids[1], signal.SIGSTOP)
         process.kill()
         try:
-            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+            until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         finally:
             with suppress(ProcessLookupError):
                 os.kill(pids[1], signal.SIGKILL)
@@ -196,7 +184,7 @@ def test_first_worker_killed_before_it_serves_is_reported(tmp_path: Path, data: 
             pids = [int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in children_of(task)]
             return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
-        wait_for(lambda: bool(spawned()))
+        until(lambda: bool(spawned()))
         os.kill(spawned()[0], signal.SIGKILL)
         status, _, errors = process.communicate(timeout=20)
     assert status == 1

@@ -23,6 +23,7 @@ from penstock import PenstockError, RemoteDataset, ServerUnavailable, SnapshotGo
 from penstock import dataset as dataset_module
 from penstock.tensors import Batch
 from support.corpora import write_numbered
+from support.recorded import contents, rows_of
 from support.servers import Server
 
 NUM_ROWS = 200
@@ -53,8 +54,8 @@ def dataset(server: Server, *, batch_size: int = 4, world_size: int = 1, rank: i
     )  # fmt: skip
 
 
-def contents(data: Iterable[Batch]) -> list[bytes]:
-    return [b"".join(batch[name].numpy().tobytes() for name in sorted(batch)) for batch in data]
+def epoch_of(batches: Iterable[Batch]) -> list[bytes]:
+    return [*map(contents, batches)]
 
 
 @contextmanager
@@ -71,10 +72,6 @@ def rows(data: RemoteDataset) -> list[int]:
     return [row for batch in data for row in batch["input_ids"][:, 0].tolist()]
 
 
-def rows_of(batches: Iterable[dict[str, torch.Tensor]]) -> list[list[int]]:
-    return [batch["input_ids"][:, 0].tolist() for batch in batches]
-
-
 def state_after(data: RemoteDataset, num_batches: int) -> dict[str, object]:
     """The state in the loop's body of the last of so many batches, as a checkpoint stores it."""
     if num_batches:
@@ -87,7 +84,7 @@ def state_after(data: RemoteDataset, num_batches: int) -> dict[str, object]:
 def test_state_of_every_step_resumes_to_the_same_bytes_after_a_restart(mortal: Server, tmp_path: Path) -> None:
     data = dataset(mortal)
     data.set_epoch(2)
-    whole = contents(data)
+    whole = epoch_of(data)
     assert len(whole) == NUM_ROWS // 4
     states = []
     for step in range(len(whole) + 1):
@@ -105,17 +102,17 @@ def test_state_of_every_step_resumes_to_the_same_bytes_after_a_restart(mortal: S
             resumed.load_state_dict(state)
             resumed.set_epoch(2)
             assert (resumed.epoch, len(resumed)) == (2, len(whole) - step)
-            assert contents(resumed) == whole[step:]
+            assert epoch_of(resumed) == whole[step:]
 
 
 def test_resumed_run_continues_with_whole_epochs(server: Server) -> None:
     data, resumed = dataset(server), dataset(server)
     resumed.load_state_dict(state_after(data, 7))
-    contents(resumed)
+    epoch_of(resumed)
     for epoch in (1, 2):
         data.set_epoch(epoch)
         resumed.set_epoch(epoch)
-        assert contents(resumed) == contents(data)
+        assert epoch_of(resumed) == epoch_of(data)
         assert len(resumed) == NUM_ROWS // 4
 
 
@@ -124,7 +121,7 @@ def test_set_epoch_of_the_resumed_epoch_keeps_the_position(server: Server) -> No
     resumed = dataset(server)
     resumed.load_state_dict(state_after(dataset(server), 7))
     resumed.set_epoch(0)
-    assert len(contents(resumed)) == NUM_ROWS // 4 - 7
+    assert len(epoch_of(resumed)) == NUM_ROWS // 4 - 7
 
 
 def test_set_epoch_warns_when_it_discards_a_resumed_position(server: Server) -> None:
@@ -177,7 +174,7 @@ def test_abandoned_loop_starts_over_unless_a_state_is_loaded(server: Server) -> 
     data = dataset(server)
     state = state_after(data, 9)
     assert len(data) == NUM_ROWS // 4
-    assert len(contents(data)) == NUM_ROWS // 4
+    assert len(epoch_of(data)) == NUM_ROWS // 4
     data.load_state_dict(state)
     assert len(data) == NUM_ROWS // 4 - 9
 
@@ -230,7 +227,7 @@ def test_resume_with_another_world_size_continues_at_the_same_sample(
     ranks = [dataset(server, batch_size=after[0], world_size=after[1], rank=rank) for rank in range(after[1])]
     for data in ranks:
         data.load_state_dict(state)
-    batches = [[batch["input_ids"][:, 0].tolist() for batch in data] for data in ranks]
+    batches = [rows_of(data) for data in ranks]
     samples = [row for step in zip(*batches, strict=True) for batch in step for row in batch]
     assert samples == everything[consumed : consumed + len(samples)]
     assert NUM_ROWS - consumed - len(samples) < after[0] * after[1]
@@ -297,7 +294,7 @@ def test_end_of_a_wrapped_epoch_resumes_with_another_batch_size(server: Server, 
     resumed.load_state_dict(state)
     resumed.set_epoch(0)
     assert len(resumed) == 0
-    assert contents(resumed) == []
+    assert epoch_of(resumed) == []
 
 
 def test_set_epoch_in_mid_loop_skips_nothing(server: Server) -> None:
@@ -314,7 +311,7 @@ def test_set_epoch_in_mid_loop_skips_nothing(server: Server) -> None:
         loop()
     assert len(told) == 1
     assert (data.state_dict()["epoch"], data.state_dict()["step"]) == (1, 0)
-    assert len(contents(data)) == NUM_ROWS // 4
+    assert len(epoch_of(data)) == NUM_ROWS // 4
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
@@ -325,14 +322,14 @@ def test_copy_sets_the_epoch_of_its_own_workers(server: Server, duplicate: Calla
     for epoch in range(3):
         data.set_epoch(epoch)
         expected.set_epoch(epoch)
-        assert [b["input_ids"][:, 0].tolist() for b in loader] == [b["input_ids"][:, 0].tolist() for b in expected]
+        assert rows_of(loader) == rows_of(expected)
     with pytest.raises(PenstockError, match="they run ahead of the loop"):
         data.state_dict()
 
 
 def test_worker_resumes_from_its_own_state(server: Server) -> None:
     """As torchdata's StatefulDataLoader does: every worker saves and loads the dataset's state in its own process."""
-    whole = contents(dataset(server))
+    whole = epoch_of(dataset(server))
     for consumed in range(7):
         resumed = []
         for worker in range(3):
@@ -344,7 +341,7 @@ def test_worker_resumes_from_its_own_state(server: Server) -> None:
                 state = data.state_dict()
                 again = dataset(server)
                 again.load_state_dict(state)
-                resumed.append(contents(again))
+                resumed.append(epoch_of(again))
         turns = [batch for turn in itertools.zip_longest(*resumed) for batch in turn if batch is not None]
         assert turns == whole[3 * consumed :]
 
@@ -399,7 +396,7 @@ def test_run_refuses_to_continue_with_other_data(mortal: Server, data_dir: Path)
     write_numbered(data_dir / "numbers", NUM_ROWS, row_group_size=9)
     mortal.start()
     with pytest.raises(SnapshotGone, match=f"snapshot {snapshot} of numbers is gone: part-000.parquet was rewritten"):
-        contents(data)
+        epoch_of(data)
     with pytest.raises(SnapshotGone):
         dataset(mortal, snapshot=snapshot)
     with pytest.raises(StateMismatch, match="snapshot: "):
@@ -408,11 +405,11 @@ def test_run_refuses_to_continue_with_other_data(mortal: Server, data_dir: Path)
 
 def test_killed_server_repeats_and_loses_no_batch(mortal: Server) -> None:
     """Small buffers, so that the client really is in the middle of fetching whenever the server dies."""
-    expected = contents(dataset(mortal))
+    expected = epoch_of(dataset(mortal))
     data = dataset(mortal, prefetch_bytes=1)
     seen = []
     for number, batch in enumerate(data):
-        seen.append(b"".join(batch[name].numpy().tobytes() for name in sorted(batch)))
+        seen.append(contents(batch))
         if number % 12 == 5:
             mortal.kill()
             threading.Timer(0.2, mortal.start).start()
@@ -434,7 +431,7 @@ def test_server_down_for_too_long_is_one_error(mortal: Server) -> None:
 def test_failed_iteration_consumes_nothing(mortal: Server) -> None:
     """Whoever tries again after the server came back goes on where the state was taken."""
     data = dataset(mortal, retry_seconds=0.2)
-    whole = contents(dataset(mortal))
+    whole = epoch_of(dataset(mortal))
     data.load_state_dict(state_after(dataset(mortal), 7))
     mortal.kill()
     for _ in range(2):
@@ -442,14 +439,14 @@ def test_failed_iteration_consumes_nothing(mortal: Server) -> None:
             next(iter(data))
         assert (data.state_dict()["step"], len(data)) == (7, len(whole) - 7)
     mortal.start()
-    assert contents(data) == whole[7:]
-    assert contents(data) == whole
+    assert epoch_of(data) == whole[7:]
+    assert epoch_of(data) == whole
 
 
 @pytest.mark.parametrize("seeds", [(1, 2), (1, 1)])
 def test_failed_workers_consume_nothing(mortal: Server, seeds: tuple[int, int]) -> None:
     data = dataset(mortal, retry_seconds=0.2)
-    whole = contents(dataset(mortal))
+    whole = epoch_of(dataset(mortal))
     data.load_state_dict(state_after(dataset(mortal), 7))
     mortal.kill()
     torch.manual_seed(seeds[0])  # of the loader's seed depends what rounds of workers are called
@@ -457,14 +454,14 @@ def test_failed_workers_consume_nothing(mortal: Server, seeds: tuple[int, int]) 
         list(DataLoader(data, batch_size=None, num_workers=2))
     mortal.start()
     torch.manual_seed(seeds[1])
-    assert contents(DataLoader(data, batch_size=None, num_workers=2)) == whole[7:]
+    assert epoch_of(DataLoader(data, batch_size=None, num_workers=2)) == whole[7:]
     torch.manual_seed(seeds[1])
-    assert contents(DataLoader(data, batch_size=None, num_workers=2)) == whole
+    assert epoch_of(DataLoader(data, batch_size=None, num_workers=2)) == whole
 
 
 def test_iteration_that_cannot_start_consumes_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset(server)
-    whole = contents(dataset(server))
+    whole = epoch_of(dataset(server))
     data.load_state_dict(state_after(dataset(server), 7))
 
     def fail(*_: object, **__: object) -> None:
@@ -475,24 +472,24 @@ def test_iteration_that_cannot_start_consumes_nothing(server: Server, monkeypatc
         with pytest.raises(RuntimeError, match="can't start new thread"):
             next(iter(data))
     assert data.state_dict()["step"] == 7
-    assert contents(data) == whole[7:]
+    assert epoch_of(data) == whole[7:]
 
 
 def test_state_of_an_epochs_end_begins_the_next_epoch_unless_set_epoch_returns(server: Server) -> None:
     following = dataset(server)
     following.set_epoch(1)
-    expected = contents(following)
+    expected = epoch_of(following)
     for num_workers in (0, 2):
         data = dataset(server)
         loader = DataLoader(data, batch_size=None, num_workers=num_workers)
         data.load_state_dict(state_after(dataset(server), len(expected)))
         assert (data.epoch, len(data)) == (1, len(expected))
-        assert contents(loader) == expected
+        assert epoch_of(loader) == expected
         data.load_state_dict(state_after(dataset(server), len(expected)))
         data.set_epoch(0)
-        assert contents(loader) == []
+        assert epoch_of(loader) == []
         data.set_epoch(1)
-        assert contents(loader) == expected
+        assert epoch_of(loader) == expected
 
 
 def test_second_iterator_in_mid_loop_warns_that_the_position_moves(server: Server) -> None:

@@ -95,10 +95,13 @@ def write_tokenizer(path: Path, texts: Sequence[str] = ("the quick brown fox jum
     return path
 
 
-def write(folder: Path, toml: str, *shards: dict[str, Any]) -> None:
+def write(folder: Path, toml: str, *shards: dict[str, Any], row_group_size: int | None = None) -> Path:
+    """A dataset with a recipe: one Parquet file for each table of columns."""
+    folder.mkdir(parents=True, exist_ok=True)
     for number, columns in enumerate(shards):
-        pq.write_table(pa.table(columns), folder / f"part-{number}.parquet")
+        pq.write_table(pa.table(columns), folder / f"part-{number}.parquet", row_group_size=row_group_size)
     (folder / "penstock.toml").write_text(toml)
+    return folder
 
 
 def open_blocks(folder: Path) -> Blocks:

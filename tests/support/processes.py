@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,6 +47,14 @@ _CONTEXT.set_forkserver_preload(
 )
 _SECONDS = 60.0  # for what takes a moment unless it hangs
 MIB = 1 << 20
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until this holds; fail after a minute."""
+    deadline = time.monotonic() + _SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.01)
 
 
 class Fork:

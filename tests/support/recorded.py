@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -43,6 +43,16 @@ class Given:
     world_size: int
     epoch: int
     rows: list[int]
+
+
+def contents(batch: Mapping[str, Any]) -> bytes:
+    """The bytes of all tensors of a batch."""
+    return b"".join(name.encode() + batch[name].numpy().tobytes() for name in sorted(batch))
+
+
+def rows_of(batches: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    """The first tokens of the samples of each batch, which are the numbers of the rows."""
+    return [batch["input_ids"][:, 0].tolist() for batch in batches]
 
 
 def with_short_lines(data: RemoteDataset, *args: Any, **settings: Any) -> None:

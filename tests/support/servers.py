@@ -36,7 +36,7 @@ from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.serving.listener import disconnect_stalled
 from penstock_server.serving.server import Server as UvicornServer
-from support.processes import Fork
+from support.processes import Fork, until
 
 _AT_A_TIME = 1024
 SERVER_PACKAGES = ("penstock_server", "fastapi", "pyarrow", "starlette", "tokenizers", "uvicorn")
@@ -98,10 +98,7 @@ class Server:
 
     def json_when_ready(self, path: str, **query: str | int) -> Any:
         """The answer once it is no longer "not yet"."""
-        deadline = time.monotonic() + 60
-        while (response := self.get(path, **query)).status_code == 503:
-            assert time.monotonic() < deadline, response.text
-            time.sleep(0.05)
+        until(lambda: self.get(path, **query).status_code != 503)
         return self.json(path, **query)
 
     def frames(self, path: str, **query: str | int) -> list[wire.Frame]:
@@ -228,10 +225,7 @@ class SlowReaders:
 
     def wait_for_heads(self) -> list[str]:
         """The heads, once each connection has its own."""
-        deadline = time.monotonic() + 60
-        while len(self.heads) < len(self._sockets):
-            assert time.monotonic() < deadline, self.heads
-            time.sleep(0.05)
+        until(lambda: len(self.heads) == len(self._sockets))
         return self.heads
 
     def stop_reading(self) -> None:
