@@ -46,8 +46,8 @@ def server(serve: Callable[..., Server], data_dir: Path) -> Server:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_range_and_strided_range_have_the_bytes_of_single_batches(server: Server, spec: dict[str, str | int]) -> None:
-    run = server.get(BATCHES, **spec).content
-    num_steps = server.json("/v1/datasets/numbers/spec", **spec)["num_steps"]
+    num_steps = min(40, server.json("/v1/datasets/numbers/spec", **spec)["num_steps"])
+    run = server.get(BATCHES, stop=num_steps, **spec).content
     single = [server.get(f"{BATCHES}/{step}", **spec).content for step in range(num_steps)]
     assert b"".join(single) == run
     assert server.get(BATCHES, start=3, stop=11, stride=3, **spec).content == b"".join(single[3:11:3])
