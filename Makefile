@@ -34,8 +34,8 @@ demo: install  ## train a tiny GPT on a generated corpus, kill the server and th
 test: $(FRAMEWORKS)  ## the test suite without the slow tests, training frameworks included; needs no Docker engine
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-slow-test: $(FRAMEWORKS)  ## the slow tests: several ranks, long chaos
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m slow --numprocesses 2
+slow-test: $(FRAMEWORKS)  ## the slow tests: several ranks, many kills, the tests of random examples with a hundred each
+	PYTHONDONTWRITEBYTECODE= PENSTOCK_TEST_EXAMPLES=100 $(BIN)/python -m pytest -m "slow or hypothesis" --numprocesses 3
 
 property-test: $(FRAMEWORKS)  ## the tests of random examples with a thousand each, but for the costliest; five minutes
 	PENSTOCK_TEST_EXAMPLES=1000 $(BIN)/python -m pytest tests -m hypothesis --numprocesses 2

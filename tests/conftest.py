@@ -17,8 +17,8 @@ from support.servers import Server
 # Who runs the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says more of the machine than of the code. `make property-test` tries many more of them.
-settings.register_profile("penstock", deadline=None, max_examples=int(os.environ.get("PENSTOCK_TEST_EXAMPLES", "100")))
+# How long an example takes says more of the machine than of the code. `make slow-test` and `make property-test` try more.
+settings.register_profile("penstock", deadline=None, max_examples=int(os.environ.get("PENSTOCK_TEST_EXAMPLES", "25")))
 settings.load_profile("penstock")
 
 

@@ -15,6 +15,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 QUIET = ["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed")
 def test_docs_page_lists_every_url_with_its_parameters(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)

@@ -1,5 +1,6 @@
 """Accelerate: two processes, each with the batches of its rank, which are not sharded a second time."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,20 @@ from support.recorded import SPEC, Given, run_example, whole_run
 LIBRARY = "accelerate"
 
 
-def test_accelerate_run_of_two_ranks_resumes_within_an_epoch(url: str, tmp_path: Path) -> None:
-    given: list[Given] = []
-    for steps in (4, 13):
-        arguments = [url, "numbers", "--steps", steps, "--checkpoint", tmp_path / "checkpoint"]
-        given += run_example(tmp_path / str(steps), "train_accelerate.py", *arguments, num_ranks=2)
+def test_accelerate_run_of_two_ranks_resumes_on_two_and_on_one(url: str, tmp_path: Path, given: list[Given]) -> None:
+    import train_accelerate
 
-    assert sorted(given, key=lambda batch: batch.rank) == whole_run(url, 13, num_ranks=2)
+    def train(folder: Path, steps: int) -> list[Given]:
+        arguments = [url, "numbers", "--steps", steps, "--checkpoint", tmp_path / "checkpoint"]
+        return run_example(folder, "train_accelerate.py", *arguments, num_ranks=2)
+
+    first = train(tmp_path / "first", 4)
+    shutil.copytree(tmp_path / "checkpoint", tmp_path / "alone")
+    both = first + train(tmp_path / "second", 13)
+    assert sorted(both, key=lambda batch: batch.rank) == whole_run(url, 13, num_ranks=2)
+
+    train_accelerate.main([url, "numbers", "--steps", "7", "--checkpoint", str(tmp_path / "alone")])
+    assert given == whole_run(url, 11)[8:]  # its steps go on from the 4 of two ranks
 
 
 def test_accelerate_run_resumes_with_the_same_losses(url: str, tmp_path: Path, given: list[Given]) -> None:
@@ -38,17 +46,6 @@ def test_accelerate_run_resumes_with_the_same_losses(url: str, tmp_path: Path, g
 
     assert given[:25] == given[25:] == whole_run(url, 25)
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
-
-
-def test_accelerate_run_of_two_ranks_resumes_on_one(url: str, tmp_path: Path, given: list[Given]) -> None:
-    import train_accelerate
-
-    checkpoint = str(tmp_path / "checkpoint")
-    run_example(
-        tmp_path / "first", "train_accelerate.py", url, "numbers", "--steps", 4, "--checkpoint", checkpoint, num_ranks=2
-    )
-    train_accelerate.main([url, "numbers", "--steps", "7", "--checkpoint", checkpoint])
-    assert given == whole_run(url, 11)[8:]
 
 
 class Mapped(IterableDataset[Any]):

@@ -14,26 +14,31 @@ from support.recorded import Given, destroy_idle_process_group, run_example, who
 from train_gpt import first_dataset
 
 
-def test_ddp_run_of_two_ranks_resumes_on_one(url: str, tmp_path: Path) -> None:
-    given: dict[int, list[Given]] = {1: [], 2: []}
-    for steps, num_ranks in ((17, 2), (23, 1)):
-        arguments = [url, "numbers", "--steps", steps, "--checkpoint", tmp_path / "gpt.pt"]
-        given[num_ranks] += run_example(tmp_path / str(steps), "train_ddp.py", *arguments, num_ranks=num_ranks)
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the only rank."""
+    init = partial(dist.init_process_group, init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy_idle_process_group)
 
-    two = sorted(given[2], key=lambda batch: batch.rank)  # stable: each rank's in their order
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_run_of_two_ranks_resumes_on_one(url: str, tmp_path: Path, given: list[Given]) -> None:
+    arguments = [url, "numbers", "--checkpoint", str(tmp_path / "gpt.pt"), "--steps"]
+    two = run_example(tmp_path / "two", "train_ddp.py", *arguments, 17, num_ranks=2)
+    train_ddp.main([*arguments, "23"])
+
     assert two == whole_run(url, 17, num_ranks=2)
     for epoch in (0, 1):
-        rows = [row for batch in two + given[1] if batch.epoch == epoch for row in batch.rows]
+        rows = [row for batch in two + given if batch.epoch == epoch for row in batch.rows]
         assert Counter(rows) == Counter(range(320))
 
 
+@pytest.mark.usefixtures("alone")
 def test_stopped_run_resumes_from_its_last_checkpoint(
     url: str, tmp_path: Path, given: list[Given], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [url, "numbers", "--save-every", "3", "--checkpoint", str(tmp_path / "new" / "gpt.pt"), "--steps"]
-    alone = partial(dist.init_process_group, init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
-    monkeypatch.setattr(dist, "init_process_group", alone)
-    monkeypatch.setattr(dist, "destroy_process_group", destroy_idle_process_group)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "backward", Mock(side_effect=[None] * 7 + [KeyboardInterrupt]))
         with pytest.raises(KeyboardInterrupt):

@@ -37,7 +37,7 @@ def trainer(url: str, out: Path, *bases: type, **options: Any) -> Any:
 
     from penstock.huggingface import RemoteTrainer
 
-    settings: dict[str, Any] = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16, "num_train_epochs": 30}
+    settings: dict[str, Any] = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16, "num_train_epochs": 15}
     args = Seq2SeqTrainingArguments(
         str(out),
         use_cpu=True,

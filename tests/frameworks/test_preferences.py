@@ -47,6 +47,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     return train_dpo
 
 
+@pytest.mark.slow
 def test_dpo_run_of_two_ranks_resumes_within_an_epoch(url: str, tmp_path: Path) -> None:
     arguments = [url, "pairs", "--out", tmp_path / "out", "--save-steps", 2, "--epochs", 1]
     first = run_example(tmp_path / "1", "train_dpo.py", *arguments, num_ranks=2)

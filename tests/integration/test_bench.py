@@ -19,7 +19,7 @@ from support.servers import Server, penstock, penstock_in_terminal
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
     data = tmp_path_factory.mktemp("data")
-    write_numbered(data / "numbers", 2000)
+    write_numbered(data / "numbers", 400)
     write_pairs(data / "pairs", [(f"how many foxes, {n}?", " foxes" * (1 + n % 5)) for n in range(90)])
     write_tokenizer(data / "tokenizer.json")
     return serve(data, "--tokenizer", str(data / "tokenizer.json"))

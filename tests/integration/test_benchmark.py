@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,11 @@ import peers
 from contest import Contest
 from corpus import BATCH_SIZE, Corpus
 from generate import write_corpus
-from processes import ProcessFailed, run
+from processes import ProcessFailed
 from ratios.training_step import Size, compare
 from results import Loader
-from servers import penstock, prepare
 from support.processes import Fork
-
-ROOT = Path(__file__).parents[2]
+from support.servers import ROOT, Server
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +43,7 @@ def forked(command: Sequence[str], *, timeout_seconds: float, environment: Mappi
 
 def test_benchmark_measures_loaders_without_installs(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("contest.run", forked)
+    monkeypatch.setattr("contest.load", lambda name: replace(peers.load(name), workers=(2 if name == "numpy_memmap" else 0,)))
     told: list[str] = []
     contest = Contest(corpus=corpus, names=peers.QUICK, num_rounds=1, seconds=0.1, warm_up_seconds=0.0, tell=told.append)
     loaders = {loader.key: loader for loader in contest.run()}
@@ -65,26 +64,23 @@ def test_benchmark_reports_a_loader_that_is_not_installed(
     assert loader.failures == ["not installed: there is no .venv in benchmarks; `make bench` makes it"]
 
 
-def test_benchmark_measures_a_training_step(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def server(corpus: Corpus, serve: Callable[..., Server]) -> Server:
+    return serve(corpus.parquet)
+
+
+def test_benchmark_measures_a_training_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ratios.training_step.SEQ_LEN", 64)
-    cache = corpus.folder / "cache"
-    prepare(corpus.parquet, cache)
     size = Size(dim=64, num_layers=1, batch_size=1, num_steps=1, num_profiled=1, num_repeats=1)
-    with penstock(corpus.parquet, cache) as server:
-        measured = compare(server.address, torch.device("cuda" if torch.cuda.is_available() else "cpu"), size)
+    measured = compare(server.url, torch.device("cuda" if torch.cuda.is_available() else "cpu"), size)
     assert measured.theirs
     assert measured.ours > 0
     assert re.fullmatch(r"[+-]\d+\.\d\d%; calls that wait for the GPU in 1 steps: (\d+) and \1", measured.note)
 
 
-def test_benchmark_load_gives_each_rank_batches(corpus: Corpus) -> None:
-    cache = corpus.folder / "cache"
-    prepare(corpus.parquet, cache)
-    load = str(ROOT / "benchmarks" / "load.py")
-    with penstock(corpus.parquet, cache) as server:
-        told = json.loads(
-            run([sys.executable, load, server.address, "20", "--world-size", "20", "--seconds", "0.5"], timeout_seconds=120)
-        )
+def test_benchmark_load_gives_each_rank_batches(corpus: Corpus, server: Server) -> None:
+    command = ["python", str(ROOT / "benchmarks" / "load.py"), server.url, "20", "--world-size", "20", "--seconds", "0.5"]
+    told = json.loads(forked(command, timeout_seconds=120, environment={}))
     assert told["num_errors"] == 0
     assert told["num_batches"] >= 20
     assert told["fewest_batches"] >= 1

@@ -181,9 +181,9 @@ def test_concat_json_shows_text_mask_and_rows(server: Server) -> None:
 
 
 def test_count_reports_progress_and_is_kept(serve: Callable[..., Server], tmp_path: Path) -> None:
-    texts = [f"{n} " + "the quick brown fox jumps over the lazy dog " * 40 for n in range(12_000)]
+    texts = [f"{n} " + "the quick brown fox jumps over the lazy dog " * 40 for n in range(4_000)]
     write_tokenizer(tmp_path / "tokenizer.json")
-    write_shards(tmp_path / "data" / "long", "text", [texts], type_=pa.string(), row_group_size=150)
+    write_shards(tmp_path / "data" / "long", "text", [texts], type_=pa.string(), row_group_size=50)
     flags = ("--tokenizer", str(tmp_path / "tokenizer.json"))
     first = serve(tmp_path / "data", *flags, cache_dir=tmp_path / "cache")
     response = first.get("/v1/datasets/long/spec", packing="concat")

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +46,19 @@ def shell_lines() -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+def run(line: str, folder: Path) -> str:
+    """What a command prints that runs in this folder. As in a shell, a pattern stands for the files that match it."""
+    words = [sorted(path.name for path in folder.glob(word)) if "*" in word else [word] for word in shlex.split(line)[1:]]
+    done = penstock(*chain.from_iterable(words), folder=folder)
+    assert done.returncode == 0, f"{line}\n{done.stderr}"
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     [line] = [line for line in shell_lines() if line.startswith("penstock sample")]
-    subprocess.run([sys.executable, "-m", "penstock", *shlex.split(line)[1:]], cwd=folder, check=True)
+    run(line, folder)
     return folder / shlex.split(line)[-1]
 
 
@@ -91,7 +100,7 @@ def test_documented_import_makes_a_dataset(sample: Path, serve: Callable[..., Se
     (tmp_path / "more.csv").write_text("text\nthree\n")
     shutil.copy(sample / "tokenizer.json", tmp_path)
     for line in (IMPORT, PREPARE):
-        subprocess.run([sys.executable, "-m", "penstock", *shlex.split(line)[1:]], cwd=tmp_path, check=True)
+        run(line, tmp_path)
     server = serve(tmp_path / "data", "--tokenizer", str(tmp_path / "tokenizer.json"))
     assert server.json("/v1/datasets/stories")["rows"] == 3
 
@@ -111,8 +120,7 @@ def test_documented_token_imports_make_documents(tmp_path: Path) -> None:
     np.array([1, 50256, 2, 3, 50256], "<u2").tofile(tmp_path / "train.bin")
     stream, rows = [[1, 50256, 2, 3, 50256]], []  # without a mark
     for line in importing_ids():
-        run = f'penstock() {{ {shlex.quote(sys.executable)} -m penstock "$@"; }}; {line}'
-        subprocess.run(["bash", "-c", run], cwd=tmp_path, check=True)
+        run(line, tmp_path)
         rows.append(read_back(tmp_path / line.split()[-2 - 2 * line.count("--") + 1])["tokens"].to_pylist())
     assert rows == [
         [[1, 2], [3]],
@@ -177,10 +185,7 @@ def test_documented_python_runs_and_its_ledger_is_proven(server: Server, tmp_pat
         for snippet in blocks("python"):
             status, _, errors = trainers.run(f"import os\nos.chdir({str(tmp_path)!r})\n{here(snippet, server)}").end()
             assert status == 0, f"{snippet}\n{errors}"
-    audited = subprocess.run(
-        [sys.executable, "-m", "penstock", *AUDIT.split()[1:]], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    assert audited.stdout.startswith("PROVEN: each sample that was due, 24,000 in 1 epoch, was trained on exactly once\n")
+    assert run(AUDIT, tmp_path).startswith("PROVEN: each sample that was due, 24,000 in 1 epoch, was trained on exactly once\n")
 
 
 def test_documented_recipe_is_valid(sample: Path, tmp_path: Path) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import resource
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,8 @@ import pytest
 
 from penstock import RemoteDataset
 from support.corpora import read_back, shards_in, write_tokenizer
-from support.servers import Server, penstock
+from support.processes import Fork, until
+from support.servers import Server, penstock, penstock_in_terminal
 
 MIB = 1 << 20
 
@@ -103,7 +102,7 @@ def test_server_sees_old_or_new_shards_during_an_import(serve: Callable[..., Ser
     assert run(stories(tmp_path / "old.jsonl", 7), data / "stories").returncode == 0
     server = serve(data, "--tokenizer", str(tokenizer), "--poll-seconds", "0.1")
     new = stories(tmp_path / "new.jsonl", 10_000, 300)
-    with subprocess.Popen(command(new, data / "stories", "--overwrite", "--shard-bytes", "1MB"), stdout=subprocess.DEVNULL):
+    with closing(Fork("import", new, data / "stories", "--overwrite", "--shard-bytes", "1MB")):
         seen, deadline = {7}, time.monotonic() + 60
         while 10_000 not in seen and time.monotonic() < deadline:
             seen.add(server.json("/v1/datasets/stories")["rows"])
@@ -147,13 +146,10 @@ def test_stopped_import_leaves_no_files(tmp_path: Path, how: signal.Signals, ove
         assert run(stories(tmp_path / "old.jsonl", 10), out_dir).returncode == 0
     path = stories(tmp_path / "x.jsonl", 60_000, 200)
     flags = ["--overwrite"] * overwrite
-    process = subprocess.Popen(command(path, out_dir, *flags), stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not any(tmp_path.rglob(".import-*/*.parquet")):  # it is writing
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.005)
-    process.send_signal(how)
-    assert process.communicate(timeout=30)[1] == "penstock: stopped\n"
-    assert process.returncode == 130
+    with closing(Fork("import", path, out_dir, *flags)) as process:
+        until(lambda: any(tmp_path.rglob(".import-*/*.parquet")))  # it is writing
+        process.send_signal(how)
+        assert process.communicate(timeout=30) == (130, "", "penstock: stopped\n")
     assert anything_hidden(tmp_path) == []
     assert out_dir.exists() == overwrite
     if overwrite:
@@ -176,16 +172,10 @@ def test_import_reports_a_full_disk_in_one_line(tmp_path: Path) -> None:
 
 def test_import_shows_progress_on_a_terminal(tmp_path: Path) -> None:
     path = stories(tmp_path / "x.jsonl", 2_000)
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    try:
-        done = subprocess.run(command(path, tmp_path / "out"), stdout=subprocess.PIPE, stderr=theirs, check=True, timeout=60)
-        shown = os.read(ours, 1 << 16).decode()
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert b"2,000 rows in 1 shard" in done.stdout
-    assert re.search(r"write shards: : 2.00k rows", shown)
+    status, shown = penstock_in_terminal(100, "import", path, tmp_path / "out")
+    assert status == 0
+    assert "2,000 rows in 1 shard" in shown
+    assert "write shards: : 2.00k rows" in shown
 
 
 @pytest.mark.parametrize(

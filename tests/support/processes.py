@@ -58,18 +58,30 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Fork:
-    """The command `penstock`, or a script of Python's, with pipes for stdin and stdout and a file for stderr."""
+    """The command `penstock`, or a script of Python's, with pipes for stdin and stdout and a file for stderr.
+
+    Its working directory is `folder`. With `terminal`, the descriptor of one, stdin, stdout and stderr are that.
+    """
 
     def __init__(
-        self, *arguments: str | Path, script: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        *arguments: str | Path,
+        script: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        terminal: int | None = None,
     ) -> None:
         self._errors = TemporaryFile()  # noqa: SIM115
         (to_read, into), (out, to_write) = _CONTEXT.Pipe(duplex=False), _CONTEXT.Pipe(duplex=False)
         with to_read, into, out, to_write, Connection(os.dup(self._errors.fileno()), readable=False) as errors:
             argv = [str(script or "penstock"), *map(str, arguments)]
-            command = (argv, script, dict(environment or os.environ), to_read, to_write, errors)
+            streams = [stream.fileno() if terminal is None else terminal for stream in (to_read, to_write, errors)]
+            duplicates = [Connection(os.dup(descriptor)) for descriptor in streams]
+            command = (argv, script, dict(environment or os.environ), folder, *duplicates)
             self._process = _CONTEXT.Process(target=_run_fork, args=command)
             self._process.start()
+            for duplicate in duplicates:
+                duplicate.close()
             self.stdin, self.stdout = os.fdopen(os.dup(into.fileno()), "w"), os.fdopen(os.dup(out.fileno()))
         assert self._process.pid
         self.pid = self._process.pid
@@ -110,7 +122,9 @@ class Fork:
         self._errors.close()
 
 
-def _run_fork(argv: list[str], script: Path | None, environment: dict[str, str], *streams: Connection) -> None:
+def _run_fork(
+    argv: list[str], script: Path | None, environment: dict[str, str], folder: Path | None, *streams: Connection
+) -> None:
     gc.freeze()  # a collection would write to, and so copy, all that the imports left
     os.setpgid(0, 0)
     multiprocessing.set_start_method(None, force=True)  # that of Python again, not the one that it was started by
@@ -121,6 +135,7 @@ def _run_fork(argv: list[str], script: Path | None, environment: dict[str, str],
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder or ".")
     sys.argv[:] = argv
     if script:
         runpy.run_path(str(script), run_name="__main__")

@@ -277,9 +277,9 @@ def _connect(host: str, port: int) -> socket.socket:
     return made
 
 
-def penstock(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process that has made its imports before."""
-    with closing(Fork(*arguments, environment={**_plain_environment(), **environment})) as process:
+def penstock(*arguments: str | Path, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process that has made its imports before, in this working directory."""
+    with closing(Fork(*arguments, environment={**_plain_environment(), **environment}, folder=folder)) as process:
         status, out, errors = process.communicate(timeout=120)
     return subprocess.CompletedProcess(arguments, status, out, errors)
 
@@ -293,25 +293,18 @@ def penstock_without(modules: tuple[str, ...], *arguments: str) -> subprocess.Co
     )  # fmt: skip
 
 
-def penstock_in_terminal(columns: int, *arguments: str, **environment: str) -> tuple[int, str]:
+def penstock_in_terminal(columns: int, *arguments: str | Path, **environment: str) -> tuple[int, str]:
     """The exit status, and all that the terminal got."""
     reader, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    command = [sys.executable, "-m", "penstock", *arguments]
     env = {**_plain_environment(), "TERM": "xterm-256color", **environment}
-    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env)
-    os.close(terminal)
-    received = bytearray()
-    with os.fdopen(reader, "rb", buffering=0) as screen:
-        while True:
-            try:
-                chunk = screen.read(65536)
-            except OSError:  # how Linux tells that the other end is closed
-                break
-            if not chunk:
-                break
-            received += chunk
-    return process.wait(60), received.decode()
+    with closing(Fork(*arguments, environment=env, terminal=terminal)) as process:
+        os.close(terminal)
+        received = bytearray()
+        with os.fdopen(reader, "rb", buffering=0) as screen, suppress(OSError):  # as Linux reports that the other end is closed
+            while chunk := screen.read(65536):
+                received += chunk
+        return process.communicate(60)[0], received.decode()
 
 
 def printed(make: Callable[[Console], Iterable[RenderableType]]) -> str:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock import Spec
@@ -20,6 +20,7 @@ from penstock.ledger.begin import Begin, check_of
 from penstock.ledger.file import find_ledgers, ledger_path
 from penstock.state import Cursor, read_state, write_state
 from penstock_server.order.schedule import Schedule
+from support import examples
 from support.ledgers import id_of
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -188,7 +189,7 @@ def epochs(report: Report) -> Iterator[Any]:
         yield from order.epochs
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(histories())
 def test_resumed_run_is_proven_after_any_history(history: History) -> None:
     report = audited(history)
@@ -204,7 +205,7 @@ def test_resumed_run_is_proven_after_any_history(history: History) -> None:
     assert report.is_proven == bool(history.line_of)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(histories(), st.data())
 def test_unrecorded_batch_is_missing(history: History, data: st.DataObject) -> None:
     """Not one of the last that a process handed out: there it may just as well have been killed."""

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from penstock import wire
@@ -36,6 +36,7 @@ from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.inspect import inspect
 from penstock_server.lookup import find_row, show_row
 from penstock_server.problems import BadParameter, BadRow, DatasetInvalid
+from support import examples
 from support.engine import plan_of
 from support.servers import printed
 
@@ -147,7 +148,7 @@ def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, num_rep
     assert sum((expected - found).values()) < (plan.spec.seq_len if plan.spec.packing == "concat" else 1)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(datasets, datasets, st.booleans(), specs(), runs, st.integers(0, 2))
 def test_engine_serves_every_sample_for_random_data_and_specs(
     first: Shards, second: Shards, is_filtered: bool, spec: dict[str, Any], run: dict[str, Any], epoch: int

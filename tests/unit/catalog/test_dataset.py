@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
@@ -24,6 +24,7 @@ from penstock_server.catalog.describe import describe_dataset
 from penstock_server.catalog.footers import FolderContents, read_folder
 from penstock_server.catalog.scan import state_of_folder
 from penstock_server.problems import DatasetInvalid
+from support import examples
 from support.corpora import write_shard
 from support.engine import Opener
 
@@ -34,7 +35,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.lists(ACTIONS, min_size=1, max_size=9))
 def test_snapshot_is_served_while_its_shards_are_present(
     actions: list[tuple[str, int, int]],

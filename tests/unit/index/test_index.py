@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
@@ -37,6 +37,7 @@ from penstock_server.index.index import drop_old_counts
 from penstock_server.index.row_lengths import QUANTILES, RowLengths, ShardLengths
 from penstock_server.recipes import encode
 from penstock_server.recipes.split import select_rows
+from support import examples
 from support.corpora import damaged, write_numbered, write_text, write_tokenizer
 from support.engine import plan_of
 
@@ -227,7 +228,7 @@ def whole(expected: list[bytes], tmp_path: Path) -> dict[str, bytes]:
     return {name: (tmp_path / "cache" / name).read_bytes() for name in counts(tmp_path / "cache")}
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example begins with whole files
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each begins with whole files
 @given(st.data())
 def test_damaged_counts_are_made_again_and_batches_are_the_same(
     open_all: Callable[[], Catalog], tmp_path: Path, expected: list[bytes], whole: dict[str, bytes], data: st.DataObject

@@ -5,13 +5,14 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat import ChatTemplate, load_chat_templates, read_chat_templates
 from penstock_server.recipes.messages import ChatError, TemplateError
 from penstock_server.recipes.tokenizer import load_tokenizer
+from support import examples
 from support.chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
 from support.corpora import write_tokenizer
 
@@ -100,7 +101,7 @@ def test_loss_is_on_answers_and_their_end_marks(name: str, text: str, spans: lis
         assert [text[start:stop] for start, stop in rendered.spans] == spans
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(plain_templates, chats)
 def test_spans_are_equal_with_and_without_marks(plain: str, chat: Chat) -> None:
     assert "generation %}" not in plain
