@@ -48,22 +48,24 @@ def losses(done: Any) -> list[dict[str, float]]:
     return [entry for entry in done.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize(("accumulation", "num_updates"), [(1, 40), (3, 14)])
+@pytest.mark.parametrize(
+    ("accumulation", "save_steps", "num_updates", "checkpoints"), [(1, 10, 40, [10, 20, 40]), (3, 1, 14, [3, 7, 14])]
+)
 def test_trainer_resumes_with_the_same_losses(
-    url: str, tmp_path: Path, given: list[Given], accumulation: int, num_updates: int
+    url: str, tmp_path: Path, given: list[Given], accumulation: int, save_steps: int, num_updates: int, checkpoints: list[int]
 ) -> None:
     """Also in the middle and at the end of an epoch, and where the last update of an epoch is made of fewer batches."""
-    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "save_steps": 10 if accumulation == 1 else 3}
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "save_steps": save_steps}
     whole = trainer(url, tmp_path / "whole", **options)
     whole.train()
     assert whole.state.global_step == num_updates
     expected = whole_run(url, 40)
     assert given == expected
 
-    for checkpoint in (tmp_path / "whole").glob("checkpoint-*"):
+    for number in checkpoints:
         given.clear()
-        resumed = trainer(url, tmp_path / "resumed", **options)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
+        resumed = trainer(url, tmp_path / "resumed", **(options | {"save_strategy": "no"}))
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{number}"))
         assert given == expected[40 - len(given) :]
         assert losses(resumed) == losses(whole)
         pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)

@@ -55,16 +55,16 @@ def test_loader_state_in_mid_epoch_resumes_with_the_rest(url: str, options: dict
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "num_before"),
     [
-        {"num_workers": 0},
-        {"num_workers": 3},
-        {"num_workers": 1, "persistent_workers": True, "snapshot_every_n_steps": 3},
-        {"num_workers": 3, "persistent_workers": True},
+        ({"num_workers": 0}, 2),
+        ({"num_workers": 3}, 20),
+        ({"num_workers": 1, "persistent_workers": True, "snapshot_every_n_steps": 3}, 2),
+        ({"num_workers": 3, "persistent_workers": True}, 2),
+        ({"num_workers": 3, "persistent_workers": True}, 20),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_before", [2, 20])
 @pytest.mark.filterwarnings("ignore:epoch 0 is given once more")
 def test_repeated_epoch_resumes_in_its_second_pass(url: str, tmp_path: Path, options: dict[str, Any], num_before: int) -> None:
     """The loader asks workers that persist where they are as the pass begins; most have given nothing when it is saved."""
@@ -102,7 +102,7 @@ def test_loader_that_reloads_a_checkpoint_repeatedly_is_proven(url: str, tmp_pat
 
 
 @with_any_workers
-@pytest.mark.parametrize("num_batches", [4, 7, 20])
+@pytest.mark.parametrize("num_batches", [7, 20])
 def test_ledgers_prove_a_resumed_loader(url: str, tmp_path: Path, options: dict[str, Any], num_batches: int) -> None:
     """Each worker resumes where it was itself, and each one's ledger holds batches that the loop never took."""
     killed = loader_of(url, tmp_path / "run.ledger", **options)
@@ -146,7 +146,6 @@ def test_loader_state_between_epochs_continues_with_the_epoch_set(url: str, opti
 with_an_older_state = pytest.mark.parametrize(  # of a worker, than that of the epoch's end
     "options",
     [
-        {"num_workers": 0},
         {"num_workers": 0, "snapshot_every_n_steps": 3},
         {"num_workers": 2, "snapshot_every_n_steps": 3},
         {"num_workers": 3, "snapshot_every_n_steps": 50},
@@ -190,10 +189,9 @@ def test_loader_state_of_an_epochs_end_can_be_loaded_again(url: str, options: di
     assert rows_of(loader) != expected
 
 
-@pytest.mark.parametrize("num_workers", [3, 7])
-def test_loader_state_of_an_epochs_end_accepts_other_steps(url: str, num_workers: int) -> None:
+def test_loader_state_of_an_epochs_end_accepts_other_steps(url: str) -> None:
     """Twenty steps are no multiple of the workers: some have given fewer than others."""
-    loader = loader_of(url, num_workers=num_workers)
+    loader = loader_of(url, num_workers=3)
     rows_of(loader)
     state = loader.state_dict()
 
@@ -201,7 +199,7 @@ def test_loader_state_of_an_epochs_end_accepts_other_steps(url: str, num_workers
         data = RemoteDataset(url, "numbers", **spec)
         data.set_epoch(1)
         expected = rows_of(data)
-        resumed = type(loader)(data, batch_size=None, num_workers=num_workers)
+        resumed = type(loader)(data, batch_size=None, num_workers=3)
         resumed.load_state_dict(state)
         data.set_epoch(1)
         assert rows_of(resumed) == expected
@@ -244,7 +242,7 @@ def test_loader_warns_when_set_epoch_would_repeat_the_resumed_epoch(url: str, nu
     resumed.dataset.set_epoch(2)
 
 
-@pytest.mark.parametrize("num_batches", [1, 7, 19, 20, 21, 39, 40])
+@pytest.mark.parametrize("num_batches", [1, 19, 20, 39, 40])
 def test_nodes_pipeline_resumes_from_its_state(url: str, num_batches: int) -> None:
     """Its loader looks a batch ahead, a prefetcher more; it would begin the epoch anew whose last batch was given."""
     from torchdata.nodes import IterableWrapper, Loader, ParallelMapper, Prefetcher

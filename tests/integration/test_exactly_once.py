@@ -46,6 +46,7 @@ def sample_order(per_rank: list[list[list[int]]]) -> list[int]:
 
 @pytest.mark.parametrize(("world_size", "shuffle"), list(product(WORLD_SIZES, SHUFFLES)))
 def test_epoch_gives_every_row_once_for_any_ranks_and_workers(server: Server, world_size: int, shuffle: Shuffle) -> None:
+    """Any two of world size, shuffle and number of workers are met together."""
     ranks = [dataset(server, rank, world_size, shuffle) for rank in range(world_size)]
     for data in ranks:
         data.set_epoch(3)
@@ -53,7 +54,7 @@ def test_epoch_gives_every_row_once_for_any_ranks_and_workers(server: Server, wo
     order = sample_order(direct)
     assert Counter(order) == Counter(range(NUM_ROWS))
     assert [len(batches) for batches in direct] == [len(data) for data in ranks]
-    for num_workers in (0, 1, 2, 5):
+    for num_workers in (0, 1, 2, 5) if shuffle == "window" or world_size == 2 else ():
         for data, expected in zip(ranks, direct, strict=True):
             assert rows_of(DataLoader(data, batch_size=None, num_workers=num_workers)) == expected
 
@@ -68,16 +69,10 @@ def test_schedule_order_is_the_same_for_every_world_size(server: Server, shuffle
     assert (orders[0] == sorted(orders[0])) == (shuffle == "none")
 
 
-@pytest.mark.parametrize(("world_size", "shuffle"), list(product(WORLD_SIZES, SHUFFLES)))
+@pytest.mark.parametrize(("world_size", "shuffle"), [*product(WORLD_SIZES, ["window"]), (2, "none"), (2, "global")])
 def test_provenance_names_the_row_of_each_sample(server: Server, world_size: int, shuffle: Shuffle) -> None:
     shards = {f"part-{n:03}.parquet": first for n, first in enumerate((0, 160, 320))}
-    spec: dict[str, str | int] = {
-        "batch_size": BATCH_SIZE,
-        "seq_len": 4,
-        "shuffle": shuffle,
-        "window": 100,
-        "world_size": world_size,
-    }
+    spec: dict[str, Any] = {"batch_size": BATCH_SIZE, "seq_len": 4, "shuffle": shuffle, "window": 100, "world_size": world_size}
     seen = Counter[int]()
     for rank in range(world_size):
         batches = f"/v1/datasets/numbers/epochs/1/ranks/{rank}/batches"

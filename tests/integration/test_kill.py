@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from support.corpora import write_numbered
 from support.recorded import contents
 from support.servers import Server
 
-NUM_KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "50"))
 NUM_ROWS = 8_000
 SEED = 11
 
@@ -50,7 +48,8 @@ class Killer:
             self.num_done += 1
 
 
-def test_killed_servers_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_kills", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_servers_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_kills: int) -> None:
     """The loop leaves some batches for after each kill, and little is fetched ahead of it."""
     monkeypatch.setattr(penstock.transport, "_MAX_DELAY_SECONDS", 0.2)
     write_numbered(tmp_path / "data" / "numbers", NUM_ROWS, row_group_size=500)
@@ -58,15 +57,15 @@ def test_killed_servers_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: pyt
         expected = [*map(contents, dataset(server))]
         data = dataset(server)
         seen = []
-        with Killer(server, NUM_KILLS) as killer:
+        with Killer(server, num_kills) as killer:
             for number, batch in enumerate(data):
                 seen.append(contents(batch))
-                while not killer.is_done and number * (NUM_KILLS + 1) > (killer.num_done + 1) * len(expected):
+                while not killer.is_done and number * (num_kills + 1) > (killer.num_done + 1) * len(expected):
                     time.sleep(0.001)
-            assert killer.num_done == NUM_KILLS
+            assert killer.num_done == num_kills
     assert seen == expected
     assert data.stats().num_batches == NUM_ROWS // 8
-    assert data.stats().num_retries >= NUM_KILLS // 2
+    assert data.stats().num_retries >= num_kills // 2
 
 
 def dataset(server: Server) -> RemoteDataset:

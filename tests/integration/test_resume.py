@@ -82,13 +82,13 @@ def state_after(data: RemoteDataset, num_batches: int) -> dict[str, object]:
 
 
 def test_state_of_every_step_resumes_to_the_same_bytes_after_a_restart(mortal: Server, tmp_path: Path) -> None:
-    data = dataset(mortal)
+    data = dataset(mortal, batch_size=8)
     data.set_epoch(2)
     whole = epoch_of(data)
-    assert len(whole) == NUM_ROWS // 4
+    assert len(whole) == NUM_ROWS // 8
     states = []
     for step in range(len(whole) + 1):
-        running = dataset(mortal)
+        running = dataset(mortal, batch_size=8)
         running.set_epoch(2)
         states.append(state_after(running, step))
         assert states[-1]["step"] == step
@@ -98,7 +98,7 @@ def test_state_of_every_step_resumes_to_the_same_bytes_after_a_restart(mortal: S
             shutil.rmtree(tmp_path / "cache")
             mortal.start()
         for step, state in enumerate(states):
-            resumed = dataset(mortal)
+            resumed = dataset(mortal, batch_size=8)
             resumed.load_state_dict(state)
             resumed.set_epoch(2)
             assert (resumed.epoch, len(resumed)) == (2, len(whole) - step)
@@ -314,7 +314,7 @@ def test_set_epoch_in_mid_loop_skips_nothing(server: Server) -> None:
     assert len(epoch_of(data)) == NUM_ROWS // 4
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda data: pickle.loads(pickle.dumps(data))])
 def test_copy_sets_the_epoch_of_its_own_workers(server: Server, duplicate: Callable[[RemoteDataset], RemoteDataset]) -> None:
     data = duplicate(dataset(server))
     expected = dataset(server)
