@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from penstock import RemoteDataset
+from support.corpora import write
 from support.servers import Server
 
 LIBRARY = "transformers"
@@ -25,9 +24,7 @@ def url(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) 
     data = tmp_path_factory.mktemp("data")
     rows = [(2 + n % 8, 2 + n // 8) for n in range(NUM_ROWS)]
     columns = {"prompt": [[a, 39, b, 1] for a, b in rows], "response": [[a + b, 1] for a, b in rows]}
-    (data / "sums").mkdir()
-    pq.write_table(pa.table(columns), data / "sums" / "part-000.parquet")
-    (data / "sums" / "penstock.toml").write_text(f"vocab_size = {VOCAB_SIZE}\npad = 0\n")
+    write(data / "sums", f"vocab_size = {VOCAB_SIZE}\npad = 0", columns)
     return serve(data).url
 
 

@@ -9,12 +9,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from penstock import RemoteDataset
+from support.corpora import write
 from support.recorded import EXAMPLES, SPEC, run_example
 from support.servers import Server
 
@@ -33,9 +32,7 @@ def url(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) 
         "chosen": [[8] * (1 + n % 3) for n in rows],
         "rejected": [[9, n] * (1 + n % 7) for n in rows],
     }
-    (data / "pairs").mkdir()
-    pq.write_table(pa.table(columns), data / "pairs" / "part-000.parquet")
-    (data / "pairs" / "penstock.toml").write_text(f"vocab_size = {NUM_ROWS}\n")
+    write(data / "pairs", f"vocab_size = {NUM_ROWS}", columns)
     return serve(data).url
 
 

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from penstock import RemoteDataset
-from support.corpora import EOS, write_tokenizer
+from support.corpora import EOS, write, write_tokenizer
 from support.recorded import EXAMPLES, run_example
 from support.servers import Server
 
@@ -59,9 +57,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(serve: Callable[..., Server], model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A server of the dataset "chats"."""
     data = tmp_path_factory.mktemp("data")
-    (data / "chats").mkdir()
-    pq.write_table(pa.table({"messages": CHATS}), data / "chats" / "part-000.parquet", row_group_size=32)
-    (data / "chats" / "penstock.toml").write_text(f"tokenizer = {json.dumps(str(model / 'tokenizer.json'))}\neos = false\n")
+    recipe = f"tokenizer = {json.dumps(str(model / 'tokenizer.json'))}\neos = false"
+    write(data / "chats", recipe, {"messages": CHATS}, row_group_size=32)
     return serve(data).url
 
 

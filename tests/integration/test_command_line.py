@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, processors
 
 from penstock import RemoteDataset
-from support.corpora import EOS, write_numbered, write_text, write_tokenizer
+from support.corpora import EOS, write, write_numbered, write_text, write_tokenizer
 from support.ledgers import open_at, record
 from support.processes import until
 from support.servers import SERVER_PACKAGES, Server, penstock, penstock_without
@@ -162,8 +161,7 @@ def test_unused_labels_and_masks_are_warned_of(serve: Callable[..., Server], tmp
         "two": {"completion_mask": mask, "assistant_masks": mask},
     }
     for name, beside in columns.items():
-        (tmp_path / "data" / name).mkdir(parents=True)
-        pq.write_table(pa.table({"input_ids": ids, **beside}), tmp_path / "data" / name / "part-0.parquet")
+        write(tmp_path / "data" / name, "", {"input_ids": ids, **beside})
     server = serve(tmp_path / "data")
     assert "recipe: input_ids, pre-tokenized, without labels, attention_mask\n" in server.greeting
     assert "recipe: input_ids, pre-tokenized, masked by completion_mask, without assistant_masks\n" in server.greeting

@@ -24,7 +24,7 @@ from penstock_server.recipes import config
 from penstock_server.recipes.config import read_recipe
 from penstock_server.recipes.fields import is_messages
 from penstock_server.recipes.transform import load_transform
-from support.corpora import read_back, write_datatrove, write_indexed, write_text
+from support.corpora import read_back, write, write_datatrove, write_indexed, write_text
 from support.processes import Trainers
 from support.servers import Server, penstock
 
@@ -180,37 +180,34 @@ def test_documented_curl_lines_succeed(server: Server) -> None:
         assert done.stdout.startswith("{")
 
 
-def test_documented_python_runs_and_its_ledger_is_proven(server: Server, tmp_path: Path) -> None:
+def test_documented_python_runs_and_its_ledger_is_proven(serve: Callable[..., Server], tmp_path: Path) -> None:
+    run("penstock sample small --rows 6400", tmp_path)
+    server = serve(tmp_path / "small")
     with Trainers(tmp_path) as trainers:
         for snippet in blocks("python"):
             status, _, errors = trainers.run(f"import os\nos.chdir({str(tmp_path)!r})\n{here(snippet, server)}").end()
             assert status == 0, f"{snippet}\n{errors}"
-    assert run(AUDIT, tmp_path).startswith("PROVEN: each sample that was due, 24,000 in 1 epoch, was trained on exactly once\n")
+    assert run(AUDIT, tmp_path).startswith("PROVEN: each sample that was due, 6,400 in 1 epoch, was trained on exactly once\n")
 
 
 def test_documented_recipe_is_valid(sample: Path, tmp_path: Path) -> None:
     *_, short, toml = sorted(set(blocks("toml")), key=len)
     assert toml.startswith(short)
-    folder = tmp_path / "pairs"
-    folder.mkdir()
-    (folder / "penstock.toml").write_text(toml)
+    folder = write(tmp_path / "pairs", toml, {"question": ["?"], "answer": ["!"]})
+    schema = pq.read_schema(folder / "part-0.parquet")
     shutil.copy(sample / "tokenizer.json", tmp_path)
-    pq.write_table(pa.table({"question": ["?"], "answer": ["!"]}), folder / "a.parquet")
-    recipe = read_recipe(folder, pq.read_schema(folder / "a.parquet"), None)
+    recipe = read_recipe(folder, schema, None)
     optional = tomllib.loads("\n".join(line.removeprefix("# ") for line in toml.splitlines() if line.startswith("# ")))
     assert set(optional) > {"eos", "bos", "columns", "filter", "validation", "split_by", "on_bad_row"}
     (folder / "penstock.toml").write_text(toml.replace("\n# ", "\n"))
-    assert read_recipe(folder, pq.read_schema(folder / "a.parquet"), None).on_bad_row == "replace"
+    assert read_recipe(folder, schema, None).on_bad_row == "replace"
     assert (recipe.token_columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "fail")
 
 
 def test_documented_transform_works(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
     code, _ = [block for block in blocks("python") if "def function" in block]
-    folder = tmp_path / "pages"
-    folder.mkdir()
+    folder = write(tmp_path / "pages", 'transform = "clean:function"', {"body": ["  one\r\ntwo \n"]})
     (folder / "clean.py").write_text(code)
-    (folder / "penstock.toml").write_text('transform = "clean:function"\n')
-    pq.write_table(pa.table({"body": ["  one\r\ntwo \n"]}), folder / "a.parquet")
     server = serve(tmp_path, "--tokenizer", str(sample / "tokenizer.json"))
     assert server.json("/v1/datasets/pages/rows/0")["text"].removesuffix("<|endoftext|>") == "one\ntwo"
 

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from support.corpora import write, write_numbered, write_pairs, write_shards, write_text, write_tokenizer
 from support.servers import penstock, penstock_in_terminal
 
 
@@ -23,15 +22,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_text(data / "texts", ["the quick brown fox", "", "a dog", "\x1b[2J " * 500], row_group_size=2)
     (data / "texts" / "penstock.toml").write_text("on_bad_row = 'replace'\nmax_bad_share = 0.5\nfilter = \"text != 'a dog'\"")
     write_numbered(data / "numbers", 5, num_shards=1)
-    (data / "prefs").mkdir()
-    table = pa.table({"chosen": ["yes"], "rejected": ["no no no"], "score": [0.5]})
-    pq.write_table(table, data / "prefs" / "part-000.parquet")
-    (data / "prefs" / "penstock.toml").write_text("columns = ['score']")
-    (data / "both").mkdir()
-    (data / "labelled").mkdir()
-    labelled = {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, -100, 7, 8]]}
-    pq.write_table(pa.table(labelled), data / "labelled" / "part-000.parquet")
-    (data / "both" / "penstock.toml").write_text('mix = "pairs:1,texts:1"')
+    write(data / "prefs", "columns = ['score']", {"chosen": ["yes"], "rejected": ["no no no"], "score": [0.5]})
+    write(data / "labelled", "", {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, -100, 7, 8]]})
+    write(data / "both", 'mix = "pairs:1,texts:1"')
     return data
 
 
@@ -108,9 +101,7 @@ def test_inspect_ends_quietly_when_its_pipe_closes(data: Path, tmp_path: Path) -
 
 
 def test_inspect_shows_the_first_of_many_turns(tmp_path: Path) -> None:
-    rows = {"input_ids": [[7, 8] * 9_000], "loss_mask": [[0, 1] * 9_000]}
-    (tmp_path / "data" / "long").mkdir(parents=True)
-    pq.write_table(pa.table(rows), tmp_path / "data" / "long" / "part-000.parquet")
+    write(tmp_path / "data" / "long", "", {"input_ids": [[7, 8] * 9_000], "loss_mask": [[0, 1] * 9_000]})
     shown = penstock("inspect", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--lines", "0").stdout
     assert "    18,000 tokens, 9,000 with loss\n" in shown
     text = "".join(line.strip() for line in shown.splitlines()[4:])

@@ -25,7 +25,7 @@ from penstock.prefetch import OBJECT_BYTES
 from penstock.stats import Stats
 from penstock.tensors import Batch, expand
 from penstock.wire import Frame, Layout
-from support.corpora import write_numbered, write_pairs, write_shards, write_tokenizer
+from support.corpora import write, write_numbered, write_pairs, write_shards, write_tokenizer
 from support.servers import Server
 
 NUM_ROWS, BATCH_SIZE = 120, 4
@@ -204,8 +204,7 @@ def test_first_rank_warns_once_of_truncated_rows_and_padding(serve: Callable[...
 
 def test_truncation_warning_of_preference_pairs_suggests_no_packing(serve: Callable[..., Server], tmp_path: Path) -> None:
     pairs = {"chosen": ["fox dog " * 45] * 8, "rejected": ["dog"] * 8}
-    (tmp_path / "pairs").mkdir()
-    pq.write_table(pa.table(pairs), tmp_path / "pairs" / "a.parquet")
+    write(tmp_path / "pairs", "", pairs)
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
     with serve(tmp_path, "--tokenizer", str(tokenizer)) as server:
         data = RemoteDataset(server.url, "pairs", batch_size=2, seq_len=20)

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from penstock import RemoteDataset, SnapshotGone, SpecError, StateMismatch
 from penstock.audit.compare import compare
 from penstock.audit.report import audit
 from penstock.ledger.file import find_ledgers
-from support.corpora import write_numbered, write_pairs, write_shards, write_tokenizer
+from support.corpora import write, write_numbered, write_pairs, write_shards, write_tokenizer
 from support.servers import Server
 
 SIZES = {"few": 50, "many": 210, "some": 120}
@@ -32,17 +31,10 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
         rows = [[1000 * number + row, number] for row in range(size)]
         write_shards(data / name, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=32)
     write_numbered(data / "other", 40)
-    (data / "counted").mkdir()
-    pq.write_table(pa.table({"tokens": [[1, 2]] * 9, "dataset_index": [7] * 9}), data / "counted" / "part-000.parquet")
-    (data / "counted" / "penstock.toml").write_text('columns = ["dataset_index"]')
-    (data / "blend").mkdir()
-    (data / "blend" / "penstock.toml").write_text(f'mix = "{MIX}"\nstopping_strategy = "all_exhausted"')
-    (data / "stray").mkdir()
-    (data / "stray" / "penstock.toml").write_text('mix = "few:1,absent:2"')
-    (data / "nested").mkdir()
-    (data / "nested" / "penstock.toml").write_text('mix = "few:1,blend:2"')
-    (data / "typo").mkdir()
-    (data / "typo" / "penstock.toml").write_text('mix = "few"')
+    write(data / "counted", 'columns = ["dataset_index"]', {"tokens": [[1, 2]] * 9, "dataset_index": [7] * 9})
+    write(data / "blend", f'mix = "{MIX}"\nstopping_strategy = "all_exhausted"')
+    for name, mix in (("stray", "few:1,absent:2"), ("nested", "few:1,blend:2"), ("typo", "few")):
+        write(data / name, f'mix = "{mix}"')
     write_pairs(data / "pairs", [("the dog", "jumps")] * 30)
     write_pairs(data / "others", [("the fox", "sits")] * 30)
     write_tokenizer(data / "others" / "tokenizer.json", ["the fox sits and waits"])
@@ -287,8 +279,7 @@ def test_mixture_finds_a_new_folder(serve: Callable[..., Server], tmp_path: Path
     write_numbered(data / "old", 9)
     server = serve(data)
     write_numbered(data / "new", 9)
-    (data / "both").mkdir()
-    (data / "both" / "penstock.toml").write_text('mix = "old:1,new:1"')
+    write(data / "both", 'mix = "old:1,new:1"')
     httpx.post(f"{server.url}/v1/datasets/old/refresh")
     detail = httpx.get(f"{server.url}/v1/datasets/both").json()["detail"]
     assert "mixes new, " in detail

@@ -14,7 +14,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.cells import cell_len
@@ -27,7 +26,7 @@ from penstock.text import counted
 from penstock.transport import Servers, Transport
 from penstock.wire.names import batches_path
 from support.chat_templates import CHATML
-from support.corpora import write_numbered, write_pairs, write_text, write_tokenizer
+from support.corpora import write, write_numbered, write_pairs, write_text, write_tokenizer
 from support.servers import Server, penstock, penstock_in_terminal
 
 NUM_ROWS = 40
@@ -65,10 +64,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "answers": {"prompt": [[n, 5] for n in range(NUM_ROWS)], "response": [[n, 6, 6] for n in range(NUM_ROWS)]},
         "id-prefs": {"chosen": [[n, 5] for n in range(NUM_ROWS)], "rejected": [[n] for n in range(NUM_ROWS)]},
     }.items():
-        (data / name).mkdir()
-        pq.write_table(pa.table(table), data / name / "part-000.parquet", row_group_size=9)
-    (data / "both").mkdir()
-    (data / "both" / "penstock.toml").write_text('mix = "texts:1,pairs:1"')
+        write(data / name, "", table, row_group_size=9)
+    write(data / "both", 'mix = "texts:1,pairs:1"')
     return data
 
 

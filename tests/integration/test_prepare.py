@@ -11,10 +11,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from support.corpora import write_shards, write_text, write_tokenizer
+from support.corpora import write, write_shards, write_text, write_tokenizer
 from support.processes import Fork
 from support.servers import Server, penstock
 
@@ -74,8 +73,7 @@ def test_prepared_dataset_is_served_immediately(serve: Callable[..., Server], da
 
 def test_prepare_prints_quantiles_of_prompts_and_responses(serve: Callable[..., Server], tmp_path: Path) -> None:
     columns = {"prompt": [[7] * n for n in range(1, 101)], "response": [[8] * (1 + n % 3) for n in range(100)]}
-    (tmp_path / "data" / "pairs").mkdir(parents=True)
-    pq.write_table(pa.table(columns), tmp_path / "data" / "pairs" / "part-000.parquet", row_group_size=30)
+    write(tmp_path / "data" / "pairs", "", columns, row_group_size=30)
     told = prepare(tmp_path / "data", tmp_path / "cache").stdout
     for line in (
         "half of the rows have at most 52 tokens, 90% at most 92, 99% at most 101, all at most 102",

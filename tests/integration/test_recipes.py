@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
 from penstock import DataError, RemoteDataset
+from support import corpora
 from support.corpora import EOS, write_shards, write_tokenizer
 from support.servers import Server, penstock
 
@@ -28,9 +28,7 @@ CHATML = (
 
 
 def write(folder: Path, columns: dict[str, Any], toml: str) -> None:
-    folder.mkdir()
-    pq.write_table(pa.table(columns), folder / "part-0.parquet", row_group_size=25)
-    (folder / "penstock.toml").write_text(toml)
+    corpora.write(folder, toml, columns, row_group_size=25)
 
 
 def chat(row: int) -> list[dict[str, str | None]]:
@@ -312,8 +310,7 @@ def test_counted_bad_rows_refuse_a_dataset_before_its_first_step(serve: Callable
 
 def test_window_beyond_the_cache_budget_is_warned_of(serve: Callable[..., Server], tmp_path: Path) -> None:
     ids = pa.array(np.arange(64 * 40_000).reshape(-1, 64).tolist(), pa.list_(pa.int32()))
-    (tmp_path / "big").mkdir()
-    pq.write_table(pa.table({"tokens": ids}), tmp_path / "big/part-000.parquet", row_group_size=500)
+    corpora.write(tmp_path / "big", "", {"tokens": ids}, row_group_size=500)
     told = r"^big is shuffled in windows that take about (1\d,\d{3},\d{3}) bytes .* has room for 2,000,000: .*window=(\d+)\.$"
     with serve(tmp_path, "--cache-bytes", "2MB") as server:
         with pytest.warns(UserWarning, match=told) as warned:

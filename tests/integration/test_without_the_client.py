@@ -14,7 +14,6 @@ from typing import Any
 import msgpack
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from xxhash import xxh3_64_hexdigest
 
@@ -23,16 +22,12 @@ from penstock.wire import content_digest
 from penstock_server.problems import NotReady, Problem
 from support import servers as answering
 from support.chaos import ChaosProxy, Kind
-from support.corpora import write_pairs, write_shards, write_tokenizer
+from support.corpora import CHATML, write, write_pairs, write_shards, write_tokenizer
 from support.servers import Server, problem, response
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
 NUM_ROWS = 61
 QUICK: tuple[Kind, ...] = ("cut", "truncate", "flip", "error", "garbage")
-CHATML = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 SPECS: list[tuple[str, dict[str, Any]]] = [
     ("numbers", {}),
     ("numbers", {"pad": "longest", "world_size": 2, "shuffle": "global", "seed": 5}),
@@ -62,10 +57,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     turns = [
         [{"role": role, "content": f"{role} {n}"} for role in ("user", "assistant") * (n % 3 + 1)] for n in range(NUM_ROWS)
     ]
-    (data / "chats").mkdir()
-    pq.write_table(pa.table({"messages": turns}), data / "chats" / "a.parquet")
+    write(data / "chats", 'chat_template = "chat.jinja"', {"messages": turns})
     (data / "chats" / "chat.jinja").write_text(CHATML)
-    (data / "chats" / "penstock.toml").write_text('chat_template = "chat.jinja"\n')
     columns: dict[str, Any] = {
         "prompt": [f"how many, {n}" for n in range(NUM_ROWS)],
         "chosen": [f" {n} foxes" for n in range(NUM_ROWS)],
@@ -75,9 +68,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "url": [f"/{n}/über" if n % 5 else None for n in range(NUM_ROWS)],
         "image": [bytes([n, 255]) * (n % 3) for n in range(NUM_ROWS)],
     }
-    (data / "preferences").mkdir()
-    pq.write_table(pa.table(columns), data / "preferences" / "a.parquet")
-    (data / "preferences" / "penstock.toml").write_text('columns = ["score", "vector", "url", "image"]\n')
+    write(data / "preferences", 'columns = ["score", "vector", "url", "image"]', columns)
     return data
 
 
