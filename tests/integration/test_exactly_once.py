@@ -54,9 +54,9 @@ def test_epoch_gives_every_row_once_for_any_ranks_and_workers(server: Server, wo
     order = sample_order(direct)
     assert Counter(order) == Counter(range(NUM_ROWS))
     assert [len(batches) for batches in direct] == [len(data) for data in ranks]
-    for num_workers in (0, 1, 2, 5) if shuffle == "window" or world_size == 2 else ():
-        for data, expected in zip(ranks, direct, strict=True):
-            assert rows_of(DataLoader(data, batch_size=None, num_workers=num_workers)) == expected
+    for num_workers in (0, 1, 2, 5) if shuffle == "window" else (2,) if world_size == 2 else ():
+        for rank in range(world_size) if world_size <= 2 else [world_size - 1]:  # the ranks know nothing of one another
+            assert rows_of(DataLoader(ranks[rank], batch_size=None, num_workers=num_workers)) == direct[rank]
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
