@@ -1,7 +1,7 @@
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import numpy.random  # noqa: F401
 import pytest
 from hypothesis import settings
 
-from support.servers import Server
+from support.servers import Serve, Server
 
 # Numpy's random is imported above because a loader's forked worker would: where pytest tells of a loader that is collected in
 # the midst of that, Python 3.11 loses the import.
@@ -29,7 +29,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of datasets that the tests of a module share."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Starts servers that are killed when the tests of a module end: dozens that idle take some of a core from the others."""
     with ExitStack() as stack:
 

@@ -3,13 +3,12 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from support.corpora import write_numbered
-from support.servers import Server
+from support.servers import Serve
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = ["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
@@ -17,7 +16,7 @@ QUIET = ["--disable-gpu", "--no-first-run", "--disable-background-networking", "
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed")
-def test_docs_page_lists_every_url_with_its_parameters(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_docs_page_lists_every_url_with_its_parameters(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)
     server = serve(tmp_path / "data")
     flags = [*QUIET, "--no-sandbox"] if os.geteuid() == 0 else QUIET

@@ -1,5 +1,6 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,19 +8,18 @@ import torch
 from penstock import RemoteDataset
 from support.corpora import write_numbered
 from support.recorded import TINIER, Given, recording, with_short_lines
-from support.servers import Server
+from support.servers import Serve
 from train_gpt import TinyGPT
 
 NUM_ROWS = 320  # twenty steps of sixteen
 
 
 @pytest.fixture(scope="module")
-def url(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> str:
+def url(serve: Serve, shared: Path) -> str:
     """A server of the dataset "numbers": 320 rows, whose first tokens are their numbers."""
-    data = tmp_path_factory.mktemp("data")
-    write_numbered(data / "numbers", NUM_ROWS)
-    (data / "numbers" / "penstock.toml").write_text(f"vocab_size = {NUM_ROWS}\n")
-    return serve(data).url
+    write_numbered(shared / "numbers", NUM_ROWS)
+    (shared / "numbers" / "penstock.toml").write_text(f"vocab_size = {NUM_ROWS}\n")
+    return serve(shared).url
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from penstock import RemoteDataset
 from support.corpora import write
-from support.servers import Server
+from support.servers import Serve
 
 LIBRARY = "transformers"
 NUM_ROWS, VOCAB_SIZE = 64, 40
@@ -19,13 +18,12 @@ SPEC: dict[str, Any] = {"batch_size": 16, "task": "seq2seq", "seq_len": 8, "targ
 
 
 @pytest.fixture(scope="module")
-def url(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> str:
+def url(serve: Serve, shared: Path) -> str:
     """A server of the dataset "sums": two numbers and a plus, and the sum, each closed by 1."""
-    data = tmp_path_factory.mktemp("data")
     rows = [(2 + n % 8, 2 + n // 8) for n in range(NUM_ROWS)]
     columns = {"prompt": [[a, 39, b, 1] for a, b in rows], "response": [[a + b, 1] for a, b in rows]}
-    write(data / "sums", f"vocab_size = {VOCAB_SIZE}\npad = 0", columns)
-    return serve(data).url
+    write(shared / "sums", f"vocab_size = {VOCAB_SIZE}\npad = 0", columns)
+    return serve(shared).url
 
 
 def trainer(url: str, out: Path, *bases: type, **options: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from penstock import RemoteDataset
 from support.corpora import write
 from support.recorded import EXAMPLES, SPEC, run_example
-from support.servers import Server
+from support.servers import Serve
 
 LIBRARY = "transformers"
 NUM_ROWS = 160
@@ -23,17 +22,16 @@ PAIRS: dict[str, Any] = SPEC | {"seq_len": 20, "pad": "longest"}
 
 
 @pytest.fixture(scope="module")
-def url(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> str:
+def url(serve: Serve, shared: Path) -> str:
     """A server of the dataset "pairs", of token ids of which the first of a prompt is the row's number."""
-    data = tmp_path_factory.mktemp("data")
     rows = range(NUM_ROWS)
     columns = {
         "prompt": [[n, *[7] * (n % 5)] for n in rows],
         "chosen": [[8] * (1 + n % 3) for n in rows],
         "rejected": [[9, n] * (1 + n % 7) for n in rows],
     }
-    write(data / "pairs", f"vocab_size = {NUM_ROWS}", columns)
-    return serve(data).url
+    write(shared / "pairs", f"vocab_size = {NUM_ROWS}", columns)
+    return serve(shared).url
 
 
 @pytest.fixture

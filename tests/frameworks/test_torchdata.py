@@ -31,7 +31,8 @@ with_any_workers = pytest.mark.parametrize(
 def loader_of(url: str, ledger: Path | None = None, **options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(RemoteDataset(url, "numbers", ledger=ledger, **SPEC), batch_size=None, **options)
+    data = RemoteDataset(url, "numbers", ledger=ledger, tensors=["input_ids"], **SPEC)
+    return StatefulDataLoader(data, batch_size=None, **options)
 
 
 @with_any_workers

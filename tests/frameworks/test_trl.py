@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from penstock import RemoteDataset
 from support.corpora import EOS, write, write_tokenizer
 from support.recorded import EXAMPLES, run_example
-from support.servers import Server
+from support.servers import Serve
 
 LIBRARY = "trl"
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL is not always as new as transformers
@@ -54,12 +53,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(serve: Callable[..., Server], model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def url(serve: Serve, model: Path, shared: Path) -> str:
     """A server of the dataset "chats"."""
-    data = tmp_path_factory.mktemp("data")
     recipe = f"tokenizer = {json.dumps(str(model / 'tokenizer.json'))}\neos = false"
-    write(data / "chats", recipe, {"messages": CHATS}, row_group_size=32)
-    return serve(data).url
+    write(shared / "chats", recipe, {"messages": CHATS}, row_group_size=32)
+    return serve(shared).url
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -15,7 +14,7 @@ import pytest
 from penstock import DataError, RemoteDataset, Spec, __version__, wire
 from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
 from support.processes import until
-from support.servers import Server
+from support.servers import Serve, Server
 
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
 SPECS = [
@@ -27,20 +26,19 @@ SPECS = [
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = tmp_path_factory.mktemp("data")
-    write_tokenizer(data / "tokenizer.json")
-    write_numbered(data / "numbers", 1200)
-    write_text(data / "text", ["the quick fox", "a \N{SNOWMAN} dog"] * 8)
-    write_pairs(data / "pairs", [(f"the {n} dogs ?", f" jumps over {n} foxes" * 3) for n in range(16)])
-    write_shards(data / "holes", "tokens", [[[1], [], [3, 4]]], type_=pa.list_(pa.int32()), row_group_size=9)
-    (data / "broken").mkdir()
-    (data / "broken" / "half.parquet").write_bytes(b"PAR1 and then nothing")
-    return data
+def data_dir(shared: Path) -> Path:
+    write_tokenizer(shared / "tokenizer.json")
+    write_numbered(shared / "numbers", 1200)
+    write_text(shared / "text", ["the quick fox", "a \N{SNOWMAN} dog"] * 8)
+    write_pairs(shared / "pairs", [(f"the {n} dogs ?", f" jumps over {n} foxes" * 3) for n in range(16)])
+    write_shards(shared / "holes", "tokens", [[[1], [], [3, 4]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    (shared / "broken").mkdir()
+    (shared / "broken" / "half.parquet").write_bytes(b"PAR1 and then nothing")
+    return shared
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+def server(serve: Serve, data_dir: Path) -> Server:
     return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"))
 
 
@@ -54,15 +52,13 @@ def test_range_and_strided_range_have_the_bytes_of_single_batches(server: Server
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_second_server_gives_the_same_bytes(
-    server: Server, serve: Callable[..., Server], data_dir: Path, spec: dict[str, str | int]
-) -> None:
+def test_second_server_gives_the_same_bytes(server: Server, serve: Serve, data_dir: Path, spec: dict[str, str | int]) -> None:
     with serve(data_dir) as other:
         assert other.get(BATCHES, **spec).content == server.get(BATCHES, **spec).content
 
 
 @pytest.mark.parametrize("flags", [(), ("--cache-bytes", "2KB")])
-def test_next_window_is_loaded_in_the_background(serve: Callable[..., Server], tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_next_window_is_loaded_in_the_background(serve: Serve, tmp_path: Path, flags: tuple[str, ...]) -> None:
     write_numbered(tmp_path / "data" / "n", 400, num_shards=1, row_group_size=20)
 
     def num_blocks() -> int:
@@ -229,7 +225,7 @@ def test_unknown_url_points_to_the_documentation(server: Server) -> None:
     assert "/docs lists every URL" in response.json()["detail"]
 
 
-def test_damaged_shard_closes_the_connection_and_is_named_by_its_own_step(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_damaged_shard_closes_the_connection_and_is_named_by_its_own_step(serve: Serve, tmp_path: Path) -> None:
     folder = write_numbered(tmp_path / "data" / "long", 60_000, num_shards=2, row_group_size=1000)
     path = folder / "part-001.parquet"
     whole = path.read_bytes()
@@ -244,7 +240,7 @@ def test_damaged_shard_closes_the_connection_and_is_named_by_its_own_step(serve:
         assert len(server.frames(run, stop=3750, shuffle="none")) == 3750
 
 
-def test_loop_gets_all_batches_before_a_bad_row(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_loop_gets_all_batches_before_a_bad_row(serve: Serve, tmp_path: Path) -> None:
     """The bad row lies in the second chunk of a response, where the server can only break the connection off."""
     rows = [[n, 1] for n in range(400)]
     rows[300] = []

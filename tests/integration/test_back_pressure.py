@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -16,7 +15,7 @@ from penstock import RemoteDataset
 from support.corpora import write_numbered
 from support.processes import MIB, Watch, until
 from support.recorded import contents
-from support.servers import Server, slow_readers
+from support.servers import Serve, slow_readers
 
 NUM_ROWS = 480
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -24,17 +23,16 @@ WIDE: dict[str, str | int] = {"batch_size": 8, "seq_len": 32_768}  # 524,352 byt
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_numbered(folder / "numbers", NUM_ROWS)
-    return folder
+def data(shared: Path) -> Path:
+    write_numbered(shared / "numbers", NUM_ROWS)
+    return shared
 
 
 def dataset(*urls: str, retry_seconds: float = 60.0) -> RemoteDataset:
     return RemoteDataset(list(urls), "numbers", batch_size=8, seq_len=64, retry_seconds=retry_seconds)
 
 
-def test_slow_readers_do_not_delay_an_epoch(serve: Callable[..., Server], data: Path) -> None:
+def test_slow_readers_do_not_delay_an_epoch(serve: Serve, data: Path) -> None:
     with serve(data) as server:
         expected = [*map(contents, dataset(server.url))]
         with slow_readers(60, server.url, BATCHES, {**WIDE, "stop": 7}) as slow:
@@ -45,7 +43,7 @@ def test_slow_readers_do_not_delay_an_epoch(serve: Callable[..., Server], data: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_readers_beyond_the_budget_get_a_503_and_memory_stays_within_it(serve: Callable[..., Server], data: Path) -> None:
+def test_readers_beyond_the_budget_get_a_503_and_memory_stays_within_it(serve: Serve, data: Path) -> None:
     with serve(data, "--inflight-bytes", "100MB") as server:
         server.frames(BATCHES, **WIDE)
         with Watch(server.pid) as watch, slow_readers(40, server.url, BATCHES, WIDE) as slow:
@@ -62,7 +60,7 @@ def test_readers_beyond_the_budget_get_a_503_and_memory_stays_within_it(serve: C
         until(lambda: server.get(BATCHES, **WIDE).status_code == 200)  # those who left have given back what they held
 
 
-def test_loop_waits_for_a_busy_server_longer_than_for_a_dead_one(serve: Callable[..., Server], data: Path) -> None:
+def test_loop_waits_for_a_busy_server_longer_than_for_a_dead_one(serve: Serve, data: Path) -> None:
     """A budget of nothing lets in one response at a time."""
     with serve(data, "--inflight-bytes", "0") as server:
         busy = dataset(server.url, retry_seconds=0.5)
@@ -83,7 +81,7 @@ def test_loop_waits_for_a_busy_server_longer_than_for_a_dead_one(serve: Callable
         assert busy.stats().num_retries >= 2
 
 
-def test_loop_moves_from_a_busy_server_to_a_free_one(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
+def test_loop_moves_from_a_busy_server_to_a_free_one(serve: Serve, data: Path, tmp_path: Path) -> None:
     with serve(data, "--inflight-bytes", "0") as busy, serve(data) as free:
         expected = [*map(contents, dataset(free.url))]
         with slow_readers(1, busy.url, BATCHES, WIDE) as slow:
@@ -93,7 +91,7 @@ def test_loop_moves_from_a_busy_server_to_a_free_one(serve: Callable[..., Server
             assert both.stats().num_retries == 1  # the busy one was asked once
 
 
-def test_batch_larger_than_the_budget_is_served(serve: Callable[..., Server], data: Path) -> None:
+def test_batch_larger_than_the_budget_is_served(serve: Serve, data: Path) -> None:
     with serve(data, "--inflight-bytes", "1KB") as server:
         assert len(server.frames(f"{BATCHES}/0", **WIDE)) == 1
         assert (

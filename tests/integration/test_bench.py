@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +13,15 @@ import pytest
 from penstock.cli.bench import frames, tensors
 from penstock.spec import Spec
 from support.corpora import write_numbered, write_pairs, write_tokenizer
-from support.servers import Server, penstock, penstock_in_terminal
+from support.servers import Serve, Server, penstock, penstock_in_terminal
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data = tmp_path_factory.mktemp("data")
-    write_numbered(data / "numbers", 400)
-    write_pairs(data / "pairs", [(f"how many foxes, {n}?", " foxes" * (1 + n % 5)) for n in range(90)])
-    write_tokenizer(data / "tokenizer.json")
-    return serve(data, "--tokenizer", str(data / "tokenizer.json"))
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", 400)
+    write_pairs(shared / "pairs", [(f"how many foxes, {n}?", " foxes" * (1 + n % 5)) for n in range(90)])
+    write_tokenizer(shared / "tokenizer.json")
+    return serve(shared, "--tokenizer", str(shared / "tokenizer.json"))
 
 
 SPECS: list[tuple[str, dict[str, str]]] = [

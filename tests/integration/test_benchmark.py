@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from processes import ProcessFailed
 from ratios.training_step import Size, compare
 from results import Loader
 from support.processes import Fork
-from support.servers import ROOT, Server
+from support.servers import ROOT, Serve, Server
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_benchmark_reports_a_loader_that_is_not_installed(
 
 
 @pytest.fixture(scope="module")
-def server(corpus: Corpus, serve: Callable[..., Server]) -> Server:
+def server(corpus: Corpus, serve: Serve) -> Server:
     return serve(corpus.parquet)
 
 

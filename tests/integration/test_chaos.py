@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from penstock import RemoteDataset, ServerUnavailable, SnapshotGone
 from support.chaos import KINDS, ChaosProxy, Kind
 from support.corpora import write_numbered, write_shards
 from support.recorded import contents
-from support.servers import Server, pages
+from support.servers import Serve, Server, pages
 
 NUM_ROWS = 400
 AWAY = "http://127.0.0.1:9"
@@ -59,18 +59,18 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+def server(serve: Serve, data_dir: Path) -> Server:
     return serve(data_dir)
 
 
 @pytest.fixture(scope="module")
-def twin(serve: Callable[..., Server], data_dir: Path) -> Server:
+def twin(serve: Serve, data_dir: Path) -> Server:
     """A second server of the same data, with a cache of its own."""
     return serve(data_dir)
 
 
 @pytest.fixture(scope="module")
-def foreign(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+def foreign(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
     """A server of other data under the same names."""
     return serve(write_docs(tmp_path_factory.mktemp("data"), 101))
 
@@ -162,7 +162,7 @@ def test_epoch_is_unchanged_by_rolling_restarts(server: Server, twin: Server) ->
 
 
 def test_client_leaves_a_stopped_server_and_returns_to_it(
-    server: Server, serve: Callable[..., Server], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, serve: Serve, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: its kernel still accepts connections."""
     monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 0.5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from penstock import RemoteDataset, StateMismatch
 from support.corpora import write_numbered
 from support.processes import Fork
-from support.servers import Server
+from support.servers import Serve, Server
 
 NUM_ROWS = 480
 
@@ -28,10 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data_dir = tmp_path_factory.mktemp("data")
-    write_numbered(data_dir / "numbers", NUM_ROWS)
-    return serve(data_dir)
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", NUM_ROWS)
+    return serve(shared)
 
 
 def dataset(server: Server, **settings: Any) -> RemoteDataset:

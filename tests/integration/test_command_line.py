@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from penstock import RemoteDataset
 from support.corpora import EOS, write, write_numbered, write_text, write_tokenizer
 from support.ledgers import open_at, record
 from support.processes import until
-from support.servers import SERVER_PACKAGES, Server, penstock, penstock_without
+from support.servers import SERVER_PACKAGES, Serve, penstock, penstock_without
 
 
 def serving(tmp_path: Path, *flags: str) -> list[str]:
@@ -67,7 +66,7 @@ def test_unknown_option_shows_the_commands_usage_and_a_similar_option() -> None:
         assert f"error: unrecognized arguments: {said}" in done.stderr
 
 
-def test_missing_packages_are_named_with_the_extra_to_install(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_missing_packages_are_named_with_the_extra_to_install(serve: Serve, tmp_path: Path) -> None:
     for arguments in (["serve"], ["serve", "data", "--port", "80"], ["import", "--help"]):
         done = penstock_without(SERVER_PACKAGES, *arguments)
         assert done.returncode == 2
@@ -130,7 +129,7 @@ def test_server_that_cannot_start_says_why(tmp_path: Path, arguments: list[str],
     assert "Traceback" not in done.stderr
 
 
-def test_greeting_describes_each_dataset(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_greeting_describes_each_dataset(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 1234)
     server = serve(tmp_path / "data")
     snapshot = server.json("/v1/datasets/numbers")["snapshot"]
@@ -139,7 +138,7 @@ def test_greeting_describes_each_dataset(serve: Callable[..., Server], tmp_path:
     assert "/v1/datasets/numbers/epochs/0/ranks/0/batches/0?format=json'" in server.greeting
 
 
-def test_folder_names_reach_no_terminal_unescaped(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_folder_names_reach_no_terminal_unescaped(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "good", 3)
     for name in ("red\x1b[31m", "title\x9b2J"):
         (tmp_path / name).mkdir()
@@ -154,7 +153,7 @@ def test_folder_names_reach_no_terminal_unescaped(serve: Callable[..., Server], 
     assert not re.search("[\x1b\x9b]", server.greeting + log)
 
 
-def test_unused_labels_and_masks_are_warned_of(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_unused_labels_and_masks_are_warned_of(serve: Serve, tmp_path: Path) -> None:
     ids, mask = [[1, 2, 0]] * 9, [[1, 1, 0]] * 9
     columns: dict[str, dict[str, Any]] = {
         "classes": {"labels": [1] * 9, "attention_mask": [[1.0, 1.0, 0.0]] * 9},
@@ -171,7 +170,7 @@ def test_unused_labels_and_masks_are_warned_of(serve: Callable[..., Server], tmp
     assert "two: the recipe does not use assistant_masks: " in log
 
 
-def test_missing_bos_is_warned_of(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_missing_bos_is_warned_of(serve: Serve, tmp_path: Path) -> None:
     said = {"opened": f'bos = "{EOS}"', "bare": "bos = false", "templated": f'text = "{EOS}{{text}}"'}
     for name, recipe in ({"silent": ""} | said).items():
         write_text(tmp_path / name, ["the quick brown fox"] * 9)
@@ -186,7 +185,7 @@ def test_missing_bos_is_warned_of(serve: Callable[..., Server], tmp_path: Path) 
     assert f'set bos = "{EOS}" in {tmp_path / "silent" / "penstock.toml"}; if not, set bos = false.' in warning
 
 
-def test_recipe_without_a_shard_is_warned_of(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_recipe_without_a_shard_is_warned_of(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "numbers", 9)
     recipe = tmp_path / "penstock.toml"
     recipe.write_text('mix = "numbers:1"')
@@ -197,7 +196,7 @@ def test_recipe_without_a_shard_is_warned_of(serve: Callable[..., Server], tmp_p
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_server_stops_silently_on_a_signal(serve: Callable[..., Server], tmp_path: Path, how: signal.Signals) -> None:
+def test_server_stops_silently_on_a_signal(serve: Serve, tmp_path: Path, how: signal.Signals) -> None:
     write_numbered(tmp_path / "numbers", 9)
     server = serve(tmp_path)
     assert server.json("/readyz")["status"] == "ready"
@@ -399,7 +398,7 @@ def test_server_raises_the_limit_of_open_files(tmp_path: Path) -> None:
         assert process.communicate(timeout=20)[1] == ""
 
 
-def test_curl_line_of_the_greeting_works_for_any_name(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_curl_line_of_the_greeting_works_for_any_name(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "so #1? it's über", 9)
     server = serve(tmp_path / "data")
     [line] = re.findall(r"^ +(curl .*)$", server.greeting, re.MULTILINE)

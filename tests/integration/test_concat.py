@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer
 from penstock import DataError, RemoteDataset, SpecError, StateMismatch
 from support.corpora import EOS as EOS_TEXT
 from support.corpora import REAL_DATA, needs_real_data, write_pairs, write_shards, write_tokenizer
-from support.servers import Server
+from support.servers import Serve, Server
 
 SEQ_LEN, EOS, WAIT_SECONDS = 16, 60_000, 30
 
@@ -37,21 +36,20 @@ def stream() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = tmp_path_factory.mktemp("data")
+def data_dir(shared: Path) -> Path:
     rows = documents()
     folder = write_shards(
-        data / "docs", "tokens", [rows[:90], rows[90:91], rows[91:]], type_=pa.list_(pa.int32()), row_group_size=40
+        shared / "docs", "tokens", [rows[:90], rows[90:91], rows[91:]], type_=pa.list_(pa.int32()), row_group_size=40
     )  # fmt: skip
     (folder / "penstock.toml").write_text(f"eos = {EOS}\nvocab_size = 60001")
-    write_tokenizer(data / "tokenizer.json")
-    pairs = write_pairs(data / "pairs", [(f"the {n} dogs", f"jump over {n} foxes" * (n % 5 + 1)) for n in range(250)])
+    write_tokenizer(shared / "tokenizer.json")
+    pairs = write_pairs(shared / "pairs", [(f"the {n} dogs", f"jump over {n} foxes" * (n % 5 + 1)) for n in range(250)])
     (pairs / "penstock.toml").write_text('tokenizer = "../tokenizer.json"')
-    return data
+    return shared
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+def server(serve: Serve, data_dir: Path) -> Server:
     return serve(data_dir)
 
 
@@ -180,7 +178,7 @@ def test_concat_json_shows_text_mask_and_rows(server: Server) -> None:
     assert all(piece["in_loss"] for sample in everything["samples"] for piece in sample["pieces"])
 
 
-def test_count_reports_progress_and_is_kept(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_count_reports_progress_and_is_kept(serve: Serve, tmp_path: Path) -> None:
     texts = [f"{n} " + "the quick brown fox jumps over the lazy dog " * 40 for n in range(4_000)]
     write_tokenizer(tmp_path / "tokenizer.json")
     write_shards(tmp_path / "data" / "long", "text", [texts], type_=pa.string(), row_group_size=50)
@@ -207,7 +205,7 @@ def test_count_reports_progress_and_is_kept(serve: Callable[..., Server], tmp_pa
     damaged.json_when_ready("/v1/datasets/long/spec", packing="concat", seq_len=512)
 
 
-def test_bad_row_stops_the_count_or_is_left_out(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_bad_row_stops_the_count_or_is_left_out(serve: Serve, tmp_path: Path) -> None:
     rows = [[n, n] for n in range(40)]
     rows[7] = []
     folder = write_shards(tmp_path / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=10)
@@ -223,7 +221,7 @@ def test_bad_row_stops_the_count_or_is_left_out(serve: Callable[..., Server], tm
         dataset(server, dataset="holes", seq_len=2)
 
 
-def test_failed_count_is_an_error_for_every_request(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_failed_count_is_an_error_for_every_request(serve: Serve, tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "few", "tokens", [[[1, 2, 3]]], type_=pa.list_(pa.int32()), row_group_size=9)
     path = write_shards(tmp_path / "bad", "tokens", [[[1, 2]] * 90], type_=pa.list_(pa.int32()), row_group_size=90)
     whole = (path / "part-000.parquet").read_bytes()
@@ -243,7 +241,7 @@ def test_concat_refuses_seq2seq(server: Server) -> None:
 
 
 @needs_real_data
-def test_concat_of_real_articles_has_the_ids_of_tokenizers(serve: Callable[..., Server]) -> None:
+def test_concat_of_real_articles_has_the_ids_of_tokenizers(serve: Serve) -> None:
     path = REAL_DATA / "gpt2" / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     texts = [row["text"] for p in sorted((REAL_DATA / "wikitext").glob("*.parquet")) for row in pq.read_table(p).to_pylist()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,16 @@ import pytest
 from penstock import RemoteDataset
 from penstock.errors import SpecError
 from support.corpora import write_numbered, write_text, write_tokenizer
-from support.servers import Server, penstock, penstock_in_terminal
+from support.servers import Serve, Server, penstock, penstock_in_terminal
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data = tmp_path_factory.mktemp("data")
-    write_numbered(data / "numbers", 500)
-    write_numbered(data / "few", 3, num_shards=1)
-    (data / "broken").mkdir()
-    (data / "broken" / "half.parquet").write_bytes(b"PAR1 and then nothing")
-    return serve(data)
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", 500)
+    write_numbered(shared / "few", 3, num_shards=1)
+    (shared / "broken").mkdir()
+    (shared / "broken" / "half.parquet").write_bytes(b"PAR1 and then nothing")
+    return serve(shared)
 
 
 def levels(shown: str) -> dict[str, str]:
@@ -48,7 +46,7 @@ def test_refused_dataset_fails_with_its_reason(server: Server) -> None:
     assert "1 check failed" in shown
 
 
-def test_greeting_and_errors_list_the_first_of_many_datasets(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_greeting_and_errors_list_the_first_of_many_datasets(serve: Serve, tmp_path: Path) -> None:
     for number in range(1, 24):
         write_numbered(tmp_path / f"part-{number:02}", 3, num_shards=1)
     (tmp_path / "part-01" / "half.parquet").write_bytes(b"PAR1 and then nothing")
@@ -70,7 +68,7 @@ def test_doctor_fails_without_a_server_and_refuses_an_invalid_address(server: Se
     assert (refused.returncode, "is not an address" in refused.stderr) == (2, True)
 
 
-def test_dataset_with_unreadable_blocks_fails(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_dataset_with_unreadable_blocks_fails(serve: Serve, tmp_path: Path) -> None:
     folder = write_numbered(tmp_path / "data" / "numbers", 500, num_shards=1)
     server = serve(tmp_path / "data", "--poll-seconds", "0")
     [shard] = folder.glob("*.parquet")
@@ -82,7 +80,7 @@ def test_dataset_with_unreadable_blocks_fails(serve: Callable[..., Server], tmp_
     assert "numbers gives no batches: " in " ".join(done.stdout.split())
 
 
-def test_filter_that_keeps_no_row_fails_and_another_dataset_is_measured(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_filter_that_keeps_no_row_fails_and_another_dataset_is_measured(serve: Serve, tmp_path: Path) -> None:
     write_text(tmp_path / "none", ["quick fox"] * 900).joinpath("penstock.toml").write_text("filter = \"text = '?'\"")
     write_text(tmp_path / "some", ["quick fox"])
     server = serve(tmp_path, "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json")))

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -26,7 +25,7 @@ from penstock_server.recipes.fields import is_messages
 from penstock_server.recipes.transform import load_transform
 from support.corpora import read_back, write, write_datatrove, write_indexed, write_text
 from support.processes import Trainers
-from support.servers import Server, penstock
+from support.servers import Serve, Server, penstock
 
 ROOT = Path(__file__).parents[2]
 PAGES = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
@@ -63,7 +62,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(sample: Path, serve: Callable[..., Server]) -> Server:
+def server(sample: Path, serve: Serve) -> Server:
     assert f"penstock serve {sample.name}" in shell_lines()
     return serve(sample)
 
@@ -94,7 +93,7 @@ def test_documented_commands_are_all_tested() -> None:
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
 
 
-def test_documented_import_makes_a_dataset(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_documented_import_makes_a_dataset(sample: Path, serve: Serve, tmp_path: Path) -> None:
     with gzip.open(tmp_path / "stories.jsonl.gz", "wt") as file:
         file.write('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "more.csv").write_text("text\nthree\n")
@@ -136,7 +135,7 @@ def downloading() -> list[str]:
     return [line for line in shell_lines() if line.startswith("hf download ")]
 
 
-def test_documented_hub_download_is_served(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_documented_hub_download_is_served(sample: Path, serve: Serve, tmp_path: Path) -> None:
     """Its files are made here; where they land is read off the lines."""
     data, tokenizer = map(shlex.split, downloading())
     folder = tmp_path / data[data.index("--local-dir") + 1] / "data"
@@ -180,7 +179,7 @@ def test_documented_curl_lines_succeed(server: Server) -> None:
         assert done.stdout.startswith("{")
 
 
-def test_documented_python_runs_and_its_ledger_is_proven(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_documented_python_runs_and_its_ledger_is_proven(serve: Serve, tmp_path: Path) -> None:
     run("penstock sample small --rows 6400", tmp_path)
     server = serve(tmp_path / "small")
     with Trainers(tmp_path) as trainers:
@@ -204,7 +203,7 @@ def test_documented_recipe_is_valid(sample: Path, tmp_path: Path) -> None:
     assert (recipe.token_columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "fail")
 
 
-def test_documented_transform_works(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_documented_transform_works(sample: Path, serve: Serve, tmp_path: Path) -> None:
     code, _ = [block for block in blocks("python") if "def function" in block]
     folder = write(tmp_path / "pages", 'transform = "clean:function"', {"body": ["  one\r\ntwo \n"]})
     (folder / "clean.py").write_text(code)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from penstock import RemoteDataset
 from penstock.spec import Shuffle
 from support.corpora import write_numbered
 from support.recorded import rows_of
-from support.servers import Server
+from support.servers import Serve, Server
 
 NUM_ROWS, BATCH_SIZE = 480, 5
 WORLD_SIZES = [1, 2, 3, 8]
@@ -25,17 +25,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data = tmp_path_factory.mktemp("data")
-    write_numbered(data / "numbers", NUM_ROWS)
-    write_numbered(data / "odd", 487)
-    return serve(data)
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", NUM_ROWS)
+    write_numbered(shared / "odd", 487)
+    return serve(shared)
 
 
 def dataset(server: Server, rank: int, world_size: int, shuffle: Shuffle, **spec: Any) -> RemoteDataset:
     return RemoteDataset(
         server.url, spec.pop("dataset", "numbers"), batch_size=BATCH_SIZE, seq_len=8, shuffle=shuffle, window=100,
-        rank=rank, world_size=world_size, prefetch_bytes=1 << 20, **spec,
+        rank=rank, world_size=world_size, prefetch_bytes=1 << 20, tensors=["input_ids"], **spec,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 
 from support.corpora import write_numbered
 from support.processes import Trainer, Trainers
-from support.servers import Server
+from support.servers import Serve, Server
 
 # What was registered before the loops is called after whatever they register. So it sees what is still there then.
 BEGIN = """
@@ -140,10 +140,9 @@ WAYS = [SCRIPT_ENDS, MAIN_IS_KEPT, ERROR, SYS_EXIT, CTRL_C, FORK]
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data_dir = tmp_path_factory.mktemp("data")
-    write_numbered(data_dir / "numbers", 3000)
-    return serve(data_dir)
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", 3000)
+    return serve(shared)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import pytest
 from penstock import RemoteDataset
 from support.corpora import read_back, shards_in, write_tokenizer
 from support.processes import Fork, until
-from support.servers import Server, penstock, penstock_in_terminal
+from support.servers import Serve, penstock, penstock_in_terminal
 
 MIB = 1 << 20
 
@@ -46,7 +46,7 @@ def anything_hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob(".*")]
 
 
-def test_imported_dataset_can_be_served_and_trained_on(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_imported_dataset_can_be_served_and_trained_on(serve: Serve, tmp_path: Path) -> None:
     done = run(stories(tmp_path / "x.jsonl", 5_000, 90), tmp_path / "data" / "stories", "--shard-bytes", "1MB")
     assert (done.returncode, done.stderr) == (0, "")
     summary = done.stdout.splitlines()
@@ -66,7 +66,7 @@ def test_imported_dataset_can_be_served_and_trained_on(serve: Callable[..., Serv
     assert batch["input_ids"].shape == (4, 32)
 
 
-def test_imported_token_ids_can_be_served(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_imported_token_ids_can_be_served(serve: Serve, tmp_path: Path) -> None:
     ids = np.arange(10_000) % 100
     ids.astype("<u2").tofile(tmp_path / "train.bin")
     asked = run(tmp_path / "train.bin", tmp_path / "data" / "ids")
@@ -80,7 +80,7 @@ def test_imported_token_ids_can_be_served(serve: Callable[..., Server], tmp_path
         assert batch["cu_seqlens"].tolist() == [0, 100, 200]
 
 
-def test_imported_ids_without_document_marks_are_one_stream(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_imported_ids_without_document_marks_are_one_stream(serve: Serve, tmp_path: Path) -> None:
     parts = [np.random.default_rng(size).integers(0, 65, size) for size in (150_000, 70_000)]
     files = [tmp_path / "train.bin", tmp_path / "val.bin"]
     for path, part in zip(files, parts, strict=True):
@@ -97,7 +97,7 @@ def test_imported_ids_without_document_marks_are_one_stream(serve: Callable[...,
     assert np.array_equal(np.concatenate(batches).ravel(), np.concatenate(parts))
 
 
-def test_server_sees_old_or_new_shards_during_an_import(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_server_sees_old_or_new_shards_during_an_import(serve: Serve, tmp_path: Path) -> None:
     data, tokenizer = tmp_path / "data", write_tokenizer(tmp_path / "tokenizer.json")
     assert run(stories(tmp_path / "old.jsonl", 7), data / "stories").returncode == 0
     server = serve(data, "--tokenizer", str(tokenizer), "--poll-seconds", "0.1")

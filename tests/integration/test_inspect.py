@@ -15,17 +15,16 @@ from support.servers import penstock, penstock_in_terminal
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = tmp_path_factory.mktemp("data")
-    write_tokenizer(data / "tokenizer.json")
-    write_pairs(data / "pairs", [("how many foxes?", " one"), ("how many dogs?", " two")])
-    write_text(data / "texts", ["the quick brown fox", "", "a dog", "\x1b[2J " * 500], row_group_size=2)
-    (data / "texts" / "penstock.toml").write_text("on_bad_row = 'replace'\nmax_bad_share = 0.5\nfilter = \"text != 'a dog'\"")
-    write_numbered(data / "numbers", 5, num_shards=1)
-    write(data / "prefs", "columns = ['score']", {"chosen": ["yes"], "rejected": ["no no no"], "score": [0.5]})
-    write(data / "labelled", "", {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, -100, 7, 8]]})
-    write(data / "both", 'mix = "pairs:1,texts:1"')
-    return data
+def data(shared: Path) -> Path:
+    write_tokenizer(shared / "tokenizer.json")
+    write_pairs(shared / "pairs", [("how many foxes?", " one"), ("how many dogs?", " two")])
+    write_text(shared / "texts", ["the quick brown fox", "", "a dog", "\x1b[2J " * 500], row_group_size=2)
+    (shared / "texts" / "penstock.toml").write_text("on_bad_row = 'replace'\nmax_bad_share = 0.5\nfilter = \"text != 'a dog'\"")
+    write_numbered(shared / "numbers", 5, num_shards=1)
+    write(shared / "prefs", "columns = ['score']", {"chosen": ["yes"], "rejected": ["no no no"], "score": [0.5]})
+    write(shared / "labelled", "", {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, -100, 7, 8]]})
+    write(shared / "both", 'mix = "pairs:1,texts:1"')
+    return shared
 
 
 def inspect(data: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:

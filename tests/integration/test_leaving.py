@@ -23,14 +23,13 @@ from penstock.client import Client
 from penstock.iteration import BatchIterator
 from support.corpora import write_numbered, write_shards, write_tokenizer
 from support.processes import held, nothing_left, until
-from support.servers import Server
+from support.servers import Serve, Server
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data_dir = tmp_path_factory.mktemp("data")
-    write_numbered(data_dir / "numbers", 3000)
-    return serve(data_dir)
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", 3000)
+    return serve(shared)
 
 
 @pytest.fixture(params=["answers", "hangs"])
@@ -142,7 +141,7 @@ def test_loop_leaves_no_thread_when_one_cannot_be_started(
 
 
 @pytest.mark.parametrize("path", ["batches/0", "batches"])
-def test_server_makes_no_blocks_for_a_client_that_left(serve: Callable[..., Server], tmp_path: Path, path: str) -> None:
+def test_server_makes_no_blocks_for_a_client_that_left(serve: Serve, tmp_path: Path, path: str) -> None:
     texts = [[f"{n} " + "the quick brown fox jumps " * 60 for n in range(100)] for _ in range(400)]
     write_shards(tmp_path / "data" / "long", "text", texts, type_=pa.string(), row_group_size=100)
     write_tokenizer(tmp_path / "tokenizer.json")
@@ -175,7 +174,7 @@ def who_want_much_text(server: Server) -> Iterator[None]:
         yield
 
 
-def test_server_makes_no_text_for_clients_that_left(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_server_makes_no_text_for_clients_that_left(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "numbers", 3000)
     server = serve(tmp_path)
     server.json_when_ready("/v1/datasets/numbers/spec", packing="concat", seq_len=64)
@@ -187,7 +186,7 @@ def test_server_makes_no_text_for_clients_that_left(serve: Callable[..., Server]
     assert not server.stop()
 
 
-def test_stopping_server_abandons_text_without_a_log_line(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_stopping_server_abandons_text_without_a_log_line(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "numbers", 3000)
     server = serve(tmp_path)
     server.json_when_ready("/v1/datasets/numbers/spec", packing="concat", seq_len=64)

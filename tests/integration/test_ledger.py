@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from penstock.audit.report import audit
 from penstock.ledger.file import find_ledgers
 from support.corpora import write_numbered
 from support.processes import Fork
-from support.servers import Server, penstock
+from support.servers import Serve, Server, penstock
 
 NUM_ROWS = 240
 
@@ -29,10 +29,9 @@ TRAINER = Path(__file__).with_name("ledger_trainer.py")
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data_dir = tmp_path_factory.mktemp("data")
-    write_numbered(data_dir / "numbers", NUM_ROWS)
-    return serve(data_dir)
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", NUM_ROWS)
+    return serve(shared)
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_killed_run_is_proven_when_resumed_with_other_world_sizes(server: Server
     assert first == provenance["samples"]
 
 
-def test_audit_verdict_stands_when_the_server_has_other_data(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_audit_verdict_stands_when_the_server_has_other_data(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 40)
     ledger = tmp_path / "run.ledger"
     with serve(tmp_path / "data") as old:
@@ -231,7 +230,7 @@ def test_ledger_is_unchanged_by_workers_forked_in_mid_loop(server: Server, ledge
     assert audit([ledger]).is_proven
 
 
-def test_audit_proves_mixtures_skips_and_packings(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_audit_proves_mixtures_skips_and_packings(serve: Serve, tmp_path: Path) -> None:
     for name, rows in (("one", 90), ("two", 50)):
         write_numbered(tmp_path / "data" / name, rows)
     server = serve(tmp_path / "data")
@@ -247,7 +246,7 @@ def test_audit_proves_mixtures_skips_and_packings(serve: Callable[..., Server], 
         assert all(e.num_due + e.num_skipped + e.num_dropped == e.num_samples for e in report.orders[0].epochs)
 
 
-def test_audit_reports_batches_that_the_server_changed(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_audit_reports_batches_that_the_server_changed(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 40)
     server = serve(tmp_path / "data")
     list(dataset(server, tmp_path / "run.ledger"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,19 @@ import pyarrow as pa
 import pytest
 
 from support.corpora import write_numbered, write_pairs, write_shards, write_tokenizer
-from support.servers import Server
+from support.servers import Serve, Server
 
 SHARDS = {f"part-{n:03}.parquet": first for n, first in enumerate((0, 34, 68))}
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data = tmp_path_factory.mktemp("data")
-    write_numbered(data / "numbers", 100)
-    write_pairs(data / "pairs", [("the dog", "jumps"), ("a fox", "runs")])
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", 100)
+    write_pairs(shared / "pairs", [("the dog", "jumps"), ("a fox", "runs")])
     rows = [[1], [], [3], [], []]
-    holes = write_shards(data / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=9)
+    holes = write_shards(shared / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=9)
     (holes / "penstock.toml").write_text('on_bad_row = "replace"\nmax_bad_share = 0.9')
-    return serve(data, "--tokenizer", str(write_tokenizer(data / "tokenizer.json")))
+    return serve(shared, "--tokenizer", str(write_tokenizer(shared / "tokenizer.json")))
 
 
 @pytest.mark.parametrize("packing", ["rows", "concat"])
@@ -82,7 +80,7 @@ def test_bad_row_is_replaced_by_a_neighbour(server: Server) -> None:
     assert places == [3, 0, 2, 0, 0]
 
 
-def test_block_without_good_rows_has_no_schedule(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_block_without_good_rows_has_no_schedule(serve: Serve, tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "void", "tokens", [[[], []]], type_=pa.list_(pa.int32()), row_group_size=9)
     (folder / "penstock.toml").write_text('on_bad_row = "replace"\nmax_bad_share = 0.9')
     with serve(tmp_path) as server:

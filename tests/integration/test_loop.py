@@ -7,7 +7,7 @@ import itertools
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,16 @@ from penstock.stats import Stats
 from penstock.tensors import Batch, expand
 from penstock.wire import Frame, Layout
 from support.corpora import write, write_numbered, write_pairs, write_shards, write_tokenizer
-from support.servers import Server
+from support.servers import Serve, Server
 
 NUM_ROWS, BATCH_SIZE = 120, 4
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data_dir = tmp_path_factory.mktemp("data")
-    write_numbered(data_dir / "numbers", NUM_ROWS)
-    write_pairs(data_dir / "pairs", [("the quick brown fox jumps over", " the lazy dog")] * NUM_ROWS)
-    return serve(data_dir, "--tokenizer", str(write_tokenizer(data_dir / "tokenizer.json")))
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", NUM_ROWS)
+    write_pairs(shared / "pairs", [("the quick brown fox jumps over", " the lazy dog")] * NUM_ROWS)
+    return serve(shared, "--tokenizer", str(write_tokenizer(shared / "tokenizer.json")))
 
 
 def dataset(server: Server, **settings: Any) -> RemoteDataset:
@@ -155,7 +154,7 @@ def test_parameters_may_be_numpy_integers(server: Server) -> None:
     assert len(list(data)) == len(data)
 
 
-def test_loop_warns_once_of_a_later_batch_without_loss(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_loop_warns_once_of_a_later_batch_without_loss(serve: Serve, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs", [("fox", "dog"), *[("the quick brown fox jumps over " * 2, "dog")] * 5])
     with serve(tmp_path, "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json"))) as server:
         data = RemoteDataset(server.url, "pairs", batch_size=1, seq_len=10, shuffle="none")
@@ -164,7 +163,7 @@ def test_loop_warns_once_of_a_later_batch_without_loss(serve: Callable[..., Serv
     assert [Path(warning.filename).name for warning in told if "has loss" in str(warning.message)] == ["test_loop.py"]
 
 
-def test_first_rank_warns_once_of_truncated_rows_and_padding(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_first_rank_warns_once_of_truncated_rows_and_padding(serve: Serve, tmp_path: Path) -> None:
     write_shards(
         tmp_path / "long", "input_ids", [[[*range(100)], [*range(10)]] * 8], type_=pa.list_(pa.int32()), row_group_size=16
     )
@@ -202,7 +201,7 @@ def test_first_rank_warns_once_of_truncated_rows_and_padding(serve: Callable[...
         assert Client(long.url, "long", rank=0, retry_seconds=0.1).sample_lengths(data.spec, 0) == []
 
 
-def test_truncation_warning_of_preference_pairs_suggests_no_packing(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_truncation_warning_of_preference_pairs_suggests_no_packing(serve: Serve, tmp_path: Path) -> None:
     pairs = {"chosen": ["fox dog " * 45] * 8, "rejected": ["dog"] * 8}
     write(tmp_path / "pairs", "", pairs)
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
@@ -309,7 +308,7 @@ def test_loop_keeps_no_reference_to_the_last_epoch(server: Server) -> None:
             assert sum(ref() is not None for ref in refs) == 1
 
 
-def test_iterator_keeps_raising_after_an_error(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_iterator_keeps_raising_after_an_error(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "numbers", NUM_ROWS)
     away = serve(tmp_path)
     data = dataset(away, retry_seconds=0.1, prefetch_bytes=1)
@@ -414,9 +413,7 @@ def test_compiled_function_takes_batches(server: Server, monkeypatch: pytest.Mon
     assert not any(are_traced)
 
 
-def test_run_of_one_step_warns_of_its_split_dropped_samples_and_truncation(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_run_of_one_step_warns_of_its_split_dropped_samples_and_truncation(serve: Serve, tmp_path: Path) -> None:
     folder = tmp_path / "squad"
     folder.mkdir()
     for number, name in enumerate(("test", "train", "validation")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.processes import MIB, Watch
-from support.servers import Server
+from support.servers import Serve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.mark.parametrize("cache_bytes", ["1GB", "20MB"])
-def test_server_memory_stays_below_a_row_group(serve: Callable[..., Server], tmp_path: Path, cache_bytes: str) -> None:
+def test_server_memory_stays_below_a_row_group(serve: Serve, tmp_path: Path, cache_bytes: str) -> None:
     """One row group of 256 MiB, with room for all of its blocks in the cache, and for one or two."""
     num_rows, length = 65_536, 1024
     ids = np.arange(num_rows * length, dtype=np.int32) % 50_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -18,28 +17,27 @@ from penstock.audit.compare import compare
 from penstock.audit.report import audit
 from penstock.ledger.file import find_ledgers
 from support.corpora import write, write_numbered, write_pairs, write_shards, write_tokenizer
-from support.servers import Server
+from support.servers import Serve, Server
 
 SIZES = {"few": 50, "many": 210, "some": 120}
 MIX = "few:1,many:3,some:2"
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data = tmp_path_factory.mktemp("data")
+def server(serve: Serve, shared: Path) -> Server:
     for number, (name, size) in enumerate(SIZES.items()):
         rows = [[1000 * number + row, number] for row in range(size)]
-        write_shards(data / name, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=32)
-    write_numbered(data / "other", 40)
-    write(data / "counted", 'columns = ["dataset_index"]', {"tokens": [[1, 2]] * 9, "dataset_index": [7] * 9})
-    write(data / "blend", f'mix = "{MIX}"\nstopping_strategy = "all_exhausted"')
+        write_shards(shared / name, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=32)
+    write_numbered(shared / "other", 40)
+    write(shared / "counted", 'columns = ["dataset_index"]', {"tokens": [[1, 2]] * 9, "dataset_index": [7] * 9})
+    write(shared / "blend", f'mix = "{MIX}"\nstopping_strategy = "all_exhausted"')
     for name, mix in (("stray", "few:1,absent:2"), ("nested", "few:1,blend:2"), ("typo", "few")):
-        write(data / name, f'mix = "{mix}"')
-    write_pairs(data / "pairs", [("the dog", "jumps")] * 30)
-    write_pairs(data / "others", [("the fox", "sits")] * 30)
-    write_tokenizer(data / "others" / "tokenizer.json", ["the fox sits and waits"])
-    (data / "others" / "penstock.toml").write_text('tokenizer = "tokenizer.json"')
-    return serve(data, "--tokenizer", str(write_tokenizer(data / "tokenizer.json")))
+        write(shared / name, f'mix = "{mix}"')
+    write_pairs(shared / "pairs", [("the dog", "jumps")] * 30)
+    write_pairs(shared / "others", [("the fox", "sits")] * 30)
+    write_tokenizer(shared / "others" / "tokenizer.json", ["the fox sits and waits"])
+    (shared / "others" / "penstock.toml").write_text('tokenizer = "tokenizer.json"')
+    return serve(shared, "--tokenizer", str(write_tokenizer(shared / "tokenizer.json")))
 
 
 def dataset(server: Server, rank: int = 0, world_size: int = 1, name: str = "many", **spec: Any) -> RemoteDataset:
@@ -274,7 +272,7 @@ def test_skip_leaves_out_exactly_its_steps(server: Server) -> None:
     assert len(rest) >= 4 * len(plain[10:]) - 7
 
 
-def test_mixture_finds_a_new_folder(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_mixture_finds_a_new_folder(serve: Serve, tmp_path: Path) -> None:
     data = tmp_path / "data"
     write_numbered(data / "old", 9)
     server = serve(data)

@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +22,7 @@ from penstock import RemoteDataset, SnapshotGone
 from support.corpora import write_numbered, write_text, write_tokenizer
 from support.processes import until
 from support.recorded import contents
-from support.servers import Server
+from support.servers import Serve, Server
 
 NUM_ROWS = 200
 POLL = ("--poll-seconds", "0.1")
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path, tmp_path: Path, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
+def start(folder: Path, tmp_path: Path, serve: Serve) -> Iterator[Serve]:
     servers = []
 
     def run(*flags: str) -> Server:
@@ -84,9 +84,7 @@ def drop_blocks(tmp_path: Path) -> None:
         path.unlink()
 
 
-def test_running_epoch_is_unchanged_by_new_shards_and_a_restart(
-    start: Callable[..., Server], folder: Path, tmp_path: Path
-) -> None:
+def test_running_epoch_is_unchanged_by_new_shards_and_a_restart(start: Serve, folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
     expected = epoch_of(data)
@@ -111,9 +109,7 @@ def test_running_epoch_is_unchanged_by_new_shards_and_a_restart(
 
 
 @pytest.mark.parametrize("how", ["rewritten", "removed"])
-def test_snapshot_is_gone_with_its_shard_and_returns_with_it(
-    start: Callable[..., Server], folder: Path, tmp_path: Path, how: str
-) -> None:
+def test_snapshot_is_gone_with_its_shard_and_returns_with_it(start: Serve, folder: Path, tmp_path: Path, how: str) -> None:
     server = start(*POLL)
     data = dataset(server)
     expected, shard = epoch_of(data), folder / "part-001.parquet"
@@ -145,7 +141,7 @@ def test_snapshot_is_gone_with_its_shard_and_returns_with_it(
 
 
 @pytest.mark.filterwarnings("ignore:numbers is shuffled in windows")  # that have no room in the cache, as is meant here
-def test_rewritten_shard_is_never_served_as_the_old_one_without_polls(start: Callable[..., Server], folder: Path) -> None:
+def test_rewritten_shard_is_never_served_as_the_old_one_without_polls(start: Serve, folder: Path) -> None:
     server = start(*NEVER, "--cache-bytes", "0")
     data = dataset(server)
     expected = epoch_of(data)
@@ -157,7 +153,7 @@ def test_rewritten_shard_is_never_served_as_the_old_one_without_polls(start: Cal
     assert server.json(NUMBERS)["snapshot"] == data.snapshot
 
 
-def test_refresh_returns_the_change(start: Callable[..., Server], folder: Path) -> None:
+def test_refresh_returns_the_change(start: Serve, folder: Path) -> None:
     server = start(*NEVER)
     first = server.json(NUMBERS)["snapshot"]
     same = {"snapshot": first, "previous": first, "changed": False, "recipe": False, "added": 0, "removed": 0, "rewritten": 0}
@@ -194,7 +190,7 @@ def test_refresh_returns_the_change(start: Callable[..., Server], folder: Path) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="several processes share a socket on Linux")
-def test_one_of_several_processes_logs_the_change(start: Callable[..., Server], folder: Path) -> None:
+def test_one_of_several_processes_logs_the_change(start: Serve, folder: Path) -> None:
     server = start(*POLL, "--processes", "2")
     first = server.json(NUMBERS)["snapshot"]
     write_shard(folder / "part-100.parquet", 1000)
@@ -206,7 +202,7 @@ def test_one_of_several_processes_logs_the_change(start: Callable[..., Server], 
     assert line.startswith(f"numbers: snapshot {latest} follows {first}; shards: 1 added")
 
 
-def test_snapshots_are_listed_newest_first(start: Callable[..., Server], folder: Path) -> None:
+def test_snapshots_are_listed_newest_first(start: Serve, folder: Path) -> None:
     server = start(*NEVER)
     made = [server.json(NUMBERS)["snapshot"]]
     for number in range(2):
@@ -225,7 +221,7 @@ def test_snapshots_are_listed_newest_first(start: Callable[..., Server], folder:
     assert [entry["snapshot"] for entry in server.json(NUMBERS)["snapshots"]] == [made[1], made[0]]
 
 
-def test_truncated_shard_leaves_the_served_snapshots(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
+def test_truncated_shard_leaves_the_served_snapshots(start: Serve, folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
     expected = epoch_of(data)
@@ -251,7 +247,7 @@ def test_truncated_shard_leaves_the_served_snapshots(start: Callable[..., Server
     assert epoch_of(data) == expected
 
 
-def test_file_being_written_is_not_loaded_until_complete(start: Callable[..., Server], folder: Path) -> None:
+def test_file_being_written_is_not_loaded_until_complete(start: Serve, folder: Path) -> None:
     server = start(*POLL)
     before = server.json(NUMBERS)["snapshot"]
     whole = (folder / "part-000.parquet").read_bytes()
@@ -264,7 +260,7 @@ def test_file_being_written_is_not_loaded_until_complete(start: Callable[..., Se
     until_another_snapshot(server, before)
 
 
-def test_datasets_appear_and_disappear(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
+def test_datasets_appear_and_disappear(start: Serve, folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
     expected = epoch_of(data)
@@ -295,7 +291,7 @@ def test_datasets_appear_and_disappear(start: Callable[..., Server], folder: Pat
     }
 
 
-def test_emptied_data_folder_is_served_from_the_cache(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
+def test_emptied_data_folder_is_served_from_the_cache(start: Serve, folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)
     expected = epoch_of(data)
@@ -308,7 +304,7 @@ def test_emptied_data_folder_is_served_from_the_cache(start: Callable[..., Serve
 
 
 @pytest.mark.parametrize("name", ["wiki", "linked.wiki"])
-def test_broken_symlink_to_a_mount_ends_no_run(start: Callable[..., Server], folder: Path, tmp_path: Path, name: str) -> None:
+def test_broken_symlink_to_a_mount_ends_no_run(start: Serve, folder: Path, tmp_path: Path, name: str) -> None:
     write_numbered(tmp_path / "mount" / "wiki", 99)
     (folder.parent / name.partition(".")[0]).symlink_to(tmp_path / "mount" / "wiki" if name == "wiki" else tmp_path / "mount")
     (folder.parent / "mixed").mkdir()
@@ -337,7 +333,7 @@ def test_broken_symlink_to_a_mount_ends_no_run(start: Callable[..., Server], fol
 
 
 @pytest.mark.parametrize("what", ["penstock.toml", "tokenizer"])
-def test_changed_recipe_is_another_snapshot(start: Callable[..., Server], folder: Path, tmp_path: Path, what: str) -> None:
+def test_changed_recipe_is_another_snapshot(start: Serve, folder: Path, tmp_path: Path, what: str) -> None:
     text = write_text(folder.parent / "text", [f"row {number} of a text" for number in range(64)])
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
     (text / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
@@ -358,9 +354,7 @@ def test_changed_recipe_is_another_snapshot(start: Callable[..., Server], folder
         epoch_of(data)
 
 
-def test_rows_keep_the_split_of_their_snapshot(
-    start: Callable[..., Server], folder: Path, tmp_path: Path, serve: Callable[..., Server]
-) -> None:
+def test_rows_keep_the_split_of_their_snapshot(start: Serve, folder: Path, tmp_path: Path, serve: Serve) -> None:
     server, recipe = start(), folder / "penstock.toml"
     recipe.write_text("validation = 0.1\n")
     refresh(server)
@@ -373,7 +367,7 @@ def test_rows_keep_the_split_of_their_snapshot(
     assert epoch_of(few) == before
 
 
-def test_concurrent_refreshes_and_batches_are_consistent(start: Callable[..., Server], folder: Path) -> None:
+def test_concurrent_refreshes_and_batches_are_consistent(start: Serve, folder: Path) -> None:
     server = start(*POLL)
     named = server.json(NUMBERS)["snapshot"]
     batch = f"{server.url}{NUMBERS}/epochs/0/ranks/0/batches/3?batch_size=4&seq_len=8"

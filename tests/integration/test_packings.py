@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from penstock import RemoteDataset
 from support.corpora import write_pairs, write_shards, write_tokenizer
-from support.servers import Server
+from support.servers import Serve, Server
 
 NUM_ROWS, SEQ_LEN = 300, 32
 Token = tuple[int, int]  # the row, and the place in it
@@ -34,19 +34,18 @@ def lengths() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = tmp_path_factory.mktemp("data")
+def data_dir(shared: Path) -> Path:
     # Of row r token t is 100 * r + t, so a token tells where it is from.
     rows = [[100 * row + token for token in range(length)] for row, length in enumerate(lengths())]
-    folder = write_shards(data / "docs", "tokens", [rows[:130], rows[130:]], type_=pa.list_(pa.int32()), row_group_size=40)
+    folder = write_shards(shared / "docs", "tokens", [rows[:130], rows[130:]], type_=pa.list_(pa.int32()), row_group_size=40)
     (folder / "penstock.toml").write_text("validation = 0.2")
-    write_pairs(data / "pairs", [(f"the {n} dogs", f"jump over {n} foxes" * (n % 5 + 1)) for n in range(120)])
-    write_tokenizer(data / "tokenizer.json")
-    return data
+    write_pairs(shared / "pairs", [(f"the {n} dogs", f"jump over {n} foxes" * (n % 5 + 1)) for n in range(120)])
+    write_tokenizer(shared / "tokenizer.json")
+    return shared
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+def server(serve: Serve, data_dir: Path) -> Server:
     return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"))
 
 

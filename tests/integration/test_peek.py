@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
@@ -27,7 +26,7 @@ from penstock.transport import Servers, Transport
 from penstock.wire.names import batches_path
 from support.chat_templates import CHATML
 from support.corpora import write, write_numbered, write_pairs, write_text, write_tokenizer
-from support.servers import Server, penstock, penstock_in_terminal
+from support.servers import Serve, Server, penstock, penstock_in_terminal
 
 NUM_ROWS = 40
 CHINESE = "春天来了、万物复苏。小鸟在树上唱歌、孩子们在公园里放风筝、老人们坐在长椅上晒太阳。" * 3
@@ -40,17 +39,18 @@ def chat(row: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = tmp_path_factory.mktemp("data")
+def data_dir(shared: Path) -> Path:
     tokenizer = {"tokenizer_config.json": json.dumps({"chat_template": CHATML})}
-    (data / "tokenizer_config.json").write_text(tokenizer["tokenizer_config.json"])
-    write_tokenizer(data / "tokenizer.json")
+    (shared / "tokenizer_config.json").write_text(tokenizer["tokenizer_config.json"])
+    write_tokenizer(shared / "tokenizer.json")
     write_text(
-        data / "texts", [CHINESE, NASTY, "the quick fox", "e\u0301 👩\u200d👧 ❤\ufe0f 한국어 " * 9] * 10, row_group_size=7
+        shared / "texts",
+        [CHINESE, NASTY, "the quick fox", "e\u0301 👩\u200d👧 ❤\ufe0f 한국어 " * 9] * 10,
+        row_group_size=7,
     )
-    write_pairs(data / "pairs", [(f"how many foxes jump, {n}?" * (1 + n % 5), f" {n} foxes") for n in range(NUM_ROWS)])
-    write_numbered(data / "numbers", 200)
-    for name, table in {
+    write_pairs(shared / "pairs", [(f"how many foxes jump, {n}?" * (1 + n % 5), f" {n} foxes") for n in range(NUM_ROWS)])
+    write_numbered(shared / "numbers", 200)
+    tables: dict[str, dict[str, Any]] = {
         "chats": {"messages": [chat(n) for n in range(NUM_ROWS)]},
         "prefs": {
             "prompt": [f"how many, {n}?" for n in range(NUM_ROWS)],
@@ -63,14 +63,15 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "answers": {"prompt": [[n, 5] for n in range(NUM_ROWS)], "response": [[n, 6, 6] for n in range(NUM_ROWS)]},
         "id-prefs": {"chosen": [[n, 5] for n in range(NUM_ROWS)], "rejected": [[n] for n in range(NUM_ROWS)]},
-    }.items():
-        write(data / name, "", table, row_group_size=9)
-    write(data / "both", 'mix = "texts:1,pairs:1"')
-    return data
+    }
+    for name, table in tables.items():
+        write(shared / name, "", table, row_group_size=9)
+    write(shared / "both", 'mix = "texts:1,pairs:1"')
+    return shared
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+def server(serve: Serve, data_dir: Path) -> Server:
     return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"))
 
 
@@ -143,15 +144,6 @@ def test_passage_names_the_row_of_its_text(server: Server, data_dir: Path, spec:
                 assert text in whole if start else whole.startswith(text)
                 seen += 1
     assert seen >= 8
-
-
-@pytest.mark.parametrize(("dataset", "spec"), [("texts", PACKED), ("both", {"packing": "concat", "seq_len": 90})], ids=str)
-def test_passages_have_the_token_counts_of_provenance(server: Server, dataset: str, spec: dict[str, Any]) -> None:
-    query = "&".join(f"{name}={value}" for name, value in {"batch_size": 4, **spec}.items())
-    lines = server.json(f"{batches_path(dataset, 0, 0)}/0/provenance?{query}")["samples"]
-    assert any(len(line["sources"]) > 1 for line in lines)
-    for line, shown in zip(lines, views(server, dataset, 0, batch_size=4, **spec), strict=True):
-        assert [passage.num_tokens for passage in shown.passages] == [s["stop"] - s["start"] for s in line["sources"]]
 
 
 def test_peek_shows_a_batch_and_the_curl_command_for_it(server: Server, tmp_path: Path) -> None:
@@ -253,7 +245,7 @@ def test_peek_uses_colours_only_on_terminals_without_no_color(server: Server) ->
         assert re.search(r"⟦how many foxes[^⟧]*⟧\s+\d+\s+foxes<", plain)
 
 
-@pytest.mark.parametrize("columns", [44, 80, 132])
+@pytest.mark.parametrize("columns", [44, 132])
 def test_table_fits_the_terminal_with_wide_characters(server: Server, columns: int) -> None:
     _, shown = penstock_in_terminal(
         columns, "peek", f"{server.url}/texts", "--batch-size", "12", "--shuffle", "none", NO_COLOR="1"
@@ -265,7 +257,7 @@ def test_table_fits_the_terminal_with_wide_characters(server: Server, columns: i
     assert "春天来了、万物" in re.sub(r"\s", "", shown)
 
 
-def test_long_prompt_does_not_hide_the_response(serve: Callable[..., Server], tmp_path: Path, data_dir: Path) -> None:
+def test_long_prompt_does_not_hide_the_response(serve: Serve, tmp_path: Path, data_dir: Path) -> None:
     write_pairs(tmp_path / "data" / "long", [("fox " * 900 + "end of it?", " the dog jumps")])
     server = serve(tmp_path / "data", "--tokenizer", str(data_dir / "tokenizer.json"))
     arguments = ("peek", f"{server.url}/long", "--batch-size", "1", "--seq-len", "8192")

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 
 from support.corpora import write, write_shards, write_text, write_tokenizer
 from support.processes import Fork
-from support.servers import Server, penstock
+from support.servers import Serve, penstock
 
 
 def prepare(data: Path, cache: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +37,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_prepared_dataset_is_served_immediately(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
+def test_prepared_dataset_is_served_immediately(serve: Serve, data: Path, tmp_path: Path) -> None:
     done = prepare(data, tmp_path / "cache", "--pack-seq-len", "256")
     assert done.returncode == 0
     assert (told := re.search(r"long: 8,000 rows, ([\d,]+) tokens, 0 bad rows; ([\d,]+) rows in split=validation", done.stdout))
@@ -71,7 +70,7 @@ def test_prepared_dataset_is_served_immediately(serve: Callable[..., Server], da
     assert f"{num_samples:,}" == packed[1][0]
 
 
-def test_prepare_prints_quantiles_of_prompts_and_responses(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_prepare_prints_quantiles_of_prompts_and_responses(serve: Serve, tmp_path: Path) -> None:
     columns = {"prompt": [[7] * n for n in range(1, 101)], "response": [[8] * (1 + n % 3) for n in range(100)]}
     write(tmp_path / "data" / "pairs", "", columns, row_group_size=30)
     told = prepare(tmp_path / "data", tmp_path / "cache").stdout

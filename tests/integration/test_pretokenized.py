@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import DataError, RemoteDataset
-from support.servers import Server
+from support.servers import Serve, Server
 
 NUM_ROWS, PADDED = 150, 60
 Spec = dict[str, Any]
@@ -31,15 +31,14 @@ def labels_of(row: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data = tmp_path_factory.mktemp("data")
+def server(serve: Serve, shared: Path) -> Server:
 
     def write(name: str, columns: dict[str, Any], recipe: str = "") -> None:
-        (data / name).mkdir()
-        (data / name / "penstock.toml").write_text(recipe)
+        (shared / name).mkdir()
+        (shared / name / "penstock.toml").write_text(recipe)
         for shard, rows in enumerate((slice(0, 70), slice(70, NUM_ROWS))):
             part = pa.table({column: values[rows] for column, values in columns.items()})
-            pq.write_table(part, data / name / f"part-{shard}.parquet", row_group_size=32)
+            pq.write_table(part, shared / name / f"part-{shard}.parquet", row_group_size=32)
 
     rows = range(NUM_ROWS)
     ids = [[100 * row + place for place in range(length(row))] for row in rows]  # each id tells where it is from
@@ -74,7 +73,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
         'prompt = "input_ids"\nresponse = "labels"\neos = 9999\nlabels = false',
     )
     write("pairs", {"asked": ids, "good": answers, "bad": ids}, 'prompt = "asked"\nchosen = "good"\nrejected = "bad"')
-    return serve(data)
+    return serve(shared)
 
 
 def epoch_of(server: Server, name: str, **spec: Any) -> list[tuple[int, int, bool]]:

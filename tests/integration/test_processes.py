@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from penstock.spec import Packing
 from support.corpora import write_numbered
 from support.processes import Fork, until
 from support.recorded import contents
-from support.servers import Server, serving_below
+from support.servers import Serve, Server, serving_below
 
 NUM_ROWS = 480
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -27,10 +27,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_numbered(folder / "numbers", NUM_ROWS)
-    return folder
+def data(shared: Path) -> Path:
+    write_numbered(shared / "numbers", NUM_ROWS)
+    return shared
 
 
 def dataset(server: Server, rank: int = 0, world_size: int = 1) -> RemoteDataset:
@@ -62,7 +61,7 @@ def children(server: Server, number: int) -> list[int]:
 
 
 @linux
-def test_killed_worker_is_replaced_and_the_epoch_unchanged(serve: Callable[..., Server], data: Path) -> None:
+def test_killed_worker_is_replaced_and_the_epoch_unchanged(serve: Serve, data: Path) -> None:
     with serve(data, "--processes", "2") as server:
         assert server.greeting.count("numbers: ") == 1
         before = children(server, 2)
@@ -94,7 +93,7 @@ def wait_until_each_serves(server: Server, pids: list[int]) -> None:
 
 @linux
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_workers_end_with_the_supervisor(serve: Callable[..., Server], data: Path, how: signal.Signals) -> None:
+def test_workers_end_with_the_supervisor(serve: Serve, data: Path, how: signal.Signals) -> None:
     with serve(data, "--processes", "2") as server:
         pids = children(server, 2)
         wait_until_each_serves(server, pids)  # one that is still being started tells that it cannot be
@@ -132,7 +131,7 @@ def test_stopped_worker_ends_with_the_supervisor(data: Path, tmp_path: Path) -> 
 
 
 @linux
-def test_new_data_is_the_latest_on_every_worker(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_new_data_is_the_latest_on_every_worker(serve: Serve, tmp_path: Path) -> None:
     write_numbered(tmp_path / "numbers", NUM_ROWS)
     with serve(tmp_path, "--processes", "2", "--poll-seconds", "0") as server:
         one, other = children(server, 2)
@@ -152,7 +151,7 @@ def test_new_data_is_the_latest_on_every_worker(serve: Callable[..., Server], tm
 
 
 @linux
-def test_tokens_come_once_from_different_workers(serve: Callable[..., Server], data: Path) -> None:
+def test_tokens_come_once_from_different_workers(serve: Serve, data: Path) -> None:
     packings: list[Packing] = ["rows", "concat"]
     with serve(data, "--processes", "2") as server:
         one, other = children(server, 2)

@@ -1,7 +1,7 @@
 """Real text through a real server: the ids are those that `tokenizers` gives directly."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 import pyarrow.parquet as pq
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from penstock import RemoteDataset
 from support.corpora import REAL_DATA, needs_real_data
-from support.servers import Server
+from support.servers import Serve, Server
 
 pytestmark = needs_real_data
 EOS = 50256
@@ -18,7 +18,7 @@ TOKENIZER = REAL_DATA / "gpt2" / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server]) -> Server:
+def server(serve: Serve) -> Server:
     return serve(REAL_DATA, "--tokenizer", str(TOKENIZER))
 
 
@@ -35,7 +35,7 @@ def samples(data: RemoteDataset, *names: str) -> Iterator[tuple[list[int], ...]]
 
 @pytest.mark.parametrize("name", ["gsm8k", "tangshi", "shakespeare", "wikitext"])
 def test_real_rows_come_once_with_the_ids_of_tokenizers(server: Server, name: str) -> None:
-    columns = [ids_of(name, column) for column in (["prompt", "response"] if name == "gsm8k" else ["text"])]
+    columns = [ids_of(name, column) for column in (["prompt", "response"] if name in ("gsm8k", "tangshi") else ["text"])]
     expected = [(len(parts[0]) if len(parts) == 2 else 0, [*chain(*parts), EOS]) for parts in zip(*columns, strict=True)]
     longest = max(len(ids) for _, ids in expected)
     data = RemoteDataset(server.url, name, batch_size=16, seq_len=longest, pad="longest", drop_last=False)

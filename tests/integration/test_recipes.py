@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tokenizers import Tokenizer
 from penstock import DataError, RemoteDataset
 from support import corpora
 from support.corpora import EOS, write_shards, write_tokenizer
-from support.servers import Server, penstock
+from support.servers import Serve, Server, penstock
 
 NUM_ROWS = 120
 CHATML = (
@@ -40,14 +39,13 @@ def chat(row: int) -> list[dict[str, str | None]]:
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = tmp_path_factory.mktemp("data")
-    write_tokenizer(data / "tokenizer.json")
-    (data / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+def data_dir(shared: Path) -> Path:
+    write_tokenizer(shared / "tokenizer.json")
+    (shared / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     numbers = range(NUM_ROWS)
     meta = [{"title": f"dog {n}", "lang": "en" if n % 3 else "de", "stars": n % 7} for n in numbers]
     write(
-        data / "pages",
+        shared / "pages",
         {
             "meta": meta,
             "body": [f"the fox {n} jumps" for n in numbers],
@@ -59,9 +57,9 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         'text = "{meta.title}: {body}"\nbos = 5\ncolumns = ["score", "vector", "url", "image", "meta.stars"]\n'
         'filter = "meta.lang = \'en\' and score < 40"\nvalidation = 0.3\nsplit_by = "meta.stars"',
     )
-    write(data / "chats", {"messages": [chat(n) for n in numbers]}, "")
+    write(shared / "chats", {"messages": [chat(n) for n in numbers]}, "")
     write(
-        data / "pairs",
+        shared / "pairs",
         {
             "prompt": [f"how many foxes, {n}" for n in numbers],
             "chosen": [f"{n} foxes" for n in numbers],
@@ -69,25 +67,25 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "",
     )
-    shared = [{"role": "user", "content": "jump"}]
+    common = [{"role": "user", "content": "jump"}]
     write(
-        data / "chat-pairs",
+        shared / "chat-pairs",
         {
-            "chosen": [[*chat(n), *shared, {"role": "assistant", "content": f"over {n}"}] for n in numbers],
-            "rejected": [[*chat(n), *shared, {"role": "assistant", "content": "no"}] for n in numbers],
+            "chosen": [[*chat(n), *common, {"role": "assistant", "content": f"over {n}"}] for n in numbers],
+            "rejected": [[*chat(n), *common, {"role": "assistant", "content": "no"}] for n in numbers],
         },
         "",
     )
-    write(data / "loud", {"body": ["fox", "dog"] * 30}, 'text = "shouted"\ntransform = "shout:shout"')
-    (data / "loud" / "shout.py").write_text(
+    write(shared / "loud", {"body": ["fox", "dog"] * 30}, 'text = "shouted"\ntransform = "shout:shout"')
+    (shared / "loud" / "shout.py").write_text(
         "import pyarrow as pa\nimport pyarrow.compute as pc\n\n\n"
         "def shout(rows):\n    return pa.record_batch({'shouted': pc.utf8_upper(rows['body'])})\n"
     )
-    return data
+    return shared
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+def server(serve: Serve, data_dir: Path) -> Server:
     return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"))
 
 
@@ -214,7 +212,7 @@ def test_transform_makes_the_columns_of_the_recipe(server: Server, tokenizer: To
 
 
 def test_transform_source_changes_the_snapshot_and_its_errors_name_the_line(
-    serve: Callable[..., Server], data_dir: Path, tmp_path: Path
+    serve: Serve, data_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "loud"
     write(folder, {"body": ["fox"] * 9}, 'text = "shouted"\ntransform = "shout:shout"\ntokenizer = "../tokenizer.json"')
@@ -235,7 +233,7 @@ def test_transform_source_changes_the_snapshot_and_its_errors_name_the_line(
         list(dataset(server, "loud"))
 
 
-def test_bad_rows_are_listed_counted_and_in_the_header(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_bad_rows_are_listed_counted_and_in_the_header(serve: Serve, tmp_path: Path) -> None:
     texts: list[str | None] = [f"fox {n}" for n in range(200)]
     texts[7], texts[130] = None, ""
     write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
@@ -254,7 +252,7 @@ def test_bad_rows_are_listed_counted_and_in_the_header(serve: Callable[..., Serv
         assert server.json("/v1/datasets/holes")["bad_rows"]["known"] == 2
 
 
-def test_nulls_in_footers_are_counted(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_nulls_in_footers_are_counted(serve: Serve, tmp_path: Path) -> None:
     texts = [f"fox {n}" if n % 50 else None for n in range(200)]
     write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
     write_tokenizer(tmp_path / "tokenizer.json")
@@ -267,7 +265,7 @@ def test_nulls_in_footers_are_counted(serve: Callable[..., Server], tmp_path: Pa
         assert [row["row"] for row in server.json("/v1/datasets/holes/quarantine")["rows"]] == [50]
 
 
-def test_bad_row_error_names_the_remedy(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_bad_row_error_names_the_remedy(serve: Serve, tmp_path: Path) -> None:
     write(tmp_path / "holes", {"text": [*["fox"] * 199, ""]}, 'tokenizer = "../tokenizer.json"')
     write_tokenizer(tmp_path / "tokenizer.json")
     with serve(tmp_path) as server, pytest.raises(DataError) as refusal:
@@ -275,7 +273,7 @@ def test_bad_row_error_names_the_remedy(serve: Callable[..., Server], tmp_path: 
     assert re.search(f'{tmp_path}.*or set on_bad_row = "replace".*max_bad_share', str(refusal.value))
 
 
-def test_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_dataset_with_too_many_bad_rows_is_refused(serve: Serve, tmp_path: Path) -> None:
     texts = ["fox" if n % 10 else "" for n in range(200)]
     write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.05')
     write_tokenizer(tmp_path / "tokenizer.json")
@@ -292,7 +290,7 @@ def test_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server],
         assert len(list(dataset(server, "holes", batch_size=10))) == 20
 
 
-def test_counted_bad_rows_refuse_a_dataset_before_its_first_step(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_counted_bad_rows_refuse_a_dataset_before_its_first_step(serve: Serve, tmp_path: Path) -> None:
     """Not in the midst of an epoch, once that many were met; and whichever process answers."""
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
@@ -308,7 +306,7 @@ def test_counted_bad_rows_refuse_a_dataset_before_its_first_step(serve: Callable
         assert (listed["num_bad_rows"], listed["complete"], len(listed["rows"])) == (20, True, 20)
 
 
-def test_window_beyond_the_cache_budget_is_warned_of(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_window_beyond_the_cache_budget_is_warned_of(serve: Serve, tmp_path: Path) -> None:
     ids = pa.array(np.arange(64 * 40_000).reshape(-1, 64).tolist(), pa.list_(pa.int32()))
     corpora.write(tmp_path / "big", "", {"tokens": ids}, row_group_size=500)
     told = r"^big is shuffled in windows that take about (1\d,\d{3},\d{3}) bytes .* has room for 2,000,000: .*window=(\d+)\.$"
@@ -323,7 +321,7 @@ def test_window_beyond_the_cache_budget_is_warned_of(serve: Callable[..., Server
         RemoteDataset(server.url, "big", seq_len=64, shuffle="none")
 
 
-def test_global_shuffle_beyond_the_cache_budget_is_refused(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_global_shuffle_beyond_the_cache_budget_is_refused(serve: Serve, tmp_path: Path) -> None:
     ids = pa.array(np.arange(64 * 40_000).reshape(-1, 64).tolist(), pa.list_(pa.int32()))
     write(tmp_path / "big", {"tokens": ids}, "")
     with serve(tmp_path, "--cache-bytes", "2MB") as server:

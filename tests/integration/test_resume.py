@@ -24,16 +24,15 @@ from penstock import dataset as dataset_module
 from penstock.tensors import Batch
 from support.corpora import write_numbered
 from support.recorded import contents, rows_of
-from support.servers import Server
+from support.servers import Serve, Server
 
 NUM_ROWS = 200
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data = tmp_path_factory.mktemp("data")
-    write_numbered(data / "numbers", NUM_ROWS)
-    return serve(data)
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", NUM_ROWS)
+    return serve(shared)
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mortal(data_dir: Path, tmp_path: Path, serve: Callable[..., Server]) -> Server:
+def mortal(data_dir: Path, tmp_path: Path, serve: Serve) -> Server:
     return serve(data_dir, cache_dir=tmp_path / "cache")
 
 

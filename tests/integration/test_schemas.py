@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ from pydantic import TypeAdapter
 from penstock_server import schemas
 from penstock_server.catalog.dataset import Change
 from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from support.servers import Server
+from support.servers import Serve, Server
 
 BATCH = "/v1/datasets/pairs/epochs/0/ranks/0/batches/1"
 RESPONSES: list[tuple[str, Any]] = [
@@ -42,19 +43,18 @@ RESPONSES: list[tuple[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data = tmp_path_factory.mktemp("data")
-    write_tokenizer(data / "tokenizer.json")
-    write_numbered(data / "numbers", 96)
-    write_pairs(data / "pairs", [(f"the {n} dogs ?", f" jumps over {n} foxes") for n in range(96)])
-    write_shards(data / "holes", "tokens", [[[1], [], [3, 4]]], type_=pa.list_(pa.int32()), row_group_size=9)
-    write_text(data / "texts", ["the quick fox", "a dog", "long gone"] * 8)
-    (data / "texts" / "penstock.toml").write_text("filter = \"text < 'm'\"\nvalidation = 0.1")
-    (data / "both").mkdir()
-    (data / "both" / "penstock.toml").write_text('mix = "texts:1,pairs:1"')
-    (data / "broken").mkdir()
-    (data / "broken" / "half.parquet").write_bytes(b"PAR1 and then nothing")
-    return serve(data, "--tokenizer", str(data / "tokenizer.json"))
+def server(serve: Serve, shared: Path) -> Server:
+    write_tokenizer(shared / "tokenizer.json")
+    write_numbered(shared / "numbers", 96)
+    write_pairs(shared / "pairs", [(f"the {n} dogs ?", f" jumps over {n} foxes") for n in range(96)])
+    write_shards(shared / "holes", "tokens", [[[1], [], [3, 4]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    write_text(shared / "texts", ["the quick fox", "a dog", "long gone"] * 8)
+    (shared / "texts" / "penstock.toml").write_text("filter = \"text < 'm'\"\nvalidation = 0.1")
+    (shared / "both").mkdir()
+    (shared / "both" / "penstock.toml").write_text('mix = "texts:1,pairs:1"')
+    (shared / "broken").mkdir()
+    (shared / "broken" / "half.parquet").write_bytes(b"PAR1 and then nothing")
+    return serve(shared, "--tokenizer", str(shared / "tokenizer.json"))
 
 
 @pytest.mark.parametrize(("url", "schema"), RESPONSES)

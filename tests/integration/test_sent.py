@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from penstock.cuda import Destination, OnDevice, tensor_over, unpack
 from penstock.tensors import CPU
 from support.chaos import ChaosProxy
 from support.corpora import write_numbered, write_pairs, write_tokenizer
-from support.servers import Server
+from support.servers import Serve, Server
 
 KINDS: dict[str, dict[str, Any]] = {
     "packed": {"dataset": "many", "packing": "best_fit"},
@@ -29,12 +29,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data_dir = tmp_path_factory.mktemp("data")
-    write_numbered(data_dir / "many", 2000)
-    write_numbered(data_dir / "numbers", 480)
-    write_pairs(data_dir / "pairs", [("the quick brown fox jumps over", " the lazy dog")] * 480)
-    return serve(data_dir, "--tokenizer", str(write_tokenizer(data_dir / "tokenizer.json")))
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "many", 2000)
+    write_numbered(shared / "numbers", 480)
+    write_pairs(shared / "pairs", [("the quick brown fox jumps over", " the lazy dog")] * 480)
+    return serve(shared, "--tokenizer", str(write_tokenizer(shared / "tokenizer.json")))
 
 
 @pytest.fixture(autouse=True)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.corpora import write_numbered
-from support.servers import Server
+from support.servers import Serve, Server
 
 URL = "/v1/datasets/numbers/shuffle-report"
 SPEC: dict[str, Any] = {"batch_size": 8, "world_size": 2, "seq_len": 8}
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    data = tmp_path_factory.mktemp("data")
-    write_numbered(data / "numbers", 6000, num_shards=10)
-    write_numbered(data / "others", 900)
-    return serve(data)
+def server(serve: Serve, shared: Path) -> Server:
+    write_numbered(shared / "numbers", 6000, num_shards=10)
+    write_numbered(shared / "others", 900)
+    return serve(shared)
 
 
 def is_uniform(found: dict[str, Any]) -> bool:
@@ -61,7 +59,7 @@ def test_report_refuses_a_wrong_parameter(server: Server, spec: dict[str, Any], 
     assert message in problem["detail"]
 
 
-def test_report_reads_no_block_and_names_a_shard_that_it_cannot_count(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_report_reads_no_block_and_names_a_shard_that_it_cannot_count(serve: Serve, tmp_path: Path) -> None:
     shard = write_numbered(tmp_path / "numbers", 200) / "part-001.parquet"
     with serve(tmp_path) as server:
         shard.unlink()

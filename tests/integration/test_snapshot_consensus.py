@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from penstock import PenstockError, RemoteDataset
 from support.corpora import write_numbered
 from support.processes import Fork
-from support.servers import Server
+from support.servers import Serve, Server
 
 NUM_ROWS = 160
 
@@ -64,7 +64,7 @@ class Job:
 
 
 @pytest.fixture
-def begin(tmp_path: Path, serve: Callable[..., Server]) -> Iterator[Callable[[str], Job]]:
+def begin(tmp_path: Path, serve: Serve) -> Iterator[Callable[[str], Job]]:
     folder = write_numbered(tmp_path / "data" / "numbers", NUM_ROWS)
     server = serve(folder.parent, "--poll-seconds", "0")
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ def test_ranks_on_two_snapshots_are_refused_before_they_train(begin: Callable[[s
 
 
 @pytest.fixture
-def is_late(tmp_path: Path, serve: Callable[..., Server]) -> Iterator[RemoteDataset]:
+def is_late(tmp_path: Path, serve: Serve) -> Iterator[RemoteDataset]:
     """A dataset that was made before its process became rank 1 of 2."""
     data = RemoteDataset(serve(write_numbered(tmp_path / "data" / "numbers", NUM_ROWS).parent).url, "numbers")
     torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from penstock_server.problems import NotReady, Problem
 from support import servers as answering
 from support.chaos import ChaosProxy, Kind
 from support.corpora import CHATML, write, write_pairs, write_shards, write_tokenizer
-from support.servers import Server, problem, response
+from support.servers import Serve, Server, problem, response
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
 NUM_ROWS = 61
@@ -47,18 +46,17 @@ SPECS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = tmp_path_factory.mktemp("data")
-    write_tokenizer(data / "tokenizer.json")
+def data_dir(shared: Path) -> Path:
+    write_tokenizer(shared / "tokenizer.json")
     rows = [[number] + [1] * (number % 7) for number in range(NUM_ROWS)]
     for name in ("numbers", "other", "große Zahlen"):
-        write_shards(data / name, "tokens", [rows[:30], rows[30:]], type_=pa.list_(pa.int32()), row_group_size=9)
-    write_pairs(data / "pairs", [("fox" * (n % 4 + 1), " dog" * (n % 5 + 1)) for n in range(NUM_ROWS)])
+        write_shards(shared / name, "tokens", [rows[:30], rows[30:]], type_=pa.list_(pa.int32()), row_group_size=9)
+    write_pairs(shared / "pairs", [("fox" * (n % 4 + 1), " dog" * (n % 5 + 1)) for n in range(NUM_ROWS)])
     turns = [
         [{"role": role, "content": f"{role} {n}"} for role in ("user", "assistant") * (n % 3 + 1)] for n in range(NUM_ROWS)
     ]
-    write(data / "chats", 'chat_template = "chat.jinja"', {"messages": turns})
-    (data / "chats" / "chat.jinja").write_text(CHATML)
+    write(shared / "chats", 'chat_template = "chat.jinja"', {"messages": turns})
+    (shared / "chats" / "chat.jinja").write_text(CHATML)
     columns: dict[str, Any] = {
         "prompt": [f"how many, {n}" for n in range(NUM_ROWS)],
         "chosen": [f" {n} foxes" for n in range(NUM_ROWS)],
@@ -68,12 +66,12 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "url": [f"/{n}/über" if n % 5 else None for n in range(NUM_ROWS)],
         "image": [bytes([n, 255]) * (n % 3) for n in range(NUM_ROWS)],
     }
-    write(data / "preferences", 'columns = ["score", "vector", "url", "image"]', columns)
-    return data
+    write(shared / "preferences", 'columns = ["score", "vector", "url", "image"]', columns)
+    return shared
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+def server(serve: Serve, data_dir: Path) -> Server:
     return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"))
 
 
@@ -155,7 +153,7 @@ def test_http_example_stops_at_a_refusal(status: int) -> None:
         client(url).request("numbers/spec", json.loads, 60)
 
 
-def test_http_example_gives_all_batches_before_an_error(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_http_example_gives_all_batches_before_an_error(serve: Serve, tmp_path: Path) -> None:
     """The bad row lies in the second chunk of a response, where the server can only break the connection off."""
     rows = [[n, 1] for n in range(400)]
     rows[300] = []

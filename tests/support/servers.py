@@ -107,6 +107,9 @@ class Server:
         return list(wire.decode(response.content))
 
 
+Serve = Callable[..., Server]  # starts one: conftest's fixture of that name
+
+
 def serving_below(pid: int) -> list[int]:
     """The processes that serve for the one that was started; Linux alone tells."""
     found = [Path(task / "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
