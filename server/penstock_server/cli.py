@@ -24,6 +24,22 @@ if TYPE_CHECKING:
 # two seconds that it needs.
 
 
+_SETTINGS = {  # metavar and help of each option
+    "tokenizer": ("FILE", "tokenizer.json for text whose penstock.toml names none"),
+    "cache_dir": ("DIR", f"where decoded blocks are kept (default: {default_cache_dir()})"),
+    "cache_bytes": ("N", "their disk budget, such as 200GB (default: half of the free disk)"),
+    "host": ("HOST", "address to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 for all)"),
+    "port": ("PORT", "port to listen on (default: 8000; 0 for any free one)"),
+    "inflight_bytes": ("N", "most memory that responses may take, such as 2GB (default: a quarter of the memory)"),
+    "decoded_bytes": (
+        "N",
+        "most memory for decoded text that waits to be tokenized, such as 2GB (default: an eighth of the memory)",
+    ),
+    "processes": ("N", "processes that serve the port, for machines with many cores (default: 1)"),
+    "poll_seconds": ("N", "check for new data every N seconds (default: 30; 0 for never)"),
+}
+
+
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the server's commands to `penstock`."""
     serve = commands.add_parser(
@@ -32,23 +48,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Serves every folder of Parquet files below DATA_DIR as a dataset. Each option can also be given as "
         "an environment variable: --cache-dir as PENSTOCK_CACHE_DIR, and so on.",
     )
-    _add_folders(serve)
-    serve.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 for all)")
-    serve.add_argument("--port", help="port to listen on (default: 8000; 0 for any free one)")
-    serve.add_argument(
-        "--inflight-bytes",
-        metavar="N",
-        help="most memory that responses may take, such as 2GB (default: a quarter of the memory)",
-    )
-    serve.add_argument(
-        "--decoded-bytes",
-        metavar="N",
-        help="most memory for decoded text that waits to be tokenized, such as 2GB (default: an eighth of the memory)",
-    )
-    serve.add_argument(
-        "--processes", metavar="N", help="processes that serve the port, for machines with many cores (default: 1)"
-    )
-    serve.add_argument("--poll-seconds", metavar="N", help="check for new data every N seconds (default: 30; 0 for never)")
+    _add_settings(serve, "host", "port", "inflight_bytes", "decoded_bytes", "processes", "poll_seconds")
     set_run(serve, _serve, Problem)
 
     inspect = commands.add_parser(
@@ -57,7 +57,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Shows every dataset below DATA_DIR as serve would serve it, with the text of its first rows. Text without "
         "loss is dimmed, or between ⟦ and ⟧. The exit status is 1 if a dataset cannot be served.",
     )
-    _add_folders(inspect)
+    _add_settings(inspect)
     _add_dataset(inspect)
     inspect.add_argument("--row", type=whole_number, metavar="N", default=0, help="first row to show, from 0 (default: 0)")
     inspect.add_argument("--rows", type=whole_number, metavar="N", default=2, help="number of rows (default: 2)")
@@ -69,19 +69,13 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     prepare = commands.add_parser(
         "prepare",
         help="count and tokenize datasets ahead of time",
-        description="Counts and caches the tokens of every dataset below DATA_DIR, so that no run waits for them. If it "
-        "was stopped, it goes on where it was. Takes the environment variables of serve, too.",
+        description="Counts and caches the tokens of every dataset below DATA_DIR, so that no run waits for them. After "
+        "a stop it resumes. Takes the environment variables of serve, too.",
     )
-    _add_folders(prepare)
+    _add_settings(prepare)
     _add_dataset(prepare)
-    prepare.add_argument(
-        "--pack-seq-len",
-        metavar="SEQ_LEN",
-        type=int,
-        action="append",
-        default=[],
-        help="also pack for best_fit with this seq_len",
-    )
+    also = "also pack for best_fit with this seq_len"
+    prepare.add_argument("--pack-seq-len", metavar="SEQ_LEN", type=int, action="append", default=[], help=also)
     set_run(prepare, _prepare, Problem)
 
     sample = commands.add_parser(
@@ -98,11 +92,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_import(commands)
 
 
-def _add_folders(command: argparse.ArgumentParser) -> None:
+def _add_settings(command: argparse.ArgumentParser, *names: str) -> None:
     command.add_argument("data_dir", metavar="DATA_DIR", nargs="?", help="folder of Parquet files, or of folders of them")
-    command.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json for text whose penstock.toml names none")
-    command.add_argument("--cache-dir", metavar="DIR", help=f"where decoded blocks are kept (default: {default_cache_dir()})")
-    command.add_argument("--cache-bytes", metavar="N", help="their disk budget, such as 200GB (default: half of the free disk)")
+    for name in ("tokenizer", "cache_dir", "cache_bytes", *names):
+        metavar, text = _SETTINGS[name]
+        command.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
 
 
 def _add_dataset(command: argparse.ArgumentParser) -> None:

@@ -99,12 +99,8 @@ def test_bench_prints_rates_waits_and_a_verdict(server: Server) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{url}/none"], "there is no dataset 'none'"),
-        (["{url}"], "which dataset?"),
         (["{url}/numbers?offset=8"], "leave offset out"),
         (["{url}/numbers", "--batch-size", "9000"], "no step fits"),
-        (["{url}/numbers", "--rank", "1"], "rank 1 does not exist"),
-        (["http://127.0.0.1:9/numbers"], "does not answer"),
     ],
 )
 def test_bench_fails_with_one_line_and_status_2(server: Server, arguments: list[str], message: str) -> None:

@@ -272,13 +272,11 @@ def test_long_prompt_does_not_hide_the_response(serve: Serve, tmp_path: Path, da
 
 
 def test_peek_limits_the_rows_of_a_sample(server: Server) -> None:
-    shown = penstock("peek", f"{server.url}/numbers", "--packing", "concat", "--seq-len", "200", "--batch-size", "1").stdout
+    arguments = ("peek", f"{server.url}/numbers", "--packing", "concat", "--seq-len", "200", "--batch-size", "1")
+    shown = penstock(*arguments).stdout
     assert shown.count("▸ part-") == 4
     [more] = re.findall(r"▸ and (\d+) more", shown)
-    whole = penstock(
-        "peek", f"{server.url}/numbers", "--packing", "concat", "--seq-len", "200", "--batch-size", "1", "--lines", "0"
-    )
-    assert whole.stdout.count("▸ part-") == 4 + int(more)
+    assert penstock(*arguments, "--lines", "0").stdout.count("▸ part-") == 4 + int(more)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pyarrow as pa
 
 from penstock.cli.output import CommandError
 from penstock.text import cut, listed, one_line
-from penstock_server.arrow import holds_json
 from penstock_server.recipes.fields import is_tokens
 
 
@@ -19,7 +18,7 @@ class ImportRefused(CommandError):
 
 
 class IdsTooLarge(Exception):
-    """A number does not fit int32 or int64, to which `plain` has narrowed its column."""
+    """A number does not fit the int32 or int64 that `plain` made of its type."""
 
 
 def plain(schema: pa.Schema, *, narrow: bool) -> pa.Schema:
@@ -76,8 +75,8 @@ def conform(path: Path, table: pa.Table, schema: pa.Schema) -> pa.Table:
             arrays.append(pa.nulls(table.num_rows, field.type))
             continue
         try:
-            # Arrow does not cast JSON stored as large strings to JSON stored as strings.
-            arrays.append((column.cast(_without_json(field.type)) if holds_json(field.type) else column).cast(field.type))
+            # Through text: Arrow does not cast JSON stored as large strings to JSON stored as strings.
+            arrays.append(column.cast(_without_json(field.type)).cast(field.type))
         except pa.ArrowException as error:
             if _plain(column.type, narrow=True) == field.type != _plain(column.type, narrow=False):
                 raise IdsTooLarge from error

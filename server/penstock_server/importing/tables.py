@@ -11,6 +11,7 @@ import glob
 import io
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -59,6 +60,19 @@ def refusing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file, which may be compressed. Raises ImportRefused: a line is not UTF-8."""
+    with pa.input_stream(str(path)) as stream:
+        for number, line in enumerate(io.BufferedReader(stream), 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ImportRefused(
+                    f"{path}, line {number:,} is not UTF-8. Nothing was written. Convert the file: iconv -f ITS_ENCODING "
+                    f"-t UTF-8 {path.name} > NEW_FILE"
+                ) from error
+
+
 # CSV ---------------------------------------------------------------------------------------------------------------------
 
 _QUOTING: Mapping[Quoting, dict[str, Any]] = {
@@ -85,7 +99,6 @@ class CsvReader:
     def __init__(self, paths: Sequence[Path], delimiter: str | None, quoting: Quoting, text: Sequence[str]) -> None:
         self._paths, self._delimiter, self._quoting = paths, delimiter, quoting
         self._text = {*_ALWAYS_TEXT, *text}
-        self._types: dict[str, pa.DataType] = {}
         csv.field_size_limit(_MAX_ROW_BYTES)
 
     def schemas(self) -> Mapping[Path, pa.Schema]:
@@ -102,23 +115,20 @@ class CsvReader:
                     fitting[name] = [type_ for type_ in known if _all_match(column, _NUMBERS[type_])]
                     if column.null_count < len(column):
                         filled.add(name)
-        self._types = {name: [*types, pa.string()][0] if name in filled else pa.null() for name, types in fitting.items()}
-        return {path: pa.schema([(name, self._types[name]) for name in header]) for path, header in headers.items()}
+        types = {name: [*numbers, pa.string()][0] if name in filled else pa.null() for name, numbers in fitting.items()}
+        return {path: pa.schema([(name, types[name]) for name in header]) for path, header in headers.items()}
 
     def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield the rows of a file, in the types of `schemas`."""
+        """Yield the rows of a file, with all fields as text."""
         for table in self._texts(path):
-            chosen = [name for name in table.column_names if name in names]
-            types = {name: self._types[name] for name in chosen if not pa.types.is_null(self._types[name])}
-            yield pa.table({name: table[name].cast(types.get(name, pa.string())) for name in chosen})
+            yield table.select([name for name in table.column_names if name in names])
 
     def _texts(self, path: Path) -> Iterator[pa.Table]:
-        """Yield the rows with all fields as text."""
+        delimiter = self._delimiter or ("\t" if ".tsv" in path.name.lower() else ",")
         line = 1
         with refusing(path), pa.input_stream(str(path)) as raw:
             try:
                 stream = io.TextIOWrapper(raw, "utf-8-sig", newline="")
-                delimiter = self._delimiter or ("\t" if ".tsv" in path.name.lower() else ",")
                 rows = csv.reader(stream, delimiter=delimiter, strict=True, **_QUOTING[self._quoting])
                 header = next(filter(None, rows), [])
                 others = [other for other in _DELIMITERS if other in "".join(header)]
@@ -144,8 +154,9 @@ class CsvReader:
                     f"{path}, line {line:,}: {error}. Nothing was written. Close every quote, and quote fields with a "
                     f"delimiter or line break; or change --quoting or --delimiter."
                 ) from error
-            except UnicodeDecodeError as error:
-                raise _not_utf8(path, _first_failure(path, bytes.decode) or f"{path}") from error
+            except UnicodeDecodeError:
+                deque(_lines(path), maxlen=0)  # names the line
+                raise
 
 
 def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> pa.Table:
@@ -228,14 +239,15 @@ class JsonReader:
         """Raise ImportRefused if a line is not a JSON object, with its number."""
         for path in self._paths:
             with refusing(path):
-                if place := _first_failure(path, _check_object):
-                    raise ImportRefused(f"{place}. Nothing was written. Each line must be one JSON object: correct the line.")
-
-
-def _check_object(line: bytes) -> None:
-    """Raise ValueError if a line is neither blank nor a JSON object."""
-    if line.strip() and not isinstance(json.loads(line), dict):
-        raise ValueError("it is not an object")
+                for number, line in enumerate(_lines(path), 1):
+                    try:
+                        if line.strip() and not isinstance(json.loads(line), dict):
+                            raise ValueError("it is not an object")
+                    except (ValueError, RecursionError) as error:
+                        raise ImportRefused(
+                            f"{path}, line {number:,}: {one_line(error)}. Nothing was written. Each line must be one JSON "
+                            f"object: correct the line."
+                        ) from error
 
 
 def _column(structure: Any, depth: int = 0) -> tuple[str, pa.DataType]:
@@ -275,25 +287,6 @@ def _literal(text: str) -> str:
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
-
-
-def _first_failure(path: Path, parse: Callable[[bytes], object]) -> str:
-    """Return the place of the first line that `parse` raises ValueError for, and the error; "" if there is none."""
-    with pa.input_stream(str(path)) as stream:
-        for number, line in enumerate(io.BufferedReader(stream), 1):
-            try:
-                parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-            except UnicodeDecodeError as error:
-                raise _not_utf8(path, f"{path}, line {number:,}") from error
-            except (ValueError, RecursionError) as error:
-                return f"{path}, line {number:,}: {one_line(error)}"
-    return ""
-
-
-def _not_utf8(path: Path, place: str) -> ImportRefused:
-    return ImportRefused(
-        f"{place} is not UTF-8. Nothing was written. Convert the file: iconv -f ITS_ENCODING -t UTF-8 {path.name} > NEW_FILE"
-    )
 
 
 # Arrow and Parquet -------------------------------------------------------------------------------------------------------

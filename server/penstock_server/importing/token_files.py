@@ -9,7 +9,7 @@ train.bin                nanoGPT, OLMo: ids alone; the user gives their type
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,42 +51,39 @@ class Documents:
 
 
 class _Tokens(NamedTuple):
-    """Ids of a file, the lengths of its documents in portions, and its loss mask.
+    """Columns of numbers of a file, and the lengths of its documents in portions.
 
     If `is_stream`, lengths are those of equal rows. Iterating over the lengths raises ValueError for wrong ones.
     """
 
-    ids: Array
+    columns: Mapping[str, Array]
     lengths: Iterator[IntArray]
-    in_loss: Array | None = None
     is_stream: bool = False
 
 
 @contextmanager
 def open_tokens(path: Path, documents: Documents) -> Iterator[Columns]:
     """Open a file of token ids, memory-mapped: `tokens`, and `loss_mask` if the file has one. Empty documents are left out."""
-    tokens = _open(path, documents)
+    columns, portions, _ = _open(path, documents)
+
+    def batch(start: int, stop: int, lengths: IntArray) -> pa.RecordBatch:
+        offsets = pa.array(starts_of(lengths))
+        native = {name: all_[start:stop].astype(all_.dtype.newbyteorder("="), copy=False) for name, all_ in columns.items()}
+        lists = [pa.LargeListArray.from_arrays(offsets, pa.array(values)) for values in native.values()]
+        return pa.record_batch(lists, [*native])
 
     def batches(_: Sequence[str]) -> Iterator[pa.RecordBatch]:
         stop = 0
-        for lengths in tokens.lengths:
+        for lengths in portions:
             start, stop = stop, stop + int(lengths.sum())
-            yield _batch(tokens, start, stop, lengths[lengths > 0])
+            yield batch(start, stop, lengths[lengths > 0])
 
-    yield Columns(_batch(tokens, 0, 0, np.zeros(0, np.int64)).schema, batches)
+    yield Columns(batch(0, 0, np.zeros(0, np.int64)).schema, batches)
 
 
 def is_stream(path: Path, documents: Documents) -> bool:
     """Return whether nothing marks documents in a file."""
     return _open(path, documents).is_stream
-
-
-def _batch(tokens: _Tokens, start: int, stop: int, lengths: IntArray) -> pa.RecordBatch:
-    """Return the documents of these lengths, made of the ids [start, stop)."""
-    offsets = pa.array(starts_of(lengths))
-    columns = {"tokens": tokens.ids} | ({} if tokens.in_loss is None else {"loss_mask": tokens.in_loss})
-    native = {name: values[start:stop].astype(values.dtype.newbyteorder("="), copy=False) for name, values in columns.items()}
-    return pa.record_batch({name: pa.LargeListArray.from_arrays(offsets, pa.array(values)) for name, values in native.items()})
 
 
 def _open(path: Path, documents: Documents) -> _Tokens:
@@ -96,13 +93,13 @@ def _open(path: Path, documents: Documents) -> _Tokens:
     """
     if path.suffix == ".bin" and (index := path.with_suffix(".idx")).exists():
         ids = _mapped(path, _index_type(index))
-        return _Tokens(ids, _indexed(index, ids))
+        return _Tokens({"tokens": ids}, _indexed(index, ids))
     if path.suffix == ".ds" and (index := path.with_name(f"{path.name}.index")).exists():
         return _open_datatrove(path, index)
     ids = _ids(path, documents.type)
     if documents.start is None and documents.end is None:
-        return _Tokens(ids, _equal_rows(len(ids)), is_stream=len(ids) > 0)
-    return _Tokens(ids, _separated(ids, documents))
+        return _Tokens({"tokens": ids}, _equal_rows(len(ids)), is_stream=len(ids) > 0)
+    return _Tokens({"tokens": ids}, _separated(ids, documents))
 
 
 def _ids(path: Path, type_: str | None) -> Array:
@@ -196,12 +193,12 @@ def _open_datatrove(path: Path, index: Path) -> _Tokens:
     types = [type_ for type_ in ("<u2", "<u4") if np.dtype(type_).itemsize * count == size]
     if not types:
         raise ValueError(f"{index.name} states {count:,} ids, but the {size:,} bytes are not ids of two or four bytes each")
-    loss, in_loss = path.with_name(f"{path.name}.loss"), None
+    columns, loss = {"tokens": _mapped(path, types[0])}, path.with_name(f"{path.name}.loss")
     if loss.exists():
-        in_loss = _mapped(loss, "u1")
-        if len(in_loss) != count:
-            raise ValueError(f"{loss.name} states {len(in_loss):,} ids, but there are {count:,}")
-    return _Tokens(_mapped(path, types[0]), _ended(ends), in_loss)
+        columns["loss_mask"] = _mapped(loss, "u1")
+        if len(columns["loss_mask"]) != count:
+            raise ValueError(f"{loss.name} states {len(columns['loss_mask']):,} ids, but there are {count:,}")
+    return _Tokens(columns, _ended(ends))
 
 
 def _ended(ends: Array) -> Iterator[IntArray]:

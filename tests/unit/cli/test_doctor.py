@@ -179,11 +179,7 @@ def test_dataset_check_reports_bad_rows_and_unserved_data(monkeypatch: pytest.Mo
     refused = dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7, "refusal": "wiki: 7 of 9 rows are bad."})
     assert refused == Check("fail", "dataset", "every batch is refused. wiki: 7 of 9 rows are bad.")
     unread = dataset(monkeypatch, bad_rows=BAD_ROWS | {"unread_row_groups": 2})
-    assert (unread.level, "2 row groups" in unread.text, "quarantine" in unread.remedy) == (
-        "fail",
-        True,
-        True,
-    )
+    assert (unread.level, "2 row groups" in unread.text, "quarantine" in unread.remedy) == ("fail", True, True)
 
 
 def test_bandwidth_check_measures_warm_ranges_and_names_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:

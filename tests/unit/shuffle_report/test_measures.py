@@ -18,7 +18,6 @@ from support.corpora import write_shards
 from support.engine import Geometry, plan_of, synthetic_plan
 
 MIX = "a:3,b:2,c:1"
-EVEN: Geometry = [[100] * 5] * 12  # 6,000 rows in 60 blocks of 12 shards
 MEMBERS: dict[str, Geometry] = {"a": [[40] * 5] * 12, "b": [[60, 50, 70]] * 4, "c": [[11] * 3] * 3}
 
 
