@@ -40,7 +40,7 @@ class Segment:
     steps    by rank: intervals; a repeated step begins another interval
     kept     the same, of the steps that the last weights were trained on
     firsts   by rank: the first step of each loader worker that began at the start's state
-    stop     a later start resumed at this position; far past the epoch's end without one
+    stop     a later start resumed at this position; far past the epoch's end without one, -1 if in an earlier epoch
     has_end  a rank reached the epoch's end, and no later start resumed before it
     """
 
@@ -68,7 +68,7 @@ class Segment:
     @property
     def is_kept(self) -> bool:
         """Whether the last weights were trained on it; not if it only began an epoch."""
-        return self.stop > 0 and (self.first > 0 or self.has_end or any(map(len, self.kept.values())))
+        return self.stop >= 0 and (self.first > 0 or self.has_end or any(map(len, self.kept.values())))
 
     def add(self, other: Segment) -> None:
         """Add what another rank recorded."""
@@ -225,7 +225,7 @@ def _kept_segments(kept: Sequence[Start]) -> list[Segment]:
     for start in kept:
         epoch, position = min((one.place for one in later if one.place), default=(_OPEN, 0))
         for segment in start.segments.values():
-            segment.stop = position if segment.epoch == epoch else _OPEN if segment.epoch < epoch else 0
+            segment.stop = position if segment.epoch == epoch else _OPEN if segment.epoch < epoch else -1
             segment.has_end &= segment.stop == _OPEN
             for rank, steps in segment.steps.items():
                 for one in later:

@@ -158,6 +158,12 @@ def test_ranks_of_many_workers_may_differ_more_when_a_run_is_killed(ledger: Path
         assert (epoch.is_proven, epoch.steps_done) == (is_proven, 20 if is_proven else 40)
 
 
+def test_steps_before_the_slowest_worker_are_kept_when_it_resumed_at_the_start(ledger: Path) -> None:
+    append_by_workers(ledger, begin_of(), (0, 0), 3)
+    append_by_workers(ledger, begin_of(start=1), (2, 0), 20, ends=True)
+    assert report_on(ledger).is_proven
+
+
 def test_run_with_another_world_size_continues_at_the_same_sample(ledger: Path) -> None:
     for rank in range(4):
         append(ledger, begin_of(rank, world_size=4), range(3))
