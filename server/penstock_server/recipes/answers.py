@@ -63,10 +63,8 @@ def find_answer_format(write: Write) -> AnswerFormat:
             return _answer_format(write, opening)
         except ChatError as error:
             if "'strftime_now' is undefined" in str(error):
-                raise TemplateError(
-                    "the chat template writes today's date (strftime_now), and a batch must be the same on every day. "
-                    "Write a date into it."
-                ) from error
+                what = "the chat template writes today's date (strftime_now), and a batch must be the same on every day"
+                raise TemplateError(f"{what}. Write a date into it") from error
     return AnswerFormat()
 
 
@@ -98,15 +96,13 @@ def rendered_by_marks(write: Write, chat: Sequence[Message], in_loss: Sequence[b
     spans: list[Span] = []
     at = depth = start = 0
     for piece in re.split(f"([{begin}{end}])", marked):
-        if piece == begin:
-            start = at if depth == 0 else start
-            depth += 1
-        elif piece == end:
-            depth -= 1
-            if depth == 0:
-                spans.append((start, at))
-        else:
+        if piece not in _MARKS:
             at += len(piece)
+            continue
+        start = at if depth == 0 else start
+        depth += 1 if piece == begin else -1
+        if depth == 0:
+            spans.append((start, at))
     if depth or marked.replace(begin, "").replace(end, "") != text:
         raise ChatError("has a chat whose template looks at or leaves its {% generation %} blocks, which must only be written")
     answers = [has_loss for message, has_loss in zip(chat, in_loss, strict=True) if message["role"] == "assistant"]

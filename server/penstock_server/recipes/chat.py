@@ -159,10 +159,8 @@ class ChatTemplate:
             rendered = rendered_in_steps(write, self._answers, chat, in_loss)
         for number, message in enumerate(chat):
             if in_loss[number] and says_something(message) and _is_dropped(write, chat, number, rendered.text):
-                raise ChatError(
-                    f"has a chat whose template writes nothing of message {number}: use a template that writes what the "
-                    f"assistant says, and its tool calls"
-                )
+                what = f"has a chat whose template writes nothing of message {number}"
+                raise ChatError(f"{what}: use a template that writes what the assistant says, and its tool calls")
         return rendered
 
     def _write(
@@ -240,8 +238,6 @@ def _templates_in(content: dict[str, Any], path: Path) -> dict[str, str]:
         templates = {str(each.get("name")): each.get("template") for each in templates if isinstance(each, dict)}
     named = templates if isinstance(templates, dict) else {"default": templates}
     if named and "default" not in named:
-        raise TemplateError(
-            f"{path} has the chat templates {', '.join(map(str, named))}, and none of them is called default. Put the one to "
-            f"use beside it as chat_template.jinja"
-        )
+        what = f"{path} has the chat templates {', '.join(map(str, named))}, and none of them is called default"
+        raise TemplateError(f"{what}. Put the one to use beside it as chat_template.jinja")
     return {name: text for name, text in named.items() if isinstance(text, str)}

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import pyarrow as pa
 
@@ -36,10 +36,6 @@ def _is_share(value: object) -> bool:
 
 def _is_names(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value)) and len(set(value)) == len(value)
-
-
-def _is_id(value: object) -> TypeGuard[int]:
-    return is_whole(value) and 0 <= value < 2**32
 
 
 _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
@@ -108,7 +104,7 @@ def _recipe(folder: Path, given: dict[str, Any], stored: pa.Schema, default_toke
         raise RecipeError(f"tools are given, but {what}. Remove tools, or take a template with tools")
     # By default pre-tokenized rows stay as they are, and a chat template closes its turns.
     is_closed = roles.kind == "tokens" or chat is not None
-    eos_id = special.eos_id(is_closed)
+    eos_id = special.model_eos() if "eos" not in given and not is_closed else special.declared_id("eos")
     row_filter = Filter.parse(given["filter"], stored) if "filter" in given else None
     split_by = Field.parse(given["split_by"], stored) if "split_by" in given else None
     columns = tuple(Column.parse(name, schema) for name in given.get("columns", []))
@@ -118,7 +114,7 @@ def _recipe(folder: Path, given: dict[str, Any], stored: pa.Schema, default_toke
         masks=roles.masks,
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size if tokenizer else given.get("vocab_size"),
-        bos_id=special.declared_id("bos") if given.get("bos", False) is not False else None,
+        bos_id=special.declared_id("bos"),
         eos_id=eos_id,
         pad_id=special.pad_id(eos_id),
         chat=chat,
@@ -155,15 +151,15 @@ def _tokenizer(folder: Path, given: dict[str, Any], roles: Roles, default: Path 
             f"the data is text (in {_named(roles)}) and no tokenizer is given. Start with --tokenizer FILE (a tokenizer.json), "
             f'or name one in {folder / FILE_NAME}, relative to its folder: tokenizer = "FILE".'
         )
-    splits = given.get("split_special_tokens", False)
-    if splits and (not is_text or roles.are_chats):
+    spells = given.get("split_special_tokens", False)
+    if spells and (not is_text or roles.are_chats):
         raise RecipeError(
             "split_special_tokens is for texts, but rows are token ids or chats, whose template writes special tokens itself. "
             "Remove it, and take spellings of special tokens out of texts with a transform"
         )
     if path and "vocab_size" in given:
         raise RecipeError("vocab_size is given, but the tokenizer already tells it; remove vocab_size")
-    return load_tokenizer(path, split_special_tokens=splits) if path else None
+    return load_tokenizer(path, split_special_tokens=spells) if path else None
 
 
 def _named(roles: Roles) -> str:
@@ -206,70 +202,53 @@ class _SpecialTokens:
         self._named = tokenizer.special_tokens if tokenizer else {}
         self.guessed_eos: tuple[str, ...] = ()
 
-    def declared_id(self, key: str) -> int:
-        """Return the id of a token declared by its id or its text. Raises RecipeError: it is unknown."""
-        token, size = self._given[key], self._tokenizer.vocab_size if self._tokenizer else self._given.get("vocab_size", 2**32)
-        if _is_id(token) and token < size:
+    def declared_id(self, key: str) -> int | None:
+        """Return the id of a token declared by its id or its text; None without one. Raises RecipeError: it is unknown."""
+        token = self._given.get(key, False)
+        size = self._tokenizer.vocab_size if self._tokenizer else self._given.get("vocab_size", 2**32)
+        if token is False:
+            return None
+        if is_whole(token) and 0 <= token < size:
             return token
         if isinstance(token, str) and (id_ := self._id_of(token)) is not None:
             return id_
         if isinstance(token, str) and self._tokenizer is None:
-            raise RecipeError(
-                f"{key} = {token!r} is a text, but rows are token ids: there is no tokenizer to look it up in. Give the id"
-            )
-        raise RecipeError(
-            f"{key} = {token!r} is not in the vocabulary of {size:,} ids. Name a token that is in it, by its text or id, or "
-            f"leave {key} out"
-        )
+            what = "a text, but rows are token ids: there is no tokenizer to look it up in. Give the id"
+        else:
+            what = f"not in the vocabulary of {size:,} ids. Name a token that is in it, by its text or id, or leave {key} out"
+        raise RecipeError(f"{key} = {token!r} is {what}")
 
-    def eos_id(self, is_closed: bool) -> int | None:
-        """Return the id that closes a text, a response or a row of ids; None if rows are closed already, or eos is false."""
-        if "eos" in self._given:
-            return None if self._given["eos"] is False else self.declared_id("eos")
-        if is_closed:
-            return None
+    def model_eos(self) -> int:
+        """Return the id of the EOS that a file beside the tokenizer names, otherwise of a usual one."""
         named = self._named.get("eos_token")
-        id_ = self._id_of(named or self._guess_eos())
-        if id_ is None:
+        usual = [name for name in _EOS_NAMES if self._id_of(name) is not None]
+        self.guessed_eos = tuple(usual) if not named and len(usual) > 1 else ()
+        if (id_ := self._id_of(named or next(iter(usual), None))) is None:
             token = named or f"usual end-of-text token ({', '.join(_EOS_NAMES)})"
-            raise RecipeError(
-                f'the tokenizer has no {token}. Name another in {FILE_NAME}: eos = "<the token>" or its id, or eos = false'
-            )
+            raise RecipeError(f'the tokenizer has no {token}. Set eos = "<the token>" or its id, or eos = false')
         return id_
 
     def pad_id(self, eos_id: int | None) -> int:
         """Return the id of padding; padding is masked in any case."""
-        if "pad" in self._given:
-            return self.declared_id("pad")
-        usual = next((id_ for name in _PAD_NAMES if (id_ := self._id_of(name)) is not None), eos_id)
-        return 0 if usual is None else usual
+        usual = (self._id_of(name) for name in _PAD_NAMES)
+        return next((id_ for id_ in (self.declared_id("pad"), *usual, eos_id) if id_ is not None), 0)
 
     def written_by(self, template: str) -> dict[str, str]:
         """Return the texts of the special tokens that a chat template may write, by name, such as `eos_token`."""
-        unnamed = [key for key in ("eos", "bos") if f"{key}_token" in template and f"{key}_token" not in self._named]
-        return {**self._named, **{f"{key}_token": self._text(key) for key in unnamed}}
-
-    def _text(self, key: str) -> str:
-        """Return the text of a special token that no file beside the tokenizer names. Raises RecipeError: it is unknown."""
-        declared = self._given.get(key)
-        if key == "bos" and declared is False:
-            return ""
-        if _is_id(declared) and self._tokenizer:
-            declared = self._tokenizer.tokenizer.id_to_token(declared)
-        text = declared if isinstance(declared, str) else self._guess_eos() if key == "eos" else None
-        if not text:
-            raise RecipeError(
-                f"its chat template writes {key}_token, but nothing says what that is: turns would never be closed or opened. "
-                f'Name it in the tokenizer_config.json beside the tokenizer, as {{"{key}_token": "..."}}, or in {FILE_NAME}: '
-                f'{key} = "<the token>"'
-            )
-        return text
-
-    def _guess_eos(self) -> str | None:
-        """Return the first of the usual end-of-text tokens in the tokenizer; None without one."""
-        names = [name for name in _EOS_NAMES if self._id_of(name) is not None]
-        self.guessed_eos = tuple(names) if len(names) > 1 else ()
-        return names[0] if names else None
+        assert self._tokenizer  # chats have one
+        tokens = dict(self._named)
+        for key in ("eos", "bos"):
+            if (name := f"{key}_token") not in template or name in tokens:
+                continue
+            id_ = self.declared_id(key)
+            if id_ is None and key == "bos" and "bos" not in self._given:
+                raise RecipeError(
+                    f"its chat template writes bos_token, but nothing says what that is. Name it in the tokenizer_config.json "
+                    f'beside the tokenizer, as {{"bos_token": "..."}}, or in {FILE_NAME}: bos = "<the token>", or bos = false'
+                )
+            id_ = self.model_eos() if id_ is None and key == "eos" else id_
+            tokens[name] = "" if id_ is None else self._tokenizer.tokenizer.id_to_token(id_) or ""
+        return tokens
 
     def _id_of(self, token: str | None) -> int | None:
         return self._tokenizer.tokenizer.token_to_id(token) if self._tokenizer and token else None

@@ -123,8 +123,8 @@ class Roles:
         if "tokens" in dict(fields):
             masks, unused = _masks(given, schema)
         elif declared := [mask for mask in MASKS if given.get(mask)]:
-            of = " and ".join(role for role, _ in fields)
-            raise FieldError(f"{declared[0]} is a mask of tokens, but rows are made of {of}. Remove it")
+            made_of = " and ".join(role for role, _ in fields)
+            raise FieldError(f"{declared[0]} is a mask of tokens, but rows are made of {made_of}. Remove it")
         elif kind == "text" and not given.keys() & {*ROLES}:
             unused = _beside_text(schema)
         # A text of a preference pair may be anything: it is taken for a chat as JSON if a chat template is declared.

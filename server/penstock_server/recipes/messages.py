@@ -41,10 +41,7 @@ class Write(Protocol):
 
 
 def checked(number: int, message: object) -> Message:
-    """Return a message without null keys, as transformers gives it to templates, with thoughts under all their names.
-
-    Raises ChatError: `message`, the one of that number, is not a message, has no role, or has no content and no tool call.
-    """
+    """Return a message without null keys, with thoughts under all their names. Raises ChatError: it cannot be rendered."""
     plain = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if not isinstance(plain.get("role"), str):
         raise ChatError(f"has a chat whose message {number} has no role")
@@ -102,10 +99,8 @@ class Forms:
             made["content"] = [{"type": "text", "text": content}]
         if form == "text" and isinstance(content, list):
             if (text := text_of(message)) is None:
-                raise ChatError(
-                    f"has a chat whose message {number} has contents that are not text, and its template takes text alone: use "
-                    f"a template that takes lists of parts, or make them texts with a transform"
-                )
+                what = f"message {number} has contents that are not text, and its template takes text alone"
+                raise ChatError(f"has a chat whose {what}: use another template, or make them texts with a transform")
             made["content"] = text
         if self.arguments and isinstance(calls := message.get("tool_calls"), list):
             made["tool_calls"] = [self._call(call) for call in calls]
@@ -120,11 +115,9 @@ class Forms:
         if self.arguments == "text" and isinstance(arguments, dict):
             return {**call, "arguments": json.dumps(arguments, ensure_ascii=False, default=str)}
         if self.arguments == "nested" and isinstance(arguments, str):
-            try:
+            with suppress(ValueError, RecursionError):
                 parsed = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return call
-            return {**call, "arguments": parsed} if isinstance(parsed, dict) else call
+                return {**call, "arguments": parsed} if isinstance(parsed, dict) else call
         return call
 
 

@@ -93,9 +93,8 @@ def read_chats(rows: Rows, role: str) -> list[Chat]:
     """Return the chats of a field, [] for a bad one."""
     source = rows.field(role)
     chats = _lists(rows, source, "messages")
-    for row, chat in enumerate(chats):
-        if chat is None:
-            rows.note(row, "is null", of=source.text)
+    for row in (row for row, chat in enumerate(chats) if chat is None):
+        rows.note(row, "is null", of=source.text)
     return [chat or [] for chat in chats]
 
 
@@ -124,10 +123,9 @@ def _lists(rows: Rows, source: Field, what: str) -> list[list[Any] | None]:
 def tokenized_chats(
     rows: Rows, role: str, chats: Sequence[Chat], tools: Sequence[Tools], prompts: Sequence[Chat] | None = None
 ) -> Lists:
-    """Render the chats of a field with the tools of each row, and tokenize them. The assistant's answers have loss.
+    """Render and tokenize the chats of a field. The assistant's answers have loss, except in the `prompts` before them.
 
-    Answers in the `prompts` before them do not. The EOS of a chat that the assistant ends has loss. BOS and EOS are added
-    unless a chat begins and ends with them.
+    The EOS of a chat that the assistant ends has loss. BOS and EOS are added unless a chat begins and ends with them.
     """
     recipe, source = rows.recipe, rows.field(role)
     assert recipe.tokenizer

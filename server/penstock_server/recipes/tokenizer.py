@@ -192,8 +192,7 @@ def _add_tokens(tokenizer: Tokenizer, path: Path, config: _Json, named: _Json, m
         if (actual := tokenizer.token_to_id(content)) != id_:
             raise DatasetInvalid(
                 f"the files beside {path} give the token {content!r} the id {id_:,}, but added to this tokenizer it has the id "
-                f"{actual:,}: ids are given without gaps, and a token of the tokenizer keeps its own. Save all of these files "
-                f"together with transformers' save_pretrained, or correct the ids."
+                f"{actual:,}. Save all of these files together with transformers' save_pretrained, or correct the ids."
             )
 
 
