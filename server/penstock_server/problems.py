@@ -12,6 +12,7 @@ Faults of stored data are a 5xx, never a 404: a client that took them for "does 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -25,8 +26,13 @@ class Problem(Exception):
     """An error with one message: what happened, what follows and what to do."""
 
     status: ClassVar[int]
-    slug: ClassVar[str]
     title: ClassVar[str]
+    slug: ClassVar[str]
+    """The class name in the stable `type`, as bad-row."""
+
+    def __init_subclass__(cls, status: int, title: str = "") -> None:
+        cls.status, cls.title = status, title
+        cls.slug = re.sub(r"\B([A-Z])", r"-\1", cls.__name__).lower()
 
     def __init__(self, message: str) -> None:
         # A file name that is not UTF-8, or a message of a transform, may have characters that JSON cannot encode.
@@ -38,73 +44,51 @@ class Problem(Exception):
         return f"urn:penstock:problem:{self.slug}"
 
 
-class BadParameter(Problem):
+class BadParameter(Problem, status=422, title="A parameter is wrong"):
     """A query or path parameter is unknown, of the wrong kind or out of bounds."""
 
-    status, slug, title = 422, "bad-parameter", "A parameter is wrong"
 
-
-class UnknownDataset(Problem):
+class UnknownDataset(Problem, status=404, title="No such dataset"):
     """No dataset of that name."""
 
-    status, slug, title = 404, "unknown-dataset", "No such dataset"
 
-
-class StepOutOfRange(Problem):
+class StepOutOfRange(Problem, status=404, title="No such step"):
     """The epoch has fewer steps."""
 
-    status, slug, title = 404, "step-out-of-range", "No such step"
 
-
-class RankOutOfRange(Problem):
+class RankOutOfRange(Problem, status=404, title="No such rank"):
     """The spec has fewer ranks."""
 
-    status, slug, title = 404, "rank-out-of-range", "No such rank"
 
-
-class RowOutOfRange(Problem):
+class RowOutOfRange(Problem, status=404, title="No such row"):
     """The dataset has fewer rows."""
 
-    status, slug, title = 404, "row-out-of-range", "No such row"
 
-
-class SnapshotGone(Problem):
+class SnapshotGone(Problem, status=409, title="The data changed"):
     """The requested snapshot is not, or no longer, on this server."""
 
-    status, slug, title = 409, "snapshot-gone", "The data changed"
 
-
-class DatasetInvalid(Problem):
+class DatasetInvalid(Problem, status=500, title="The dataset cannot be served"):
     """The dataset could not be opened."""
 
-    status, slug, title = 500, "dataset-invalid", "The dataset cannot be served"
 
-
-class DatasetUnavailable(Problem):
+class DatasetUnavailable(Problem, status=503, title="The dataset cannot be opened now"):
     """The dataset could not be opened now; whether it still is the requested snapshot is unknown."""
 
-    status, slug, title = 503, "dataset-unavailable", "The dataset cannot be opened now"
 
-
-class ShardUnreadable(Problem):
+class ShardUnreadable(Problem, status=500, title="A shard cannot be decoded"):
     """A shard cannot be decoded."""
 
-    status, slug, title = 500, "shard-unreadable", "A shard cannot be decoded"
 
-
-class ShardUnavailable(Problem):
+class ShardUnavailable(Problem, status=503, title="A shard cannot be read now"):
     """The storage of a shard fails; a retry may succeed."""
 
-    status, slug, title = 503, "shard-unavailable", "A shard cannot be read now"
 
-
-class OutOfMemory(Problem):
+class OutOfMemory(Problem, status=503, title="Out of memory"):
     """The server is out of memory or of threads; a retry may succeed.
 
     `purpose` begins with "for" or "to", `error` is Python's error, and `remedy` another remedy than more memory.
     """
-
-    status, slug, title = 503, "out-of-memory", "Out of memory"
 
     def __init__(self, purpose: str, error: Exception, remedy: str) -> None:
         reason = str(error) or "an allocation failed"
@@ -116,47 +100,35 @@ def lacks_threads(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "start new thread" in str(error)
 
 
-class Busy(Problem):
+class Busy(Problem, status=503, title="The server is busy"):
     """The responses in flight use their whole budget, or new data is being checked."""
 
-    status, slug, title = 503, "busy", "The server is busy"
 
-
-class NotReady(Problem):
+class NotReady(Problem, status=503):
     """The server is still making the result; `num_done` of `total` parts are done.
 
     `seconds_left` is an estimate by the rate so far; None before the first part is done.
     """
-
-    status = 503
 
     def __init__(self, message: str, num_done: int, total: int, seconds_left: int | None) -> None:
         super().__init__(message)
         self.num_done, self.total, self.seconds_left = num_done, total, seconds_left
 
 
-class IndexNotReady(NotReady):
+class IndexNotReady(NotReady, status=503, title="Tokens are being counted"):
     """Token counts that the packing needs are still being made."""
 
-    slug, title = "index-not-ready", "Tokens are being counted"
 
-
-class BlocksNotReady(NotReady):
+class BlocksNotReady(NotReady, status=503, title="Rows are being read or tokenized"):
     """Row groups for the batches are still being read or tokenized. Sent only to clients with `Prefer: wait`."""
 
-    slug, title = "blocks-not-ready", "Rows are being read or tokenized"
 
-
-class IndexFailed(Problem):
+class IndexFailed(Problem, status=500, title="Tokens cannot be counted"):
     """Token counts that the packing needs cannot be made."""
 
-    status, slug, title = 500, "index-failed", "Tokens cannot be counted"
 
-
-class BadRow(Problem):
+class BadRow(Problem, status=500, title="A row cannot be used"):
     """A row cannot be used, and the recipe does not allow to replace it."""
-
-    status, slug, title = 500, "bad-row", "A row cannot be used"
 
 
 class LibraryError(Exception):

@@ -5,15 +5,30 @@ The TypedDict is that of typing_extensions: pydantic accepts that of typing only
 
 from __future__ import annotations
 
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
-from pydantic import ConfigDict, with_config
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from penstock_server.batches.samples import Origin
 from penstock_server.blocks.quarantine import BadGroup, Quarantined
 
 described = with_config(ConfigDict(use_attribute_docstrings=True))  # a docstring below a field is its description
+
+# Fields of several schemas.
+Name = Annotated[str, Field(description="The name in URLs.")]
+Fingerprint = Annotated[str, Field(description="The fingerprint of the data.")]
+Epoch = Annotated[int, Field(description="The epoch.")]
+Rank = Annotated[int, Field(description="The rank.")]
+Step = Annotated[int, Field(description="The step in the epoch.")]
+Line = Annotated[int, Field(description="The line of the batch.")]
+NumTokens = Annotated[int, Field(description="Number of tokens.")]
+NumShards = Annotated[int, Field(description="Number of Parquet files.")]
+Text = Annotated[str, Field(description="The decoded text. Missing without a tokenizer.")]
+Columns = Annotated[dict[str, Any], Field(description="Values of the passthrough columns.")]
+OnBadRow = Annotated[str, Field(description="The effect on a batch that holds a bad row: `fail` or `replace`.")]
+BadRowsMet = Annotated[int, Field(description="Bad rows met so far.")]
+Parameters = Annotated[dict[str, bool | int | str | None], Field(description="Every parameter of the spec with its value.")]
 
 
 @described
@@ -44,10 +59,8 @@ class IndexInfo(_Schema):
 class BadRowsInfo(_Schema):
     """Rows that cannot be used. The URL /quarantine lists them."""
 
-    known: int
-    """Bad rows met so far."""
-    on_bad_row: str
-    """The effect on a batch that holds a bad row: `fail` or `replace`."""
+    known: BadRowsMet
+    on_bad_row: OnBadRow
     refusal: str | None
     """Why too many bad rows stop the dataset from being served; null if it is served."""
     unread_row_groups: int
@@ -70,10 +83,8 @@ class CacheInfo(_Schema):
 class SnapshotInfo(_Schema):
     """A snapshot that jobs can use."""
 
-    snapshot: str
-    """The fingerprint."""
-    shards: int
-    """Number of Parquet files."""
+    snapshot: Fingerprint
+    shards: NumShards
     rows: int
     """Number of rows."""
 
@@ -81,8 +92,7 @@ class SnapshotInfo(_Schema):
 class DatasetInfo(_Schema):
     """A dataset at its latest snapshot."""
 
-    name: str
-    """The name in URLs."""
+    name: Name
     rows: int
     """Rows in the shards."""
     rows_served: int | None
@@ -100,8 +110,7 @@ class DatasetInfo(_Schema):
     """What decides the split of a row: `files` (the shards' names) or `hash` (a stable hash of the row)."""
     splits: dict[str, SplitInfo] | None
     """Size of train, validation and, if the dataset has one, test; null until they are counted."""
-    shards: int
-    """Number of Parquet files."""
+    shards: NumShards
     blocks: int
     """Number of blocks. A block is the unit of the cache: a row group, or a part of a very large one."""
     size_bytes: int
@@ -133,8 +142,7 @@ class DatasetInfo(_Schema):
 class MixtureInfo(_Schema):
     """A mixture declared by a folder."""
 
-    name: str
-    """The name in URLs."""
+    name: Name
     mix: str
     """Datasets and weights, as in the parameter `mix`."""
     stopping_strategy: str
@@ -193,8 +201,7 @@ class SpecInfo(_Schema):
     """What decides the splits of each dataset: `files` (the shards' names) or `hash` (a stable hash of the row)."""
     advice: list[str]
     """Warnings for the trainer to log."""
-    spec: dict[str, bool | int | str | None]
-    """Every parameter of the spec with its value."""
+    spec: Parameters
 
 
 class TurnInfo(_Schema):
@@ -202,10 +209,8 @@ class TurnInfo(_Schema):
 
     in_loss: bool
     """Whether its tokens have labels."""
-    num_tokens: int
-    """Number of tokens."""
-    text: NotRequired[str]
-    """The decoded text. Missing without a tokenizer."""
+    num_tokens: NumTokens
+    text: NotRequired[Text]
 
 
 class RowInfo(_Schema):
@@ -225,31 +230,24 @@ class RowInfo(_Schema):
     """Why the row cannot be used. The fields below are missing then."""
     split: NotRequired[str]
     """The split: train, validation, test, or none for rows that only split=all has."""
-    text: NotRequired[str]
-    """The decoded text. Missing without a tokenizer."""
+    text: NotRequired[Text]
     turns: NotRequired[list[TurnInfo]]
     """The first 10,000 turns. Missing if the row has no turns."""
-    num_tokens: NotRequired[int]
-    """Number of tokens."""
+    num_tokens: NotRequired[NumTokens]
     num_loss_tokens: NotRequired[int]
     """Number of tokens with labels."""
     tokens: NotRequired[list[int]]
     """The first 1,048,576 token ids, not truncated to seq_len. The same limit holds for `text` and `turns`."""
-    columns: NotRequired[dict[str, Any]]
-    """Values of the passthrough columns."""
+    columns: NotRequired[Columns]
 
 
 class OccurrenceInfo(_Schema):
     """A line of a batch that holds a row or a part of it."""
 
-    epoch: int
-    """The epoch."""
-    step: int
-    """The step in the epoch."""
-    rank: int
-    """The rank."""
-    index: int
-    """The line of the batch."""
+    epoch: Epoch
+    step: Step
+    rank: Rank
+    index: Line
 
 
 class RowScheduleInfo(_Schema):
@@ -263,12 +261,10 @@ class RowScheduleInfo(_Schema):
 class QuarantineInfo(_Schema):
     """Bad rows and row groups of a dataset."""
 
-    num_bad_rows: int
-    """Bad rows met so far."""
+    num_bad_rows: BadRowsMet
     complete: bool
     """Whether all rows were checked."""
-    on_bad_row: str
-    """The effect on a batch that holds a bad row: `fail` or `replace`."""
+    on_bad_row: OnBadRow
     rows: list[Quarantined]
     """The bad rows."""
     row_groups: list[BadGroup]
@@ -278,8 +274,7 @@ class QuarantineInfo(_Schema):
 class SampleSources(_Schema):
     """Rows that make up one sample of a batch."""
 
-    index: int
-    """The line of the batch."""
+    index: Line
     sources: list[Origin]
     """The rows, or parts of rows, in order."""
 
@@ -287,10 +282,8 @@ class SampleSources(_Schema):
 class ProvenanceInfo(_Schema):
     """Rows that make up a batch."""
 
-    step: int
-    """The step in the epoch."""
-    rank: int
-    """The rank."""
+    step: Step
+    rank: Rank
     samples: list[SampleSources]
     """The lines of the batch."""
 
@@ -302,14 +295,11 @@ class SampleInfo(_Schema):
     if the batch has no such tensor or column.
     """
 
-    index: int
-    """The line of the batch."""
-    num_tokens: int
-    """Number of tokens."""
+    index: Line
+    num_tokens: NumTokens
     source: str
     """The rows that make up the sample."""
-    text: NotRequired[str]
-    """The decoded text. Missing without a tokenizer."""
+    text: NotRequired[Text]
     prompt: NotRequired[str]
     """The decoded prompt, if the sample is one prompt and its response."""
     response: NotRequired[str]
@@ -332,23 +322,17 @@ class SampleInfo(_Schema):
     """Positions at which a document, or the padding, begins."""
     position_ids: NotRequired[list[int]]
     """The position of each token in its document."""
-    columns: NotRequired[dict[str, Any]]
-    """Values of the passthrough columns."""
+    columns: NotRequired[Columns]
 
 
 class BatchInfo(_Schema):
     """A batch as text for people."""
 
-    dataset: str
-    """The name in the URL."""
-    snapshot: str
-    """The fingerprint of the data."""
-    epoch: int
-    """The epoch."""
-    rank: int
-    """The rank."""
-    step: int
-    """The step in the epoch."""
+    dataset: Name
+    snapshot: Fingerprint
+    epoch: Epoch
+    rank: Rank
+    step: Step
     digest: str
     """The digest of the payload, as in the frame."""
     nbytes: int
@@ -419,18 +403,14 @@ class SampledInfo(_Schema):
 class ShuffleReportInfo(_Schema):
     """How well the order of an epoch mixes the source."""
 
-    dataset: str
-    """The name in the URL."""
-    snapshot: str
-    """The fingerprint of the data."""
-    epoch: int
-    """The epoch."""
+    dataset: Name
+    snapshot: Fingerprint
+    epoch: Epoch
     measures: MeasuresInfo
     """The measures by name."""
     sampled: SampledInfo
     """The number of samples looked up."""
-    spec: dict[str, bool | int | str | None]
-    """Every parameter of the spec with its value."""
+    spec: Parameters
 
 
 class HealthInfo(_Schema):
