@@ -10,12 +10,10 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import count
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -33,7 +31,6 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import as_json
 from penstock_server.batches.writer import frames, frames_nbytes
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.problems import BadParameter, BlocksNotReady
 from penstock_server.schemas import BatchInfo, ProvenanceInfo
 
@@ -91,43 +88,36 @@ async def respond(request: Request, batches: BatchRange) -> Response:
         ClientDisconnect: the client has left.
         Problem: see BatchRange.steps, Catalog.plan and Blocks.get.
     """
-    in_thread, makes_chunks = _choose_threads(request, batches)
-    response: Response = await in_thread(partial(_open, request, batches, in_thread, makes_chunks))
-    if not isinstance(response, BatchStream):
-        return response
-    # The first chunk is made before the status line is sent, so its errors are problem+json. A later error closes the
-    # connection; the client then requests fewer steps and gets the reason.
-    try:
-        await response.make_first(request)
-    except BaseException:
-        response.release()
-        raise
-    if request.method != "HEAD":
-        return response
-    response.release()
-    head = Response(headers=response.headers)
-    if "Content-Length" not in response.headers:
-        del head.headers["Content-Length"]  # Starlette sets 0
-    return head
+    in_thread = _choose_threads(request, batches)
+    response: Response = await in_thread(partial(_open, request, batches, in_thread))
+    if isinstance(response, BatchStream):
+        # The first chunk is made before the status line is sent, so its errors are problem+json. A later error closes the
+        # connection; the client then requests fewer steps and gets the reason.
+        try:
+            await response.make_first(request)
+        except BaseException:
+            response.release()
+            raise
+    return response
 
 
-def _choose_threads(request: Request, batches: BatchRange) -> tuple[InThread, bool]:
-    """Returns where the steps before a chunk run, and whether they also make the chunk if all its blocks are mapped.
+def _choose_threads(request: Request, batches: BatchRange) -> InThread:
+    """Returns what runs the steps before a chunk; unless it is `run_blocking`, also the making of a chunk with mapped blocks.
 
     Waiting for a second thread takes longer than making most chunks. But chunks are not made in the many threads of work that
     may block: each would hold the temporary memory of a chunk.
     """
     service = service_of(request)
     if batches.format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
-        return service.executors.run_blocking, False
+        return service.executors.run_blocking
     spec = spec_of(request)
     # Sorting a window by length takes long, and any request of an epoch may do it.
     if spec.length_bucket_size or service.catalog.may_block(batches.dataset, spec):
-        return service.executors.run_blocking, False
-    return partial(service.executors.make_of_epoch, (batches.dataset, spec, batches.epoch)), True
+        return service.executors.run_blocking
+    return partial(service.executors.make_of_epoch, (batches.dataset, spec, batches.epoch))
 
 
-def _open(request: Request, batches: BatchRange, in_thread: InThread, makes_chunks: bool) -> Response:
+def _open(request: Request, batches: BatchRange, in_thread: InThread) -> Response:
     """Returns the stream of a range of batches, or a 304."""
     service, spec = service_of(request), spec_of(request)
     plan = service.catalog.plan(batches.dataset, spec)
@@ -140,14 +130,13 @@ def _open(request: Request, batches: BatchRange, in_thread: InThread, makes_chun
     tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
     if etag in tags or "*" in tags:
         return Response(status_code=304, headers=headers)
-    return BatchStream(service, plan, batches, steps, headers, in_thread, makes_chunks)
+    stream = BatchStream(service, plan, batches, steps, in_thread, headers)
+    stream.begin()
+    return stream
 
 
 class BatchStream(StreamingResponse):
-    """The response for a range of batches. It holds its bytes until the client has them, disconnects or fails.
-
-    `in_thread` and `makes_chunks`: see _choose_threads. Raises Busy: the budget has no room now.
-    """
+    """The response for a range of batches. It holds its bytes until the client has them, disconnects or fails."""
 
     def __init__(
         self,
@@ -155,25 +144,27 @@ class BatchStream(StreamingResponse):
         plan: Plan,
         batches: BatchRange,
         steps: range,
-        headers: dict[str, str],
         in_thread: InThread,
-        makes_chunks: bool,
+        headers: dict[str, str],
     ) -> None:
         super().__init__((), headers=headers, media_type="application/json" if batches.format == "json" else wire.MEDIA_TYPE)
-        self._service, self._batches, self._steps = service, batches, steps
-        self._in_thread, self._makes_chunks = in_thread, makes_chunks
+        self._service, self._plan, self._batches, self._steps = service, plan, batches, steps
+        self._in_thread = in_thread
+        self._is_one_chunk = len(steps) <= steps_per_chunk(plan)
         self._body: memoryview | None = None
         self._is_left = False  # the client has disconnected: no more chunks are made
-        per_chunk = steps_per_chunk(plan)
-        self._is_one_chunk = len(steps) <= per_chunk
-        nbytes = None
+
+    def begin(self) -> None:
+        """Moves to the first chunk, and makes it if that is quick. Raises Busy: the budget has no room now."""
+        plan, batches, steps, nbytes = self._plan, self._batches, self._steps, None
         if not self._is_one_chunk and batches.format == "msgpack":
             nbytes = frames_nbytes(plan, batches.epoch, batches.rank, steps)
         if nbytes is not None:
             self.headers["Content-Length"] = str(nbytes)
         # While the client reads slowly: a chunk being sent and the next; without a length uvicorn copies the first.
         num_chunks = 1 if self._is_one_chunk else 2 if nbytes is not None else 3
-        self._reservation = service.in_flight.admit(num_chunks, min(len(steps), per_chunk) * plan.step_nbytes)
+        chunk_bytes = min(len(steps), steps_per_chunk(plan)) * plan.step_nbytes
+        self._reservation = self._service.in_flight.admit(num_chunks, chunk_bytes)
         self._chunks = chunks(plan, batches.epoch, batches.rank, steps)
         try:
             self._next_chunk()
@@ -185,25 +176,16 @@ class BatchStream(StreamingResponse):
         """Returns the bytes to the budget. Idempotent."""
         self._reservation.release()
 
-    def _next_chunk(self) -> None:
-        """Moves to the next chunk, and makes it if that is quick."""
-        self._chunk = next(self._chunks)
-        if self._makes_chunks:
-            blocks = self._chunk.mapped()
-            if blocks is not None and not _may_block(blocks):
-                self._chunk.read_ahead()
-                self._make(blocks)
-
     async def make_first(self, request: Request) -> None:
         """Makes the first chunk as soon as its blocks are loaded. Raises BlocksNotReady, ClientDisconnect."""
         if self._body is not None:
             return
         unclaimed, etag = self._service.unclaimed, self.headers["ETag"]
         requested = unclaimed.take(etag) or await self._request_blocks()
-        is_over = when_done(requested.futures)
+        is_over = requested.when_done()
         watching = asyncio.create_task(self._watch(request.receive, is_over))
         try:
-            await self._wait(is_over, requested.futures, preferred_wait(request.headers.get("Prefer", "")))
+            await self._wait(requested, is_over, preferred_wait(request.headers.get("Prefer", "")))
             await self._make_from(requested)
         except BlocksNotReady:
             unclaimed.keep(etag, requested)
@@ -213,89 +195,13 @@ class BatchStream(StreamingResponse):
             raise
         finally:
             watching.cancel()
-        requested.forget()
-
-    async def _request_blocks(self) -> Requested:
-        return Requested(self._chunk, await self._in_thread(self._chunk.request))
-
-    async def _wait(self, is_over: asyncio.Event, futures: Sequence[Future[Any]], limit: float | None) -> None:
-        """Waits for the blocks of the first chunk. Raises BlocksNotReady: that takes more than `limit` seconds."""
-        began_at, num_before = time.monotonic(), _num_done(futures)
-        try:
-            async with asyncio.timeout(limit):
-                await is_over.wait()
-        except TimeoutError:
-            total, num_done = len(futures), _num_done(futures)
-            seconds_left = None
-            if num_done > num_before:
-                seconds_left = round((time.monotonic() - began_at) / (num_done - num_before) * (total - num_done))
-            left = f", about {max(1, seconds_left)} s left" if seconds_left else ""
-            has_text = any(member.snapshot.recipe.tokenizer for member in self._chunk.plan.members)
-            work = "tokenizing" if has_text else "reading"
-            text = f"The server is {work}: {num_done} of {total} row groups{left}."
-            raise BlocksNotReady(text, num_done, total, seconds_left) from None
-
-    async def _make_from(self, requested: Requested) -> None:
-        """Makes the chunk from its blocks, unless one failed or the client has left."""
-        self._check_client()
-        for future in requested.futures:  # a failed load is raised while others are still loading
-            if future.done() and (error := future.exception()):
-                raise error.with_traceback(None)  # all waiters raise this instance, and each would extend its traceback
-        blocks, executors = requested.result(), self._service.executors
-        if self._batches.format == "json":
-            await executors.make_text(partial(self._make, blocks))
-        elif _may_block(blocks):
-            await executors.run_blocking(partial(self._make, blocks))
-        else:
-            await executors.make_batches(partial(self._make, blocks))
-        await self._in_thread(self._chunk.read_ahead)  # last: a client that has left by now needs no more blocks
-
-    def _make(self, blocks: Sequence[Block]) -> None:
-        """Makes the body of this chunk. In JSON, one batch is an object, several batches are an array."""
-        self._check_client()
-        self._reservation.take()
-        if self._batches.format == "msgpack":
-            self._body = frames(self._chunk, blocks)
-        else:
-            before, after = ("", "\n") if len(self._steps) == 1 else ("[\n", "\n]\n")
-            before = before if self._chunk.steps[0] == self._steps[0] else ",\n"
-            text = before + ",\n".join(as_json(self._chunk, blocks, self._check_client)) + (after if self._is_last else "")
-            self._body = memoryview(text.encode())
-        self._reservation.measured(len(self._body))
-        if self._is_one_chunk:
-            self.headers["Content-Length"] = str(len(self._body))
-
-    @property
-    def _is_last(self) -> bool:
-        return bool(self._chunk.steps[-1] == self._steps[-1])
-
-    async def _bodies(self) -> AsyncGenerator[memoryview, None]:
-        """Yields the bodies of the chunks; the first is made already."""
-        yield self._take_body()
-        while not self._is_last:
-            await self._in_thread(self._next_chunk)
-            if self._body is None:
-                # No thread waits for blocks: warm requests need the few threads.
-                requested = await self._request_blocks()
-                try:
-                    await when_done(requested.futures).wait()
-                    await self._make_from(requested)
-                finally:
-                    requested.forget()
-            yield self._take_body()
-
-    def _take_body(self) -> memoryview:
-        """Returns the body of this chunk and drops the reference to it."""
-        body, self._body = self._body, None
-        assert body is not None
-        return body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response."""
         # A stream sends its final empty message after all bytes left the buffer. A plain response would end, and release
         # its bytes, while they are still in memory.
         try:
-            async with aclosing(self._bodies()) as self.body_iterator:
+            async with aclosing(self._bodies(scope["method"])) as self.body_iterator:
                 if self._is_one_chunk:  # no need to watch for a disconnect: no chunk is left to make
                     await self.stream_response(send)
                 else:
@@ -318,36 +224,86 @@ class BatchStream(StreamingResponse):
         if self._is_left:
             raise ClientDisconnect
 
+    async def _bodies(self, method: str) -> AsyncGenerator[memoryview, None]:
+        """Yields the bodies of the chunks; the first is made already. HEAD has none."""
+        while method != "HEAD":
+            body, self._body = self._body, None
+            assert body is not None
+            yield body
+            if self._is_last:
+                return
+            await self._in_thread(self._next_chunk)
+            if self._body is None:
+                # No thread waits for blocks: warm requests need the few threads.
+                requested = await self._request_blocks()
+                try:
+                    await requested.when_done().wait()
+                    await self._make_from(requested)
+                except BaseException:
+                    requested.forget()
+                    raise
 
-def when_done(futures: Sequence[Future[Any]]) -> asyncio.Event:
-    """Returns an event that is set when all futures are done, or one has failed.
+    @property
+    def _is_last(self) -> bool:
+        return bool(self._chunk.steps[-1] == self._steps[-1])
 
-    asyncio.wrap_future would create objects for each of dozens of blocks: tens of kilobytes per request, and many requests
-    start at once.
-    """
-    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-    left = count(len(futures) - 1, -1)  # several threads count down; each value is returned only once
+    def _next_chunk(self) -> None:
+        """Moves to the next chunk, and makes it if that is quick."""
+        self._chunk = next(self._chunks)
+        if self._in_thread != self._service.executors.run_blocking:
+            blocks = self._chunk.mapped()
+            if blocks is not None and not _may_block(blocks):
+                self._chunk.read_ahead()
+                self._make(blocks)
 
-    def done(future: Future[Any]) -> None:
-        is_last = next(left) == 0
-        if (is_last or future.cancelled() or future.exception()) and not loop.is_closed():
-            loop.call_soon_threadsafe(is_over.set)
+    async def _request_blocks(self) -> Requested:
+        return Requested(await self._in_thread(self._chunk.request))
 
-    for future in futures:
-        future.add_done_callback(done)
-    if not futures:
-        is_over.set()
-    return is_over
+    async def _wait(self, requested: Requested, is_over: asyncio.Event, limit: float | None) -> None:
+        """Waits for the blocks of the first chunk. Raises BlocksNotReady: that takes more than `limit` seconds."""
+        began_at, num_before = time.monotonic(), requested.num_done
+        try:
+            async with asyncio.timeout(limit):
+                await is_over.wait()
+        except TimeoutError:
+            total, num_done = len(requested.futures), requested.num_done
+            seconds_left = None
+            if num_done > num_before:
+                seconds_left = round((time.monotonic() - began_at) / (num_done - num_before) * (total - num_done))
+            left = f", about {max(1, seconds_left)} s left" if seconds_left else ""
+            has_text = any(member.snapshot.recipe.tokenizer for member in self._plan.members)
+            work = "tokenizing" if has_text else "reading"
+            text = f"The server is {work}: {num_done} of {total} row groups{left}."
+            raise BlocksNotReady(text, num_done, total, seconds_left) from None
+
+    async def _make_from(self, requested: Requested) -> None:
+        """Makes the chunk from its blocks, unless one failed or the client has left."""
+        self._check_client()
+        blocks, executors = requested.result(), self._service.executors
+        run = executors.run_blocking if _may_block(blocks) else executors.make_batches
+        await (executors.make_text if self._batches.format == "json" else run)(partial(self._make, blocks))
+        await self._in_thread(self._chunk.read_ahead)  # last: a client that has left by now needs no more blocks
+
+    def _make(self, blocks: Sequence[Block]) -> None:
+        """Makes the body of this chunk. In JSON, one batch is an object, several batches are an array."""
+        self._check_client()
+        self._reservation.take()
+        if self._batches.format == "msgpack":
+            self._body = frames(self._chunk, blocks)
+        else:
+            before, after = ("", "\n") if len(self._steps) == 1 else ("[\n", "\n]\n")
+            before = before if self._chunk.steps[0] == self._steps[0] else ",\n"
+            text = before + ",\n".join(as_json(self._chunk, blocks, self._check_client)) + (after if self._is_last else "")
+            self._body = memoryview(text.encode())
+        self._reservation.measured(len(self._body))
+        if self._is_one_chunk:
+            self.headers["Content-Length"] = str(len(self._body))
 
 
 def preferred_wait(header: str) -> float | None:
     """Returns the seconds in a `Prefer: wait` header; None means no limit."""
     wait = _WAIT.search(header)
     return float(wait[1]) if wait else None
-
-
-def _num_done(futures: Sequence[Future[Any]]) -> int:
-    return sum(future.done() or (isinstance(future, RowsFuture) and future.is_decoded) for future in futures)
 
 
 def _may_block(blocks: Sequence[Block]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 from anyio import CancelScope
@@ -16,8 +17,9 @@ from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
 from penstock.text import counted
-from penstock_server.batches.assemble import Chunk
 from penstock_server.blocks.block import Block
+from penstock_server.blocks.on_demand import RowsFuture
+from penstock_server.blocks.store import Asked
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.problems import Busy
 
@@ -26,14 +28,6 @@ InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a fu
 
 _REMEMBERED_EPOCHS = 1000
 _KEPT_SECONDS = 5.0  # for the client to repeat the request, which it does at once
-
-
-@dataclass(slots=True)
-class _Epoch:
-    """An epoch that was requested."""
-
-    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
-    is_planned: bool = False
 
 
 class Executors:
@@ -46,7 +40,8 @@ class Executors:
     def __init__(self) -> None:
         self._batches = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")
         self._text = ThreadPoolExecutor(2, thread_name_prefix="penstock-text")
-        self._epochs = defaultdict[Hashable, _Epoch](_Epoch)
+        self._planning = defaultdict[Hashable, asyncio.Lock](asyncio.Lock)  # by epoch
+        self._planned = set[Hashable]()
 
     async def make_batches(self, make: Callable[[], _T]) -> _T:
         """Runs `make`, which makes batches and does not block."""
@@ -65,14 +60,14 @@ class Executors:
 
         Otherwise many ranks that start an epoch would take all threads to wait for its plan.
         """
-        if epoch not in self._epochs and len(self._epochs) >= _REMEMBERED_EPOCHS:
-            self._epochs.clear()
-        known = self._epochs[epoch]
-        if not known.is_planned:
-            async with known.planning:
-                if not known.is_planned:
+        if epoch not in self._planned:
+            if epoch not in self._planning and len(self._planning) >= _REMEMBERED_EPOCHS:
+                self._planning.clear()
+                self._planned.clear()
+            async with self._planning[epoch]:
+                if epoch not in self._planned:
                     made = await self.run_blocking(make)
-                    known.is_planned = True
+                    self._planned.add(epoch)
                     return made
         return await self.make_batches(make)
 
@@ -89,25 +84,50 @@ async def _run(threads: ThreadPoolExecutor, make: Callable[[], _T]) -> _T:
         raise
 
 
-@dataclass(slots=True)
 class Requested:
-    """Blocks of a chunk, or futures of them, until `forget` releases the futures."""
+    """Requested blocks of a chunk: each is a block, or a future of one until `forget` releases it."""
 
-    chunk: Chunk
-    blocks: Sequence[Any]
+    def __init__(self, blocks: Sequence[Asked]) -> None:
+        self._blocks = blocks
+        self.futures = [block for block in blocks if isinstance(block, Future)]
 
     @property
-    def futures(self) -> list[Future[Any]]:
-        """The futures among the blocks."""
-        return [block for block in self.blocks if isinstance(block, Future)]
+    def num_done(self) -> int:
+        """Number of futures whose block, or its rows, are read."""
+        return sum(future.done() or (isinstance(future, RowsFuture) and future.is_decoded) for future in self.futures)
 
-    def result(self) -> list[Any]:
-        """Returns the loaded blocks. Raises what loading one raised."""
-        return [block if isinstance(block, Block) else block.result() for block in self.blocks]
+    def when_done(self) -> asyncio.Event:
+        """Returns an event that is set when all blocks are loaded, or one has failed.
+
+        asyncio.wrap_future would create objects for each of dozens of blocks: tens of kilobytes per request, and many requests
+        start at once.
+        """
+        loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+        left = count(len(self.futures) - 1, -1)  # several threads count down; each value is returned only once
+
+        def done(future: Future[Block]) -> None:
+            is_last = next(left) == 0
+            if (is_last or future.cancelled() or future.exception()) and not loop.is_closed():
+                loop.call_soon_threadsafe(is_over.set)
+
+        for future in self.futures:
+            future.add_done_callback(done)
+        if not self.futures:
+            is_over.set()
+        return is_over
+
+    def result(self) -> list[Block]:
+        """Returns the loaded blocks. Raises what loading one raised, also while others are still loading."""
+        for future in self.futures:
+            if future.done() and (error := future.exception()):
+                raise error.with_traceback(None)  # all waiters raise this instance, and each would extend its traceback
+        return [block.result() if isinstance(block, Future) else block for block in self._blocks]
 
     def forget(self) -> None:
-        """Releases the futures: blocks without other waiters are not made."""
-        self.chunk.forget(self.futures)
+        """Cancels the futures of rows. No other request waits for them."""
+        for future in self.futures:
+            if isinstance(future, RowsFuture):
+                future.cancel()
 
 
 class Unclaimed:

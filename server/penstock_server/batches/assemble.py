@@ -8,10 +8,8 @@ the geometry of an epoch does not change, and the row at each position depends o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +18,6 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import MemberSpans, Plan
 from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.blocks.block import Block
-from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.blocks.store import Asked
 from penstock_server.order.arrays import IntArray, by_value, in_order, places_in
 from penstock_server.order.packing import STREAM, Spans
@@ -53,18 +50,19 @@ class Chunk:
         return mapped
 
     def request(self) -> list[Asked]:
-        """Returns, for all needs, blocks, futures of blocks, or futures of the needed rows of uncached blocks."""
-        return [requested for need in self.needs for requested in _request(need)]
+        """Returns, for all needs, blocks, or futures of blocks; of uncached blocks the needed rows alone are tokenized."""
+        requested: list[Asked] = []
+        for need in self.needs:
+            blocks, spans = need.member.blocks, need.spans
+            if spans.rows[0] == STREAM:  # only the block has the offsets of its rows
+                requested += blocks.request(need.blocks)
+            else:
+                requested += blocks.request_rows(need.blocks, spans.blocks, spans.rows, need.member.order_key.split)
+        return requested
 
     def read_ahead(self) -> None:
         """Loads the blocks that the job will need next in the background."""
         self.plan.read_ahead(self.epoch, self.steps[-1])
-
-    def forget(self, futures: Sequence[Future[Any]]) -> None:
-        """Cancels futures of `request` whose rows no other request waits for."""
-        for future in futures:
-            if isinstance(future, RowsFuture):
-                future.cancel()
 
 
 def steps_per_chunk(plan: Plan) -> int:
@@ -85,17 +83,9 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
         yield Chunk(plan, epoch, rank, part, plan.spans(epoch, rank, part))
 
 
-def load(chunk: Chunk) -> Sequence[Block]:
+def load(chunk: Chunk) -> list[Block]:
     """Loads the blocks of a chunk, or the rows that it needs, now. Raises what Blocks.get raises."""
-    return chunk.mapped() or [block if isinstance(block, Block) else block.result() for block in chunk.request()]
-
-
-def _request(need: MemberSpans) -> Sequence[Asked]:
-    blocks, spans = need.member.blocks, need.spans
-    if spans.rows[0] == STREAM:  # only the block has the offsets of its rows
-        return blocks.request(need.blocks)
-
-    return blocks.request_rows(need.blocks, spans.blocks, spans.rows, need.member.order_key.split)
+    return [block if isinstance(block, Block) else block.result() for block in chunk.request()]
 
 
 def gather(chunk: Chunk, blocks: Sequence[Block]) -> Samples:
@@ -160,8 +150,7 @@ def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tup
         raise member.blocks.quarantine.bad_row(block, index, bad[0])
     if block.has_good:
         return index, block, block.replacements[rows]
-    for other in _neighbours(member, index, 1):
-        neighbour = _of_split(member, other)
+    for other, neighbour in _neighbours(member, index, 1):
         if neighbour.has_good:
             return other, neighbour, neighbour.replacements[rows % neighbour.num_rows]
     address = member.snapshot.block(index)
@@ -180,22 +169,17 @@ def rows_replaced_by(member: Member, index: int, block: Block, row: int) -> Iter
         yield index, np.array([row])
         return
     yield index, np.flatnonzero(block.replacements == row)
-    for other in _neighbours(member, index, -1):
-        neighbour = _of_split(member, other)
+    for other, neighbour in _neighbours(member, index, -1):
         if neighbour.has_good:
             return
         yield other, np.flatnonzero(block.replacements[np.arange(neighbour.num_rows) % block.num_rows] == row)
 
 
-def _neighbours(member: Member, index: int, step: int) -> list[int]:
-    """Returns the blocks with rows of the split after a block (step 1) or before it (step -1), on the ring of blocks."""
+def _neighbours(member: Member, index: int, step: int) -> Iterator[tuple[int, Block]]:
+    """Yields the blocks with rows of the split after a block (step 1) or before it (step -1), on the ring of blocks."""
     with_rows = np.flatnonzero(member.index.rows_per_block(member.order_key.split))
     at = int(np.searchsorted(with_rows, index))
     turns = np.arange(1, min(_MAX_BLOCKS, len(with_rows) - 1) + 1)
-    neighbours: list[int] = with_rows[(at + step * turns) % len(with_rows)].tolist()
-    return neighbours
-
-
-def _of_split(member: Member, index: int) -> Block:
-    [block] = member.blocks.get([index], member.order_key.split)
-    return block
+    for other in with_rows[(at + step * turns) % len(with_rows)].tolist():
+        [block] = member.blocks.get([other], member.order_key.split)
+        yield other, block

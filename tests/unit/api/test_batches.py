@@ -9,16 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from penstock_server.api import batches, service
-from penstock_server.api.batches import preferred_wait, when_done
+from penstock_server.api.batches import preferred_wait
 from penstock_server.api.service import InFlight, Requested, Unclaimed
 from penstock_server.app import create_app
 from penstock_server.batches.writer import frames
+from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.recipes import encode
@@ -113,7 +113,8 @@ def test_client_that_prefers_not_to_wait_gets_the_progress_and_the_work_continue
 
 def test_unclaimed_blocks_are_forgotten_when_the_request_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_KEPT_SECONDS", 0.01)
-    first, second, third = (Requested(Mock(), ["block"]) for _ in range(3))
+    futures = [RowsFuture() for _ in range(3)]
+    first, second, third = (Requested([future]) for future in futures)
 
     async def leave() -> None:
         unclaimed = Unclaimed()
@@ -125,8 +126,7 @@ def test_unclaimed_blocks_are_forgotten_when_the_request_is_not_repeated(monkeyp
         assert unclaimed.take("b") is None
 
     asyncio.run(leave())
-    is_forgotten = [requested.chunk.forget.called for requested in (first, second, third)]  # type: ignore[attr-defined]
-    assert is_forgotten == [True, False, True]
+    assert [future.cancelled() for future in futures] == [True, False, True]
 
 
 @pytest.mark.parametrize("query", ["", "&length_bucket_size=4"])
@@ -160,7 +160,7 @@ def futures_of(count: int, num_done: int = 0) -> list[Future[Any]]:
 def test_wait_ends_with_the_last_block() -> None:
     async def main() -> None:
         futures = futures_of(3, num_done=1)
-        is_over = when_done(futures)
+        is_over = Requested(futures).when_done()
         with ThreadPoolExecutor(1) as threads:
             threads.submit(futures[1].set_result, "block").result()
             await asyncio.sleep(0.01)
@@ -175,7 +175,7 @@ def test_wait_ends_with_the_last_block() -> None:
 def test_wait_ends_when_a_block_fails(num_done: int) -> None:
     async def main() -> None:
         futures = futures_of(3, num_done)
-        is_over = when_done(futures)
+        is_over = Requested(futures).when_done()
         futures[2].set_exception(OSError("broken"))
         await asyncio.wait_for(is_over.wait(), 10)
 
@@ -185,7 +185,7 @@ def test_wait_ends_when_a_block_fails(num_done: int) -> None:
 @pytest.mark.parametrize("count", [0, 2])
 def test_wait_for_blocks_that_are_loaded_ends_at_once(count: int) -> None:
     async def main() -> None:
-        await asyncio.wait_for(when_done(futures_of(count, num_done=count)).wait(), 10)
+        await asyncio.wait_for(Requested(futures_of(count, num_done=count)).when_done().wait(), 10)
 
     asyncio.run(main())
 
@@ -194,7 +194,7 @@ def test_block_loaded_after_the_loop_is_closed_logs_nothing(caplog: pytest.LogCa
     [future] = futures_of(1)
 
     async def main() -> None:
-        when_done([future])
+        Requested([future]).when_done()
 
     asyncio.run(main())
     future.set_result("block")

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock_server.api.service import Requested
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import provenance
@@ -245,7 +246,7 @@ def test_cancelled_rows_are_not_tokenized(write: Callable[..., Path], monkeypatc
     [chunk] = chunks(plan, 0, 0, range(1))
     futures: list[Any] = chunk.request()
     assert read.wait(30)
-    chunk.forget(futures)
+    Requested(futures).forget()
     go_on.set()
     store = catalog["d"].latest.blocks._store
     deadline = time.monotonic() + 30
