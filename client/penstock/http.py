@@ -12,12 +12,13 @@ import time
 from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from ipaddress import ip_address, ip_network
 from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -162,7 +163,7 @@ class HttpClient:
     def _connect(self, server: str) -> HTTPConnection:
         if server not in self._routes:
             self._routes[server] = _route_to(server)
-        connection = self._routes[server].connection(min(_CONNECT_SECONDS, self._silence_seconds))
+        connection = self._routes[server].connection(timeout=min(_CONNECT_SECONDS, self._silence_seconds))
         connection.connect()
         opened: socket.socket = connection.sock
         opened.settimeout(self._silence_seconds)
@@ -263,50 +264,48 @@ def _is_free(buffer: bytearray) -> bool:
 
 
 class _Route(NamedTuple):
-    """How to reach a server: a factory of connections with a connect timeout, the start of each target, and headers."""
+    """How to reach a server: a factory of connections with a `timeout`, the start of each target, and headers."""
 
-    connection: Callable[[float], HTTPConnection]
+    connection: Callable[..., HTTPConnection]
     prefix: str
     headers: dict[str, str]
 
 
 def _route_to(server: str) -> _Route:
     """Raises SpecError: the environment names an unusable proxy, or certificates that cannot be read."""
-    address = urlsplit(server)
-    context = tls_context() if address.scheme == "https" else None
-    name = proxy_of(server)
+    address, name = urlsplit(server), proxy_of(server)
+    is_tls = address.scheme == "https"
+    connect = partial(HTTPSConnection, context=tls_context()) if is_tls else HTTPConnection
     if name is None:
-        return _Route(lambda seconds: _connection(address.hostname, address.port, seconds, context), address.path, {})
+        return _Route(partial(connect, *_host_and_port(address)), address.path, {})
     proxy = urlsplit(getproxies()[name.removesuffix("_PROXY").lower()])
     try:
-        host, port = proxy.hostname, proxy.port or 80
+        host, port = _host_and_port(proxy)
     except ValueError:
-        host, port = None, 0
+        host, port = "", 0
     if proxy.scheme != "http" or not host:
         raise SpecError(f"{name} is not a proxy that can be used: give http://HOST:PORT, or unset it", ("servers",))
     login = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}"
     headers = {"Proxy-Authorization": f"Basic {b64encode(login.encode()).decode()}"} if proxy.username else {}
-    if context is None:
-        return _Route(lambda seconds: HTTPConnection(host, port, timeout=seconds), server, headers)
+    if not is_tls:
+        return _Route(partial(connect, host, port), server, headers)
 
-    def tunnel(seconds: float) -> HTTPConnection:
-        connection = _connection(host, port, seconds, context)
-        connection.set_tunnel(str(address.hostname), address.port or 443, headers)
+    def tunnel(timeout: float) -> HTTPConnection:
+        connection = connect(host, port, timeout=timeout)
+        connection.set_tunnel(*_host_and_port(address), headers)
         return connection
 
     return _Route(tunnel, address.path, {})
 
 
-def _connection(host: str | None, port: int | None, seconds: float, context: ssl.SSLContext | None) -> HTTPConnection:
-    if context is None:
-        return HTTPConnection(str(host), port or 80, timeout=seconds)
-    return HTTPSConnection(str(host), port or 443, timeout=seconds, context=context)
+def _host_and_port(address: SplitResult) -> tuple[str, int]:
+    return address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
 
 
 def proxy_of(server: str) -> str | None:
     """Return the environment variable of the proxy for this server; None without a proxy."""
     address, known = urlsplit(server), getproxies()
-    host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
+    host, port = _host_and_port(address)
     if proxy_bypass(host) or proxy_bypass(f"{host}:{port}") or _is_in_networks(host, known.get("no", "")):
         return None
     return next((f"{name.upper()}_PROXY" for name in (address.scheme, "all") if name in known), None)

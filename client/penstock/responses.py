@@ -36,21 +36,19 @@ class TransientError(Exception):
     """This attempt failed, and another may succeed.
 
     after_seconds  delay that the server requests before the next attempt
+    share          share of the server's work that is done, from 0 to 1
     received       the bytes of the body that arrived
     """
 
-    def __init__(self, reason: str, *, after_seconds: float = 0.0, received: bytes | memoryview = b"") -> None:
+    def __init__(
+        self, reason: str, *, after_seconds: float = 0.0, share: float = 0.0, received: bytes | memoryview = b""
+    ) -> None:
         super().__init__(reason)
-        self.after_seconds = after_seconds
-        self.received = received
+        self.after_seconds, self.share, self.received = after_seconds, share, received
 
 
 class IndexNotReady(TransientError):
-    """The server counts the tokens that the request needs; `share` of the work is done, from 0 to 1."""
-
-    def __init__(self, reason: str, *, after_seconds: float, share: float) -> None:
-        super().__init__(reason, after_seconds=after_seconds)
-        self.share = share
+    """The server counts the tokens that the request needs."""
 
 
 class BlocksNotReady(IndexNotReady):
@@ -69,6 +67,14 @@ class UnexpectedServer(TransientError):
     """The response is not a penstock server's, but another program's or a load balancer's."""
 
 
+_TRANSIENT: Mapping[str, type[TransientError]] = {
+    "index-not-ready": IndexNotReady,
+    "blocks-not-ready": BlocksNotReady,
+    "busy": Busy,
+    "dataset-unavailable": Unavailable,
+}
+
+
 def failure_of(
     url: str, status: int, headers: Mapping[str, str], body: bytes, by_proxy: str = ""
 ) -> TransientError | PenstockError:
@@ -82,11 +88,9 @@ def failure_of(
     detail = problem.get("detail") or f"HTTP status {status}"
     if refusal := _REFUSALS.get(slug):
         return refusal(detail)
-    if slug in ("index-not-ready", "blocks-not-ready"):
-        kind = IndexNotReady if slug == "index-not-ready" else BlocksNotReady
-        return kind(detail, after_seconds=after_seconds, share=_share(problem))
-    if slug in ("dataset-unavailable", "busy"):
-        return (Busy if slug == "busy" else Unavailable)(detail, after_seconds=after_seconds)
+    if kind := _TRANSIENT.get(slug):
+        share = int(problem.get("done", 0)) / max(int(problem.get("total", 0)), 1)
+        return kind(detail, after_seconds=after_seconds, share=share)
     reason = detail if slug else detail.rstrip(".") + by_proxy
     if status in (408, 425, 429) or status >= 500:
         return TransientError(reason, after_seconds=after_seconds)
@@ -110,11 +114,6 @@ def _problem(body: bytes) -> dict[str, str]:
     except ValueError:
         return {}
     return {str(name): str(value) for name, value in content.items()} if isinstance(content, dict) else {}
-
-
-def _share(problem: Mapping[str, str]) -> float:
-    """Return the share of the work that is done, from 0 to 1; 0 if the problem does not say."""
-    return int(problem.get("done", 0)) / max(int(problem.get("total", 0)), 1)
 
 
 def _seconds(retry_after: str) -> float:

@@ -152,12 +152,12 @@ class Transport:
         """Close the connections."""
         if os.getpid() == self._process:  # a fork would close its parent's connections
             self._http.close()
-            self._log.end_bar()
+            self._log.bar.clear()
 
     def _attempt(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None = None) -> T:
         """Try one server. Raises TransientError: retry on another server. Raises PenstockError: the server refused."""
         try:
-            result = self._ask_until_prepared(server, target, decode, then)
+            result = self._ask(server, target, decode, then)
         except IndexNotReady as progress:
             self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
             self._log.progress(progress)
@@ -167,56 +167,52 @@ class Transport:
                 raise _Interrupted(f"interrupted while reading from {server}") from failure
             if isinstance(failure, TransientError) or len(self._servers) > 1:
                 self.num_retries += 1
-                after_seconds = failure.after_seconds if isinstance(failure, TransientError) else 0.0
-                self._log.failed(server, failure, self._servers.failed(server, after_seconds))
+                next_server = self._servers.failed(server, getattr(failure, "after_seconds", 0.0))
+                self._log.failed(server, failure, next_server)
             raise
-        is_back_home = self._servers.answered(server)
-        self._log.answered(server, is_back_home=is_back_home)
+        self._log.answered(server, is_back_home=self._servers.answered(server))
         return result
 
-    def _ask_until_prepared(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None) -> T:
+    def _ask(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None) -> T:
+        """Ask one server, again while it prepares the blocks. Raises as `_attempt` does."""
         share, since = -1.0, 0.0
         while True:
             try:
-                return self._ask(server, target, decode, then)
+                body = self._http.get(server, target, then=then)
+                self.num_bytes += len(body)
+                return decode(body)
             except BlocksNotReady as progress:
                 self._log.progress(progress)
                 if progress.share != share:
                     share, since = progress.share, time.monotonic()
                 elif time.monotonic() - since > _STUCK_SECONDS:
                     raise TransientError(f"{progress} It has made no progress for {_STUCK_SECONDS:.0f} seconds") from None
-
-    def _ask(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None) -> T:
-        try:
-            body = self._http.get(server, target, then=then)
-            self.num_bytes += len(body)
-            return decode(body)
-        except WireError as damage:
-            self.num_corrupted += 1
-            self._http.close()  # a kept connection may hold the rest of another response
-            raise TransientError(str(damage)) from damage
-        except (Unavailable, UnexpectedServer) as failure:
-            if not self._first_contact:
+            except WireError as damage:
+                self.num_corrupted += 1
+                self._http.close()  # a kept connection may hold the rest of another response
+                raise TransientError(str(damage)) from damage
+            except TransientError as fault:
+                self.num_bytes += len(fault.received)
+                if self._first_contact and isinstance(fault, Unavailable | UnexpectedServer):
+                    raise (DataError if isinstance(fault, Unavailable) else PenstockError)(str(fault)) from None
                 raise
-            kind = DataError if isinstance(failure, Unavailable) else PenstockError
-            raise kind(str(failure)) from None
-        except TransientError as fault:
-            self.num_bytes += len(fault.received)
-            raise
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
-        reasons = "; ".join(f"{server}: {failure}".rstrip(".") for server, failure in failures.items())
         return ServerUnavailable(
             f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers.addresses)}; the last "
-            f"attempts failed with {reasons}. Start the server (penstock serve DATA_DIR) or correct the address; a run "
-            f"resumes from its last checkpoint."
+            f"attempts failed with {_reasons(failures)}. Start the server (penstock serve DATA_DIR) or correct the address; a "
+            f"run resumes from its last checkpoint."
         )
+
+
+def _reasons(failures: Mapping[str, Exception]) -> str:
+    return "; ".join(f"{server}: {failure}".rstrip(".") for server, failure in failures.items())
 
 
 def _refusal(failures: Mapping[str, Exception]) -> Exception:
     """Return the error to raise after all servers refused."""
-    first, *others = failures.values()
-    if not others:
+    first = next(iter(failures.values()))
+    if len(failures) == 1:
         return first
     lines = "\n".join(f"{server}: {refusal}" for server, refusal in failures.items())
     return type(first)(f"all {len(failures)} servers refuse.\n{lines}")
@@ -299,8 +295,7 @@ class RetryLog:
         self._num_failures = 0
         self._stages: set[str] = set()  # logged in this outage
         self._logged_at: dict[str, float] = {}
-        self._bar = StatusLine()
-        self._is_bar_drawn = False
+        self.bar = StatusLine()
 
     def failed(self, server: str, failure: Exception, next_server: str) -> None:
         """Log a failed attempt and the next server, which may be the same."""
@@ -311,12 +306,11 @@ class RetryLog:
 
     def all_failed(self, failures: Mapping[str, Exception]) -> None:
         """Log that all servers failed, with their failures."""
-        reasons = "; ".join(f"{server}: {failure}" for server, failure in failures.items())
-        self._log_once("all failed", f"no server has answered ({reasons}); {self._retrying}")
+        self._log_once("all failed", f"no server has answered ({_reasons(failures)}); {self._retrying}")
 
     def answered(self, server: str, *, is_back_home: bool) -> None:
         """Log the end of an outage: a server answered."""
-        self.end_bar()
+        self.bar.clear()
         if self._stages:
             _log(f"{server} answers after {counted(self._num_failures, 'failed attempt')}")
             self._stages.clear()
@@ -326,18 +320,11 @@ class RetryLog:
 
     def progress(self, progress: IndexNotReady) -> None:
         """Draw a progress bar on the terminal of the first rank; log a line now and then elsewhere."""
-        if self._bar.is_seen and os.environ.get("RANK", "0") == "0":
+        if self.bar.is_seen and os.environ.get("RANK", "0") == "0":
             done = round(_BAR_WIDTH * progress.share)
-            self._bar.draw(f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}")
-            self._is_bar_drawn = True
+            self.bar.draw(f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}")
         else:
             self._log("progress", str(progress))
-
-    def end_bar(self) -> None:
-        """Clear the progress bar, if it is drawn."""
-        if self._is_bar_drawn:
-            self._bar.clear()
-            self._is_bar_drawn = False
 
     def _log_once(self, stage: str, text: str) -> None:
         if stage not in self._stages and self._log(stage, text):
