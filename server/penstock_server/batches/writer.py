@@ -257,9 +257,16 @@ class _Copies(NamedTuple):
         """Returns the copies from elements that are cast already. Raises IndexError: a copy exceeds its source."""
         if self.there == self.here:
             return self
-        values = np.frombuffer(joined(self.memory, self.numbers, self.starts, self.nbytes), self.there).astype(self.here)
-        nbytes = self.nbytes // self.there.itemsize * self.here.itemsize
-        return _Copies([pa.py_buffer(values)], self.begins, np.zeros_like(nbytes), np.cumsum(nbytes) - nbytes, nbytes)
+        starts, lengths = self.starts // self.there.itemsize, self.nbytes // self.there.itemsize
+        begins = np.cumsum(lengths) - lengths
+        values = np.empty(int(lengths.sum()), self.here)
+        for number, begin, start, length in zip(*(c.tolist() for c in (self.numbers, begins, starts, lengths)), strict=True):
+            source = np.frombuffer(self.memory[number], self.there)
+            if not 0 <= start <= start + length <= len(source):
+                raise IndexError("a piece of a body exceeds its source")
+            values[begin : begin + length] = source[start : start + length]
+        size = self.here.itemsize
+        return _Copies([pa.py_buffer(values)], self.begins, np.zeros_like(begins), begins * size, lengths * size)
 
 
 class Pieces:
