@@ -135,16 +135,10 @@ def test_replay_consumes_nothing_and_warns_of_it(server: Server) -> None:
         assert {**data.state_dict(), "start": None} == {**state, "start": None}
 
 
-@pytest.mark.parametrize("replay", [0, -1, True, 1.5])
-def test_replay_must_be_a_positive_integer(server: Server, replay: object) -> None:
-    with pytest.raises(SpecError, match="replay must be a whole number from 1"):
-        dataset(server, replay=replay)
-
-
-@pytest.mark.parametrize("name", ["prefetch_bytes", "retry_seconds"])
-def test_amounts_must_not_be_negative(server: Server, name: str) -> None:
-    with pytest.raises(SpecError, match=f"{name} must be >= 0, not -1"):
-        dataset(server, **{name: -1})
+@pytest.mark.parametrize(("name", "value"), [("replay", 0), ("prefetch_bytes", -1), ("retry_seconds", -1)])
+def test_numbers_out_of_bounds_are_refused(server: Server, name: str, value: int) -> None:
+    with pytest.raises(SpecError, match=f"{name} must be .*, not {value}"):
+        dataset(server, **{name: value})
 
 
 def test_parameters_may_be_numpy_integers(server: Server) -> None:
@@ -152,15 +146,6 @@ def test_parameters_may_be_numpy_integers(server: Server) -> None:
     data.set_epoch(np.int64(1))  # type: ignore[arg-type]
     assert (data.rank, data.world_size, data.epoch) == (0, 1, 1)
     assert len(list(data)) == len(data)
-
-
-def test_loop_warns_once_of_a_later_batch_without_loss(serve: Serve, tmp_path: Path) -> None:
-    write_pairs(tmp_path / "pairs", [("fox", "dog"), *[("the quick brown fox jumps over " * 2, "dog")] * 5])
-    with serve(tmp_path, "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json"))) as server:
-        data = RemoteDataset(server.url, "pairs", batch_size=1, seq_len=10, shuffle="none")
-        with pytest.warns(UserWarning, match=r"no token has loss in batch 2: all of its labels") as told:
-            assert len(list(data)) == 6
-    assert [Path(warning.filename).name for warning in told if "has loss" in str(warning.message)] == ["test_loop.py"]
 
 
 def test_first_rank_warns_once_of_truncated_rows_and_padding(serve: Serve, tmp_path: Path) -> None:
@@ -364,9 +349,6 @@ def test_gpu_batches_are_the_same_and_the_loop_never_waits(server: Server) -> No
 
 def test_unknown_rank_is_refused(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SpecError, match="RANK=None and WORLD_SIZE=2"):
-        dataset(server)
     for wrong in ("2", "-1", "first", "\N{SUPERSCRIPT ONE}"):
         monkeypatch.setenv("RANK", wrong)
         with pytest.raises(SpecError, match="0 <= RANK < WORLD_SIZE"):

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.audit.report import as_json
 from penstock.ledger.begin import Begin
-from support.ledgers import FIRST, append, begin_of, id_of, lines_of, report_on, words
+from support.ledgers import FIRST, append, begin_of, id_of, report_on, words
 
 
 def under_own_id(begin: Begin) -> Begin:
@@ -79,21 +79,6 @@ def test_lineage_continues_through_abandoned_starts(ledger: Path) -> None:
         {"epoch": 0, "first_step": 12, "last_step": 13, "start": 2, "resumed_by": 3},
         {"epoch": 1, "first_step": 7, "last_step": 8, "start": 3, "resumed_by": 4},
     ]
-
-
-def test_start_in_an_earlier_epoch_discards_the_later_one_on_all_ranks(ledger: Path) -> None:
-    for rank in range(2):
-        append(ledger, begin_of(rank, world_size=2), range(10), ends=True)
-        append(ledger, begin_of(rank, world_size=2, epoch=1), range(4))
-        append(ledger, begin_of(rank, world_size=2, start=1, step=7), range(7, 10), ends=True)
-        append(ledger, replace(begin_of(rank, world_size=2, start=1, step=7), epoch=1, step=0), range(10), ends=True)
-    assert report_on(ledger).is_proven
-
-
-def test_start_discards_nothing_when_its_state_ended_an_epoch(ledger: Path) -> None:
-    append(ledger, begin_of(), range(20), ends=True)
-    append(ledger, replace(begin_of(start=1, step=20), epoch=1, step=0), range(20), ends=True)
-    assert report_on(ledger).is_proven
 
 
 def test_start_that_chose_an_earlier_epoch_repeats_samples(ledger: Path) -> None:
@@ -242,16 +227,6 @@ def test_starts_of_one_state_are_not_matched_when_a_rank_lacks_one(ledger: Path)
     assert "or was killed before its first batch" in words(ledger)
 
 
-@pytest.mark.parametrize("hours", [-2, 2])
-def test_clocks_of_ranks_and_starts_may_differ(ledger: Path, hours: int) -> None:
-    for rank in range(2):
-        begin = begin_of(rank, world_size=2)
-        append(ledger, replace(begin, time=begin.time + timedelta(hours=hours * rank)), range(4))
-    resumed = begin_of(start=1, offset=40)
-    append(ledger, replace(resumed, time=resumed.time + timedelta(hours=hours)), range(12), ends=True)
-    assert report_on(ledger).is_proven
-
-
 def test_every_start_may_resume_after_lost_lines(ledger: Path) -> None:
     for rank in range(2):
         for start in range(40):  # a machine that goes down loses the last lines of each
@@ -269,10 +244,3 @@ def test_start_counts_when_it_continues_after_a_later_one(ledger: Path) -> None:
     append(ledger, two, range(20), ends=True)
     append(ledger, replace(one, epoch=1, time=FIRST + timedelta(seconds=2)), range(20), ends=True)
     assert words(ledger).startswith("NOT PROVEN: samples trained on more than once: 100\n")
-
-
-def test_lines_of_workers_are_in_the_files_of_their_rank(ledger: Path) -> None:
-    for worker in (0, 1):
-        begin = replace(begin_of(), worker=worker, num_workers=2, pass_name=9)
-        Path(f"{ledger}.worker{worker}").write_text(lines_of(begin, range(worker, 20, 2), ends=True))
-    assert (report_on(ledger).is_proven, report_on(ledger).by_workers) == (True, True)
