@@ -10,7 +10,7 @@ from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
 
 EOS = "<|endoftext|>"
 PAD = "<pad>"
@@ -45,7 +45,8 @@ def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
     random = Random(seed)
     training = [" ".join(make(random).values()) for make in corpora.values() for _ in range(2_000)]
     path = out_dir / "tokenizer.json"
-    tokenizer = _train_tokenizer(training)
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(training, _MAX_VOCAB, min_frequency=0, show_progress=False, special_tokens=[EOS, PAD])
     path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # its `save` raises no OSError on a full disk
     yield f"{path}: byte-level BPE, {tokenizer.get_vocab_size():,} ids"
     for name, make in corpora.items():
@@ -60,20 +61,6 @@ def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
             pq.write_table(table, path, compression="zstd", row_group_size=_ROWS_PER_GROUP)
         (folder / "penstock.toml").write_text(_RECIPE, encoding="utf-8")
         yield f"{folder}: {rows:,} rows in {_SHARDS} shards"
-
-
-def _train_tokenizer(texts: list[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=_MAX_VOCAB,
-        special_tokens=[EOS, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
 
 
 def _story(random: Random) -> dict[str, str]:

@@ -24,25 +24,20 @@ _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn
 def main() -> int:
     """Run one command and return the process's exit status."""
     leaving = ExitWithoutTeardown()
-    try:
-        leaving.status = _run_unless_stopped()
-    except SystemExit as error:
-        leaving.status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        raise
-    return leaving.status
-
-
-def _run_unless_stopped() -> int:
     try:  # around most imports, too: Ctrl-C in the first moment would end in a traceback
         from penstock.cli.output import prepare_streams
 
         ends_as_usual()
         prepare_streams()
-        return _run()
+        leaving.status = _run()
     except KeyboardInterrupt:
         ends_at(signal.SIGINT)  # otherwise another Ctrl-C would end a wait for threads with a traceback
         print("penstock: stopped", file=sys.stderr)
-        return 130
+        leaving.status = 130
+    except SystemExit as error:
+        leaving.status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    return leaving.status
 
 
 def _run() -> int:

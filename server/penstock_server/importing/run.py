@@ -64,14 +64,15 @@ class Import:
                 readers |= dict.fromkeys(group, reader)
             check_names("--text", self.text, schemas.values())
             bar.set_description("write shards")
-            for narrow in (True, False):
-                plain_schemas = [(path, plain(schemas[path], narrow=narrow)) for path in self.files]
-                try:
-                    written = self._write(readers, merge(plain_schemas, self.columns), bar)
-                    return replace(written, streams=[path for path in paths["tokens"] if is_stream(path, self.documents)])
-                except IdsTooLarge:  # rare, so no earlier pass looks for such numbers
-                    bar.reset()
-        raise AssertionError("int64 holds all ids that are not refused")
+            try:
+                written = self._write(readers, self._merged(schemas, narrow=True), bar)
+            except IdsTooLarge:  # rare, so no earlier pass looks for such numbers
+                bar.reset()
+                written = self._write(readers, self._merged(schemas, narrow=False), bar)
+        return replace(written, streams=[path for path in paths["tokens"] if is_stream(path, self.documents)])
+
+    def _merged(self, schemas: Mapping[Path, pa.Schema], *, narrow: bool) -> pa.Schema:
+        return merge([(path, plain(schemas[path], narrow=narrow)) for path in self.files], self.columns)
 
     def _reader(self, format_: str, paths: Sequence[Path]) -> Reader:
         if format_ == "csv":
