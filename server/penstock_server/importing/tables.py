@@ -196,15 +196,14 @@ class JsonReader:
 
     def schemas(self) -> Mapping[Path, pa.Schema]:
         """Read all files, and return their columns."""
-        files = ", ".join(map(_file, self._paths))
         # Grouped first: json_group_structure keeps memory for every row. Ordered, so that fields keep the order of the lines.
         query = (
             f"SELECT json_group_structure(json) FROM (SELECT any_value(json) AS json, min(line) AS line FROM "
-            f"(SELECT json, row_number() OVER () AS line FROM read_ndjson_objects([{files}], "
+            f"(SELECT json, row_number() OVER () AS line FROM read_ndjson_objects($1, "
             f"maximum_object_size={_MAX_ROW_BYTES})) GROUP BY json_structure(json) ORDER BY line)"
         )
         try:
-            structure = json.loads(self._database.sql(query).fetchall()[0][0] or "{}")
+            structure = json.loads(self._database.execute(query, [[*map(_name, self._paths)]]).fetchall()[0][0] or "{}")
             if not isinstance(structure, dict):
                 self._check_objects()
                 structure = {}  # every object is empty
@@ -221,16 +220,11 @@ class JsonReader:
         chosen = [name for name in names if name in self._columns]
         if not chosen:
             return
-        columns = ", ".join(f"{_literal(name)}: {_literal(self._columns[name])}" for name in chosen)
-        values = ", ".join(
-            f"{_quoted(name)} ->> '$' AS {_quoted(name)}" if name in self._text else _quoted(name) for name in chosen
-        )
-        query = (
-            f"SELECT {values} FROM read_json({_file(path)}, format='newline_delimited', records=true, "
-            f"maximum_object_size={_MAX_ROW_BYTES}, columns={{{columns}}})"
-        )
+        values = ", ".join(_quoted(name) + (f" ->> '$' AS {_quoted(name)}" if name in self._text else "") for name in chosen)
+        options: dict[str, Any] = {"format": "newline_delimited", "records": "true", "maximum_object_size": _MAX_ROW_BYTES}
         try:
-            for batch in self._database.sql(query).to_arrow_reader(256):
+            rows = self._database.read_json(_name(path), columns={name: self._columns[name] for name in chosen}, **options)
+            for batch in rows.project(values).to_arrow_reader(256):
                 yield pa.Table.from_batches([batch])
         except duckdb.Error as error:
             raise ImportRefused(f"{path} cannot be imported: {_first_line(error)}. Nothing was written.") from error
@@ -277,12 +271,8 @@ def _first_line(error: BaseException) -> str:
     return str(error).split("\n")[0].removeprefix("Invalid Input Error: ")
 
 
-def _file(path: Path) -> str:
-    return _literal(glob.escape(str(path)))  # otherwise DuckDB reads x1.json for x[1].json
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+def _name(path: Path) -> str:
+    return glob.escape(str(path))  # otherwise DuckDB reads x1.json for x[1].json
 
 
 def _quoted(name: str) -> str:
