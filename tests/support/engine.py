@@ -20,8 +20,8 @@ from penstock_server.blocks.block import Block
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog
-from penstock_server.catalog.footers import FooterCache, read_folder
-from penstock_server.catalog.scan import FileStat, list_folder, state_of_folder
+from penstock_server.catalog.footers import FolderReader
+from penstock_server.catalog.scan import FileStat, list_folder
 from penstock_server.catalog.shard import Shard, numbers
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.index.index import Index
@@ -37,8 +37,8 @@ Loader = Callable[[], tuple[Blocks, Block]]
 
 def open_snapshot(folder: Path, default_tokenizer: Path | None = None) -> Snapshot:
     """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetInvalid: see FolderContents.snapshot."""
-    state = state_of_folder(folder, list_folder(folder).shards, default_tokenizer)
-    return read_folder(folder.name, folder, state, default_tokenizer, FooterCache(folder)).snapshot()
+    reader = FolderReader(folder, default_tokenizer)
+    return reader.read(reader.state(list_folder(folder).shards)).snapshot()
 
 
 def plan_of(catalog: Catalog, dataset: str, **spec: Any) -> Plan:

@@ -27,9 +27,9 @@ from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
-from penstock_server.catalog.footers import FolderContents, FooterCache, read_folder
+from penstock_server.catalog.footers import FolderContents, FolderReader
 from penstock_server.catalog.history import History, SnapshotRecord, open_notes
-from penstock_server.catalog.scan import SETTLED_SECONDS, FileStat, FolderState, list_folder, state_of_folder
+from penstock_server.catalog.scan import SETTLED_SECONDS, FileStat, FolderState, list_folder
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.index.index import Index
 from penstock_server.problems import DatasetInvalid, SnapshotGone
@@ -232,9 +232,8 @@ class DatasetLoader:
     def __init__(self, name: str, folder: Path, default_tokenizer: Path | None, store: BlockStore) -> None:
         self.folder = folder
         self.state = DatasetState(name=name, store=store)
-        self._tokenizer = default_tokenizer
         notes = open_notes(store.cache.folder, folder)
-        self._footers, self._history = FooterCache(folder, notes / "footers"), History(notes)
+        self._reader, self._history = FolderReader(folder, default_tokenizer, notes / "footers", name), History(notes)
         self._marked_at = dict[str, float]()  # by fingerprint, when its files were last marked as used
         self._seen: tuple[FolderState, float] | None = None  # the last folder state, and since when it is unchanged
         self._loaded: FolderState | None = None  # `state` is of this one; None if it was not settled
@@ -253,7 +252,7 @@ class DatasetLoader:
 
     def poll(self, shards: Mapping[str, FileStat]) -> bool:
         """Load the changes in the folder, whose shards have these stats. Return False if it is still being written to."""
-        folder_state, now = self._folder_state(shards), time.monotonic()
+        folder_state, now = self._reader.state(shards), time.monotonic()
         if self._seen is None or self._seen[0] != folder_state:
             self._seen = (folder_state, now)
         if folder_state == self._loaded and not self.state.error:
@@ -273,7 +272,7 @@ class DatasetLoader:
         Raises DatasetInvalid: the folder cannot be opened; the previous snapshots are still served.
         """
         self.catch_up()  # compare with the snapshot that all servers serve
-        return self._load(self._folder_state(shards), settled=False)
+        return self._load(self._reader.state(shards), settled=False)
 
     def catch_up(self) -> None:
         """Load the last snapshot of any server with the same cache folder, if the folder still has its shards.
@@ -285,8 +284,8 @@ class DatasetLoader:
             return
         try:
             present = list_folder(self.folder).shards
-            folder_state = self._folder_state({name: present[name] for name, _, _ in record.shards})
-            contents = self._read(folder_state, settled=False)
+            folder_state = self._reader.state({name: present[name] for name, _, _ in record.shards})
+            contents = self._reader.read(folder_state, settled=False)
             latest = self._open_latest(contents)
         except (OSError, KeyError, DatasetInvalid):  # the folder has changed since; the next poll reports it
             return
@@ -312,7 +311,7 @@ class DatasetLoader:
     def _load(self, folder_state: FolderState, *, settled: bool) -> Change:
         is_reliable, before, contents = settled or folder_state.is_settled(), self.state, None
         try:
-            contents = self._read(folder_state, settled=settled)
+            contents = self._reader.read(folder_state, settled=settled)
             latest = self._open_latest(contents)
             self._history.add(latest.snapshot)
             self._replace(latest, contents, None)
@@ -333,20 +332,6 @@ class DatasetLoader:
         if change.changed or change.recipe or before.error:
             log.info("%s: %s", before.name, change)
         return change
-
-    def _folder_state(self, shards: Mapping[str, FileStat]) -> FolderState:
-        return state_of_folder(self.folder, shards, self._tokenizer)
-
-    def _read(self, folder_state: FolderState, *, settled: bool) -> FolderContents:
-        return read_folder(
-            self.state.name,
-            self.folder,
-            folder_state,
-            self._tokenizer,
-            self._footers,
-            settled=settled,
-            before=self.state.contents,
-        )
 
     def _open_latest(self, contents: FolderContents) -> OpenSnapshot:
         before, snapshot = self.state.opened, contents.snapshot()

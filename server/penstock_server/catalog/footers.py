@@ -20,12 +20,15 @@ import pyarrow as pa
 
 from penstock.text import counted
 from penstock_server.catalog.history import read_note, write_note
-from penstock_server.catalog.scan import FileStat, FolderState, is_settled, state_of_folder
+from penstock_server.catalog.scan import FileStat, FolderState, is_settled, stat_of_file
 from penstock_server.catalog.shard import Shard, being_written, numbers, read_schema, read_shard
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.config import read_recipe
+from penstock_server.recipes.chat import TEMPLATE_FILES
+from penstock_server.recipes.config import read_recipe, read_toml
+from penstock_server.recipes.infer import FILE_NAME
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.tokenizer import TOKEN_FILES
 
 _FORMAT = 3  # of the note: raise it when a field of Shard changes its meaning
 _THREADS = 16  # waiting for disks, not for cores
@@ -52,61 +55,72 @@ class FolderContents:
         return snapshot
 
 
-def read_folder(
-    name: str,
-    folder: Path,
-    state: FolderState,
-    default_tokenizer: Path | None,
-    cache: FooterCache,
-    *,
-    settled: bool = False,
-    before: FolderContents | None = None,
-) -> FolderContents:
-    """Read a folder's recipe, and the footers of shards that are not cached; `settled` as in FooterCache.read.
-
-    A recipe that is the same as in `before` keeps its object, since blocks refer to it.
-
-    Raises DatasetInvalid: the recipe is wrong or being written, or no shard can be read to find the columns.
-    """
-    recipe = read_recipe(folder, _schema_of(folder, state.shards), default_tokenizer)
-    read = cache.read(state.shards, recipe, settled=settled)
-    if state_of_folder(folder, state.shards, default_tokenizer).recipe != state.recipe:  # the next poll would miss it
-        raise being_written(f"the recipe of {folder}")
-    if before and before.recipe_files == state.recipe and recipe_key(before.recipe, ()) == recipe_key(recipe, ()):
-        recipe = before.recipe
-    shards = {name: shard for name, shard in read.items() if isinstance(shard, Shard)}
-    failures = {name: str(error) for name, error in read.items() if isinstance(error, DatasetInvalid)}
-    return FolderContents(name, folder, recipe, state.recipe, shards, failures)
-
-
-class FooterCache:
-    """Cached footers of one folder's shards; with a `note`, they outlive a restart.
+class FolderReader:
+    """Reads the recipe and the shards of one folder. Footers are cached; with a `note`, they outlive a restart.
 
     The cache is for one recipe at a time: a shard's facts are about the recipe's columns. Not thread-safe.
     """
 
-    def __init__(self, folder: Path, note: Path | None = None) -> None:
-        self._folder, self._note = folder, note
+    def __init__(
+        self, folder: Path, default_tokenizer: Path | None = None, note: Path | None = None, name: str | None = None
+    ) -> None:
+        self.folder, self.name = folder, name or folder.name
+        self._tokenizer, self._note = default_tokenizer, note
+        self._before: FolderContents | None = None
         self._recipe, self._shards = "", dict[str, Shard]()
         content = read_note(note) if note else None
         if isinstance(content, tuple) and content[0] == _FORMAT:
             _, self._recipe, shards = content
             self._shards = {name: _unpacked(folder / name, *packed) for name, packed in shards.items()}
 
-    def read(
-        self, stats: Mapping[str, FileStat], recipe: Recipe, *, settled: bool = False
+    def state(self, shards: Mapping[str, FileStat]) -> FolderState:
+        """Return the state of the folder, whose shards have these stats."""
+        recipe = self.folder / FILE_NAME
+        try:
+            texts = [value for value in read_toml(recipe).values() if isinstance(value, str)]
+        except DatasetInvalid:  # no recipe, or reading it as a recipe reports the error
+            texts = []
+        # Some texts are file names, and "clean:strip" is a function in clean.py; the others match no file.
+        named = [self.folder / name for text in texts for name in (text, f"{text.partition(':')[0]}.py")]
+        if self._tokenizer:
+            named.append(self._tokenizer)
+        tokenizers = [path for path in named if path.suffix == ".json" or path == self._tokenizer]
+        paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in (*TEMPLATE_FILES, *TOKEN_FILES))]
+        return FolderState(shards, {str(path): file_stat for path in paths if (file_stat := stat_of_file(path))})
+
+    def read(self, state: FolderState, *, settled: bool = False) -> FolderContents:
+        """Read the recipe, and the footers of shards that are not cached. An unchanged recipe keeps its object.
+
+        `settled` says that the state has not changed for a while.
+
+        Raises DatasetInvalid: the recipe is wrong or being written, or no shard can be read to find the columns.
+        """
+        recipe = read_recipe(self.folder, _schema_of(self.folder, state.shards), self._tokenizer)
+        read = self._read_shards(state.shards, recipe, settled=settled)
+        if self.state(state.shards).recipe != state.recipe:  # the next poll would miss it
+            raise being_written(f"the recipe of {self.folder}")
+        before = self._before
+        if before and before.recipe_files == state.recipe and recipe_key(before.recipe, ()) == recipe_key(recipe, ()):
+            recipe = before.recipe
+        shards = {name: shard for name, shard in read.items() if isinstance(shard, Shard)}
+        failures = {name: str(error) for name, error in read.items() if isinstance(error, DatasetInvalid)}
+        self._before = FolderContents(self.name, self.folder, recipe, state.recipe, shards, failures)
+        return self._before
+
+    def _read_shards(
+        self, stats: Mapping[str, FileStat], recipe: Recipe, *, settled: bool
     ) -> dict[str, Shard | DatasetInvalid]:
         """Return the shards of these names, or the error of an invalid one, in the same order; forget all others.
 
-        A shard with a cached FileStat is not opened. A shard whose FileStat differs from the given one is an error: the next
-        poll reads it. `settled` says that the stats have not changed for a while.
+        A shard with a cached FileStat is not opened. A shard with another FileStat than expected is an error: the next poll
+        reads it.
         """
         key, began = _key(recipe), time.time()
         known = self._shards if key == self._recipe else {}
         cached = {name: known[name] for name, stat in stats.items() if name in known and known[name].stat == stat}
         missing = [name for name in stats if name not in cached]
         with ThreadPoolExecutor(_THREADS) as threads:
-            results = threads.map(lambda name: _try_read(self._folder / name, stats[name], recipe), missing)
+            results = threads.map(lambda name: _try_read(self.folder / name, stats[name], recipe), missing)
             read = dict(zip(missing, results, strict=True))
         shards = cached | {
             name: shard

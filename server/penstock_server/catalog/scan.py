@@ -12,11 +12,7 @@ from errno import EILSEQ
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.chat import TEMPLATE_FILES
-from penstock_server.recipes.config import read_toml
 from penstock_server.recipes.infer import FILE_NAME
-from penstock_server.recipes.tokenizer import TOKEN_FILES
 
 SETTLED_SECONDS = 2.0  # a file this old is complete: a later write would change its FileStat
 
@@ -173,22 +169,6 @@ class FolderState:
         """Return whether every file is settled; see the function is_settled."""
         now = time.time()
         return all(is_settled(file_stat, now) for stats in (self.shards, self.recipe) for file_stat in stats.values())
-
-
-def state_of_folder(folder: Path, shards: Mapping[str, FileStat], default_tokenizer: Path | None) -> FolderState:
-    """Return the state of a folder whose shards have these stats."""
-    recipe = folder / FILE_NAME
-    try:
-        texts = [value for value in read_toml(recipe).values() if isinstance(value, str)]
-    except DatasetInvalid:  # no recipe, or reading it as a recipe reports the error
-        texts = []
-    # Some texts are file names, and "clean:strip" is a function in clean.py; the others match no file.
-    named = [folder / name for text in texts for name in (text, f"{text.partition(':')[0]}.py")]
-    if default_tokenizer:
-        named.append(default_tokenizer)
-    tokenizers = [path for path in named if path.suffix == ".json" or path == default_tokenizer]
-    paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in (*TEMPLATE_FILES, *TOKEN_FILES))]
-    return FolderState(shards, {str(path): file_stat for path in paths if (file_stat := stat_of_file(path))})
 
 
 def stat_of_file(path: Path) -> FileStat | None:

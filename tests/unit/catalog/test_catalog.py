@@ -24,7 +24,7 @@ from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog.catalog import Catalog
-from penstock_server.catalog.footers import read_folder
+from penstock_server.catalog.footers import FolderReader
 from penstock_server.catalog.scan import Scan, scan_folders
 from penstock_server.problems import DatasetInvalid, DatasetUnavailable, SnapshotGone, UnknownDataset
 from support.corpora import write_numbered, write_shard
@@ -230,12 +230,14 @@ def test_bug_in_one_dataset_does_not_affect_others(data: Path, open_all: Opener,
     write_numbered(data / "good", 3)
     write_numbered(data / "odd", 3)
 
-    def read(name: str, *rest: Any, **options: Any) -> Any:
-        if name == "odd":
-            raise ValueError("\udce9 is no text")
-        return read_folder(name, *rest, **options)
+    read = FolderReader.read
 
-    monkeypatch.setattr(dataset_module, "read_folder", read)
+    def failing(reader: FolderReader, *args: Any, **options: Any) -> Any:
+        if reader.name == "odd":
+            raise ValueError("\udce9 is no text")
+        return read(reader, *args, **options)
+
+    monkeypatch.setattr(FolderReader, "read", failing)
     monkeypatch.setattr(dataset_module, "log", Mock())  # it is Python's own traceback
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]

@@ -17,12 +17,10 @@ from starlette.testclient import TestClient
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.store import BlockStore
-from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog import history as history_module
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.catalog.describe import describe_dataset
-from penstock_server.catalog.footers import FolderContents, read_folder
-from penstock_server.catalog.scan import state_of_folder
+from penstock_server.catalog.footers import FolderContents, FolderReader
 from penstock_server.problems import DatasetInvalid
 from support import examples
 from support.corpora import write_shard
@@ -107,15 +105,17 @@ def test_refresh_fails_when_a_file_changes_meanwhile(
         link.unlink(missing_ok=True)
         link.symlink_to(version)
 
+    read = FolderReader.read
+
     def late(*args: Any, **options: Any) -> FolderContents:
         lead_to(versions[0])
-        return read_folder(*args, **options)
+        return read(*args, **options)
 
     lead_to(versions[0])
     catalog = open_all()
     lead_to(versions[1])
     with monkeypatch.context() as patch:
-        patch.setattr(dataset_module, "read_folder", late)
+        patch.setattr(FolderReader, "read", late)
         with pytest.raises(DatasetInvalid, match="is being written to: it changed while it was read"):
             catalog.refresh("link")
     lead_to(versions[1])
@@ -197,9 +197,10 @@ def test_description_follows_the_recipe_within_a_snapshot(tmp_path: Path) -> Non
 def test_folder_state_includes_the_default_tokenizer(folder: Path, tmp_path: Path, name: str) -> None:
     tokenizer = tmp_path / name
     tokenizer.write_text("{}")
-    before = state_of_folder(folder, {}, tokenizer)
-    assert state_of_folder(folder, {}, tokenizer) == before
+    reader = FolderReader(folder, tokenizer)
+    before = reader.state({})
+    assert reader.state({}) == before
     tokenizer.write_text('{"version": "1.0"}')
-    assert (changed := state_of_folder(folder, {}, tokenizer)) != before
+    assert (changed := reader.state({})) != before
     (tmp_path / "chat_template.jinja").write_text("")
-    assert state_of_folder(folder, {}, tokenizer) != changed
+    assert reader.state({}) != changed

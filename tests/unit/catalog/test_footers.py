@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_server.blocks.cache import CacheFolder
-from penstock_server.catalog.footers import FolderContents, FooterCache, read_folder
+from penstock_server.catalog.footers import FolderContents, FolderReader
 from penstock_server.catalog.history import drop_old_notes, open_notes, read_note, write_note
-from penstock_server.catalog.scan import FileStat, list_folder, state_of_folder
+from penstock_server.catalog.scan import FileStat, list_folder
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import DatasetInvalid
 from support.corpora import write_numbered
@@ -45,13 +45,12 @@ def age(folder: Path, mtime_ns: int = HOUR_AGO_NS) -> None:
         os.utime(path, ns=(mtime_ns, mtime_ns))
 
 
-def contents(folder: Path, cache: FooterCache, *, settled: bool = False) -> FolderContents:
-    state = state_of_folder(folder, list_folder(folder).shards, None)
-    return read_folder(folder.name, folder, state, None, cache, settled=settled)
+def contents(reader: FolderReader, *, settled: bool = False) -> FolderContents:
+    return reader.read(reader.state(list_folder(reader.folder).shards), settled=settled)
 
 
-def read(folder: Path, cache: FooterCache, *, settled: bool = False) -> Snapshot:
-    return contents(folder, cache, settled=settled).snapshot()
+def read(reader: FolderReader, *, settled: bool = False) -> Snapshot:
+    return contents(reader, settled=settled).snapshot()
 
 
 def write_shard(path: Path, ids: list[int]) -> None:
@@ -74,26 +73,26 @@ def opened() -> Iterator[list[str]]:
 
 
 def test_unchanged_shards_are_not_opened_again_after_restart(data: Path, note: Path) -> None:
-    footers = FooterCache(data, note)
+    footers = FolderReader(data, note=note)
     with opened() as names:
-        first = read(data, footers)
+        first = read(footers)
     assert set(names) == {"part-000.parquet", "part-001.parquet", "part-002.parquet"}
     with opened() as names:
-        assert read(data, footers).shards == first.shards
-        restarted = read(data, FooterCache(data, note))
+        assert read(footers).shards == first.shards
+        restarted = read(FolderReader(data, note=note))
     assert set(names) == {"part-000.parquet"}  # its columns decide the recipe
     assert restarted.shards == first.shards  # every field of them
     assert restarted.fingerprint == first.fingerprint
 
 
 def test_changed_shards_alone_are_opened(data: Path, note: Path) -> None:
-    before = read(data, FooterCache(data, note))
+    before = read(FolderReader(data, note=note))
     os.utime(data / "part-000.parquet", ns=(HOUR_AGO_NS, HOUR_AGO_NS + 1))
     write_shard(data / "part-001.parquet", [1, 2])
     (data / "part-002.parquet").unlink()
     write_shard(data / "part-003.parquet", [3])
     with opened() as names:
-        after = read(data, FooterCache(data, note))
+        after = read(FolderReader(data, note=note))
     assert set(names) == {"part-000.parquet", "part-001.parquet", "part-003.parquet"}
     assert after.shards[0].digest == before.shards[0].digest
     assert after.shards[0].stat.mtime_ns == before.shards[0].stat.mtime_ns + 1
@@ -105,11 +104,11 @@ def test_swapped_shards_are_read_again_when_size_and_mtime_are_equal(data: Path,
     for number in (0, 1):
         write_shard(data / f"part-00{number}.parquet", [number])
     age(data)
-    before = read(data, FooterCache(data, note)).shards
+    before = read(FolderReader(data, note=note)).shards
     (data / "part-000.parquet").rename(data / ".part")
     (data / "part-001.parquet").rename(data / "part-000.parquet")
     (data / ".part").rename(data / "part-001.parquet")
-    after = read(data, FooterCache(data, note)).shards
+    after = read(FolderReader(data, note=note)).shards
     assert [s.stat[:2] for s in after] == [s.stat[:2] for s in before]
     assert [s.digest for s in after[:2]] == [s.digest for s in before[1::-1]] != [s.digest for s in before[:2]]
 
@@ -130,7 +129,7 @@ def test_young_file_is_not_cached_unless_settled(data: Path, note: Path, settled
         path.write_bytes(content.read_bytes())
         content.unlink()
         os.utime(path, ns=(soon_ns, soon_ns))
-        snapshot = read(data, FooterCache(data, note), settled=settled)
+        snapshot = read(FolderReader(data, note=note), settled=settled)
         assert snapshot.vocab_size == 90
         largest = snapshot.shards[0].token_range
         # Settled says that the date has been seen for a while, and then a clock would have gone on.
@@ -143,7 +142,7 @@ def test_shard_is_read_again_when_its_mtime_was_restored(data: Path, note: Path)
         write_shard(data / ".part", ids)
         path.write_bytes((data / ".part").read_bytes())
         os.utime(path, ns=(HOUR_AGO_NS, HOUR_AGO_NS))
-        shard = read(data, FooterCache(data, note), settled=True).shards[0]
+        shard = read(FolderReader(data, note=note), settled=True).shards[0]
         assert (shard.stat.mtime_ns, shard.token_range) == (HOUR_AGO_NS, (1, ids[-1]))
 
 
@@ -154,33 +153,33 @@ def test_digest_covers_every_byte_of_a_long_footer(data: Path) -> None:
         note = "x" * 100_000 + letter + "x" * 900_000  # where no sample of the file is taken
         table = pq.read_table(data / "part-001.parquet").replace_schema_metadata({"note": note})
         pq.write_table(table, path)
-        digests.add(read(data, FooterCache(data)).shards[0].digest)
+        digests.add(read(FolderReader(data)).shards[0].digest)
     assert len(digests) == 2
 
 
 def test_damaged_note_is_made_again(data: Path, note: Path, caplog: pytest.LogCaptureFixture) -> None:
-    expected = read(data, FooterCache(data, note)).shards
+    expected = read(FolderReader(data, note=note)).shards
     whole = note.read_bytes()
     for damaged in (b"", whole[:-9], whole[:40], whole[:60] + bytes([whole[60] ^ 1]) + whole[61:], b"\xff" * 100):
         caplog.clear()
         note.write_bytes(damaged)
-        assert read(data, FooterCache(data, note)).shards == expected
+        assert read(FolderReader(data, note=note)).shards == expected
         assert "footers is damaged and will be made again" in caplog.text
         assert note.read_bytes() == whole
 
 
 def test_split_column_is_compared_with_a_new_first_shard(tmp_path: Path) -> None:
     (tmp_path / "penstock.toml").write_text("split_by = 'n'")
-    footers = FooterCache(tmp_path)
+    footers = FolderReader(tmp_path)
     for name, values in (("b", [7]), ("a", [7.0])):
         pq.write_table(pa.table({"tokens": pa.array([[1]], pa.list_(pa.int32())), "n": values}), tmp_path / f"{name}.parquet")
-        found = contents(tmp_path, footers, settled=True)
+        found = contents(footers, settled=True)
         assert list(found.shards) == [f"{name}.parquet"]
     assert "split_by" in found.failures["b.parquet"]
 
 
 def test_note_that_cannot_be_stored_is_logged(data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert read(data, FooterCache(data, Path("/dev/null/footers"))).num_rows == 90
+    assert read(FolderReader(data, note=Path("/dev/null/footers"))).num_rows == 90
     assert "forgets its content" in caplog.text
 
 
@@ -197,7 +196,7 @@ def test_shard_that_changes_while_it_is_read_is_invalid(data: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "open", overtaken)
     with pytest.raises(DatasetInvalid, match="part-000.parquet is being written to"):
-        read(data, FooterCache(data))
+        read(FolderReader(data))
 
 
 def test_notes_are_outside_the_cache_budget(tmp_path: Path) -> None:
@@ -237,7 +236,7 @@ def test_cached_shards_equal_read_shards(actions: list[tuple[str, int, list[int]
         data, note = Path(temporary) / "data", Path(temporary) / "note"
         data.mkdir()
         write_shard(data / "part-9.parquet", [1])
-        footers = FooterCache(data, note)
+        footers = FolderReader(data, note=note)
         for what, number, ids in actions:
             path, other = data / f"part-{number}.parquet", data / f"part-{(number + 1) % 4}.parquet"
             if what == "write":
@@ -246,7 +245,7 @@ def test_cached_shards_equal_read_shards(actions: list[tuple[str, int, list[int]
                 write_shard(data / ".part", ids)
                 (data / ".part").rename(path)
             elif what == "restart":
-                footers = FooterCache(data, note)
+                footers = FolderReader(data, note=note)
             elif what == "age":
                 age(data)
             elif path.exists() and what == "touch":
@@ -257,4 +256,4 @@ def test_cached_shards_equal_read_shards(actions: list[tuple[str, int, list[int]
                 path.rename(data / ".part")
                 other.rename(path)
                 (data / ".part").rename(other)
-            assert read(data, footers).shards == read(data, FooterCache(data)).shards
+            assert read(footers).shards == read(FolderReader(data)).shards
