@@ -94,7 +94,7 @@ class Requested:
     @property
     def num_done(self) -> int:
         """Number of futures whose block, or its rows, are read."""
-        return sum(future.done() or (isinstance(future, RowsFuture) and future.is_decoded) for future in self.futures)
+        return sum(future.done() or (isinstance(future, RowsFuture) and future.decoded is not None) for future in self.futures)
 
     def when_done(self) -> asyncio.Event:
         """Returns an event that is set when all blocks are loaded, or one has failed.

@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -34,15 +34,6 @@ _ENCODED_TOGETHER = 32 << 20  # bytes of rows; texts of 2 GiB do not fit into on
 _FINISHED_TOGETHER = 64 << 10  # bytes of rows that read-ahead tokenizes before it gives way to requests
 _UNUSED_SECONDS = 30.0  # unused for this long, decoded rows may be dropped to make room
 _PRESSED = 0.9  # fraction of the budget; above it, blocks are completed while requests wait, since that makes room
-
-
-class RowsFuture(Future[Block]):
-    """Future of the rows of one request; the result is the whole block if some of the rows are bad.
-
-    `is_decoded`: the rows are read, and wait to be tokenized together with others.
-    """
-
-    is_decoded = False
 
 
 class Decoded:
@@ -85,28 +76,26 @@ class Decoded:
         return joined.take(pa.array(starts[np.searchsorted(used, piece)] + row_in_piece))
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """Requested rows of one block; after decoding, these are rows `indices` of `decoded`."""
+class RowsFuture(Future[Block]):
+    """Requested rows of one block, and the future of these; its result is the whole block if some of the rows are bad.
 
-    at: BlockAddress
-    rows: IntArray
-    future: RowsFuture = field(default_factory=RowsFuture)
-    decoded: Decoded | None = None
-    indices: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    Until it is resolved, they are rows `indices` of `decoded`, after decoding.
+    """
 
-    def point_to(self, decoded: Decoded, indices: IntArray) -> None:
-        """Notes the decoded rows."""
-        self.decoded, self.indices, self.future.is_decoded = decoded, indices, True
+    def __init__(self, at: BlockAddress, rows: IntArray) -> None:
+        super().__init__()
+        self.at, self.rows, self.indices = at, rows, np.zeros(0, np.int64)
+        self.decoded: Decoded | None = None
 
     def resolve(self, result: Block | BaseException) -> None:
-        """Resolves the future, unless it is cancelled or done."""
-        if self.future.done() or not self.future.set_running_or_notify_cancel():
+        """Resolves the future, unless it is cancelled or done; lets go of the decoded rows."""
+        self.decoded = None
+        if self.done() or not self.set_running_or_notify_cancel():
             return
         if isinstance(result, BaseException):
-            self.future.set_exception(result)
+            self.set_exception(result)
         else:
-            self.future.set_result(result)
+            self.set_result(result)
 
 
 class RowsOnDemand:
@@ -128,12 +117,12 @@ class RowsOnDemand:
 
         The futures raise what RowGroupReader raises. Cancel one to release its rows.
         """
-        requests = [_Request(reader.snapshot.block(index), of_block) for index, of_block in rows.items()]
+        requests = [RowsFuture(reader.snapshot.block(index), of_block) for index, of_block in rows.items()]
         if requests:
             with self._idle:  # the thread cannot end before it is counted
                 self._requests.submit(self._serve, reader, requests, split)
                 self.num_requests += 1
-        return {request.at.index: request.future for request in requests}
+        return {request.at.index: request for request in requests}
 
     def finish(self, reader: RowGroupReader, address: BlockAddress) -> Block | None:
         """Stores a block, and gives way to requests before each small part. Returns None if there is no room for its rows."""
@@ -141,7 +130,7 @@ class RowsOnDemand:
         name = reader.names.of(address.index)
         decoded = self._find(name)
         if decoded is None and self._has_room(int(reader.snapshot.bytes_per_block[address.index])):
-            self._decode(reader, [_Request(address, np.zeros(0, np.int64))], "all")
+            self._decode(reader, [RowsFuture(address, np.zeros(0, np.int64))], "all")
             decoded = self._find(name)
         return self._complete(reader, decoded, gives_way=True) if decoded else None
 
@@ -156,10 +145,10 @@ class RowsOnDemand:
             while self.num_requests and self.held_bytes < _PRESSED * self.budget_bytes:
                 self._idle.wait(0.1)
 
-    def _serve(self, reader: RowGroupReader, requests: list[_Request], split: str) -> None:
+    def _serve(self, reader: RowGroupReader, requests: list[RowsFuture], split: str) -> None:
         """Serves the requests of one call: decodes row groups in parallel, and encodes the rows of many together."""
         try:
-            ready, nbytes = list[_Request](), 0
+            ready, nbytes = list[RowsFuture](), 0
             for request, decoded in self._with_decoded(reader, requests, split):
                 ready.append(request)
                 nbytes += decoded.nbytes * len(request.rows) // max(1, decoded.num_rows)
@@ -177,19 +166,23 @@ class RowsOnDemand:
                 self.num_requests -= 1
                 self._idle.notify_all()
 
-    def _with_decoded(self, reader: RowGroupReader, requests: list[_Request], split: str) -> Iterator[tuple[_Request, Decoded]]:
+    def _with_decoded(
+        self, reader: RowGroupReader, requests: list[RowsFuture], split: str
+    ) -> Iterator[tuple[RowsFuture, Decoded]]:
         """Yields the requests as soon as their rows are decoded. Resolves those whose row group cannot be read."""
-        cold = defaultdict[int, list[_Request]](list)
+        ready, cold = list[RowsFuture](), defaultdict[int, list[RowsFuture]](list)
         for request in requests:
-            if not (self._is_decoded(reader, request, split) or request.future.cancelled()):
+            if self._find_rows(reader, request, split):
+                ready.append(request)
+            elif not request.cancelled():
                 cold[request.at.group].append(request)
         decoding = [(of_group, self._begin_decoding(reader, of_group, split)) for of_group in cold.values()]
-        yield from ((request, request.decoded) for request in requests if request.decoded)
+        yield from ((request, request.decoded) for request in ready if request.decoded)
         for of_group, future in decoding:
             try:
                 future.result()
                 # Another call may have decoded the row group, and had no room for these rows.
-                if left := [request for request in of_group if not self._is_decoded(reader, request, split)]:
+                if left := [request for request in of_group if not self._find_rows(reader, request, split)]:
                     self._decode(reader, left, split)
             except Exception as error:
                 for request in of_group:
@@ -197,10 +190,10 @@ class RowsOnDemand:
             else:
                 yield from ((request, request.decoded) for request in of_group if request.decoded)
 
-    def _is_decoded(self, reader: RowGroupReader, request: _Request, split: str) -> bool:
-        """Points a request to its rows if they are decoded. Returns whether they are."""
+    def _find_rows(self, reader: RowGroupReader, request: RowsFuture, split: str) -> bool:
+        """Finds the rows of a request in a decoded block. Returns False if the block is not decoded."""
         if request.decoded is None and (decoded := self._find(reader.names.of(request.at.index))):
-            request.point_to(decoded, _rows_of_split(decoded, split, reader)[request.rows])
+            request.decoded, request.indices = decoded, _rows_of_split(decoded, split, reader)[request.rows]
         return request.decoded is not None
 
     def _find(self, name: str) -> Decoded | None:
@@ -211,7 +204,7 @@ class RowsOnDemand:
                 self._decoded.move_to_end(name)
             return decoded
 
-    def _begin_decoding(self, reader: RowGroupReader, requests: list[_Request], split: str) -> Future[None]:
+    def _begin_decoding(self, reader: RowGroupReader, requests: list[RowsFuture], split: str) -> Future[None]:
         """Decodes a row group once for all calls."""
         name = reader.names.of_group(requests[0].at)
         with self._lock:
@@ -220,9 +213,9 @@ class RowsOnDemand:
                 future = self._decoding[name] = self._decoders.submit(self._decode, reader, requests, split)
             return future
 
-    def _decode(self, reader: RowGroupReader, requests: list[_Request], split: str) -> None:
+    def _decode(self, reader: RowGroupReader, requests: list[RowsFuture], split: str) -> None:
         """Decodes a row group up to its last requested block, and on while its blocks fit into the budget."""
-        if all(request.future.cancelled() for request in requests):
+        if all(request.cancelled() for request in requests):
             return
         by_number = {request.at.number: request for request in requests}
         with closing(reader.blocks(requests[0].at)) as blocks:
@@ -242,7 +235,7 @@ class RowsOnDemand:
                         if not keeps:  # only the requested rows: all rows of all row groups might not fit into memory
                             decoded = Decoded(name, at, decoded.rows.take(indices), is_whole=False)
                             indices = np.arange(len(indices))
-                        request.point_to(decoded, indices)
+                        request.decoded, request.indices = decoded, indices
                 if at.number >= max(by_number) and not keeps:
                     return
 
@@ -277,11 +270,11 @@ class RowsOnDemand:
                 self.held_bytes += encoded.nbytes
         return is_complete
 
-    def _encode(self, reader: RowGroupReader, requests: list[_Request]) -> None:
+    def _encode(self, reader: RowGroupReader, requests: list[RowsFuture]) -> None:
         """Encodes the requested rows, together if they share a schema, and resolves the futures."""
-        by_schema = defaultdict[pa.Schema, list[tuple[_Request, Decoded]]](list)
+        by_schema = defaultdict[pa.Schema, list[tuple[RowsFuture, Decoded]]](list)
         for request in requests:
-            if request.decoded and not request.future.cancelled():
+            if request.decoded and not request.cancelled():
                 by_schema[request.decoded.rows.rows.schema.remove_metadata()].append((request, request.decoded))
         for alike in by_schema.values():
             try:
@@ -293,7 +286,7 @@ class RowsOnDemand:
                     except Problem as problem:
                         request.resolve(problem)
 
-    def _encode_together(self, reader: RowGroupReader, requests: list[tuple[_Request, Decoded]]) -> None:
+    def _encode_together(self, reader: RowGroupReader, requests: list[tuple[RowsFuture, Decoded]]) -> None:
         missing = [decoded.missing(request.indices) for request, decoded in requests]
         joined = Selected.joined([decoded.rows.take(rows) for (_, decoded), rows in zip(requests, missing, strict=True)])
         encoded = reader.encode(joined, requests[0][0].at) if len(joined.numbers) else None
