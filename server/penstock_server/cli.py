@@ -133,8 +133,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     settings, catalog, datasets, failed = _open(arguments)
     from rich.padding import Padding
 
+    from penstock_server.catalog.warnings import warn
     from penstock_server.inspect import inspect
-    from penstock_server.opening import warn
 
     console, rows = stdout_console(), range(arguments.row, arguments.row + arguments.rows)
     for dataset in datasets:
@@ -145,7 +145,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
             failed.append(f"{problem}")
     for name, mixture in () if arguments.dataset else catalog.mixtures.items():
         print(printable(f"{name}: a mixture, {mixture.mix}"))
-    warn("inspect", settings, datasets)
+    warn("inspect", settings.data_dir, datasets)
     return _status("inspect", failed)
 
 
@@ -153,10 +153,10 @@ def _prepare(arguments: argparse.Namespace) -> int:
     if wrong := [length for length in arguments.pack_seq_len if not 1 <= length <= MAX_SEQ_LEN]:
         raise CommandError(f"--pack-seq-len must be a seq_len from 1 to {MAX_SEQ_LEN:,}, not {wrong[0]}")
     settings, _, datasets, failed = _open(arguments)
-    from penstock_server.opening import warn
+    from penstock_server.catalog.warnings import warn
     from penstock_server.prepare import NotKept, prepare
 
-    warn("prepare", settings, datasets)
+    warn("prepare", settings.data_dir, datasets)
     for dataset in datasets:
         try:
             for line in prepare(dataset, arguments.pack_seq_len):
@@ -171,7 +171,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 def _open(arguments: argparse.Namespace) -> tuple[Settings, Catalog, list[OpenSnapshot], list[str]]:
     """Open the datasets named, or all. The last item has the errors of those that cannot be served."""
     _set_libraries_up()
-    from penstock_server.opening import open_data
+    from penstock_server.catalog.catalog import open_data
 
     settings = Settings.read(vars(arguments), os.environ)
     catalog = open_data(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from penstock_server.problems import BadParameter, Busy, DatasetInvalid, Dataset
 from penstock_server.recipes.config import read_toml
 from penstock_server.recipes.infer import FILE_NAME
 from penstock_server.recipes.tokenizer import load_tokenizer
+from penstock_server.settings import Settings, SettingsError
 
 log = logging.getLogger("penstock.catalog")
 
@@ -278,6 +280,18 @@ class Catalog:
             reason = f"{folder} holds no shards any more. Put them back, or restart the server to forget it."
             loader.fail(reason)
         return reason
+
+
+def open_data(settings: Settings) -> Catalog:
+    """Return the opened catalog of the settings. Raises DatasetInvalid. Raises SettingsError: the cache folder is unusable."""
+    try:
+        store = BlockStore(settings.cache_dir, settings.cache_bytes, settings.num_decoders, settings.max_decoded_bytes)
+    except OSError as error:
+        raise SettingsError(
+            f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. Name another with "
+            f"--cache-dir."
+        ) from error
+    return open_catalog(settings.data_dir, settings.tokenizer, store)
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.cli.output import complain
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.dataset import OpenSnapshot
@@ -16,6 +17,12 @@ from penstock_server.recipes.infer import FILE_NAME
 
 _DROPPED_SHARE = 0.1  # of an epoch's samples
 _SPLITS = {"train": "train", "validation": "validation", "test": "test", "none": "no split"}
+
+
+def warn(command: str, data_dir: Path, datasets: Iterable[OpenSnapshot]) -> None:
+    """Print warnings about the data folder and these datasets, before they are read."""
+    for sentence in (*advice_on_folder(data_dir), *advice_on_data(datasets)):
+        complain(command, sentence)
 
 
 def advice_on_folder(data_dir: Path) -> Iterator[str]:

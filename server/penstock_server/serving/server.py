@@ -23,10 +23,10 @@ from penstock.text import counted, printable
 from penstock.wire.names import DATASETS, batches_path
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
-from penstock_server.catalog.catalog import Catalog
+from penstock_server.catalog.catalog import Catalog, open_data
 from penstock_server.catalog.describe import summary
+from penstock_server.catalog.warnings import warn
 from penstock_server.logs import begin_log
-from penstock_server.opening import open_data, warn
 from penstock_server.serving.listener import listen
 from penstock_server.settings import Settings
 
@@ -57,7 +57,7 @@ def run(
     catalog = open_data(settings)
     listen(listener, settings)
     if greet:
-        warn("serve", settings, catalog.datasets.values())
+        warn("serve", settings.data_dir, catalog.datasets.values())
         # In a thread: a full stdout pipe without a reader must not block serving.
         threading.Thread(
             target=report, args=(greeting(catalog, settings, listener),), name="penstock-greeting", daemon=True
