@@ -51,6 +51,7 @@ _OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, more with bad rows
 _TOUCH_SECONDS = 10.0
 _LIBC = ctypes.CDLL(None)  # Python's madvise works only on mmap objects, and each keeps a descriptor open
 _THIS_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS counts the whole process
+PAGE_BYTES = mmap.PAGESIZE
 _MANY_WAITS = 16
 _ADVISED_COPIES = 64
 
@@ -364,7 +365,7 @@ class Waits:
         if self._num_to_advise:
             self._num_to_advise -= 1
             for address, nbytes in spans:
-                within = address % mmap.PAGESIZE
+                within = address % PAGE_BYTES
                 _advise(address - within, within + nbytes, mmap.MADV_WILLNEED)
         before = _num_waits()
         yield
