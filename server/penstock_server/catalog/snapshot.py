@@ -107,7 +107,7 @@ class Snapshot:
 
     def split_of_block(self, block: int) -> str:
         """Return the split of a block's shard."""
-        return self.shard_splits[find_one(self.first_block_of_shard, block)]
+        return "train" if self.split_rule == "hash" else self.shard_splits[find_one(self.first_block_of_shard, block)]
 
     def select_in(self, block: int, split: str) -> Selection:
         """Return the rows of a block that are in a split."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -113,7 +114,7 @@ def test_client_that_prefers_not_to_wait_gets_the_progress_and_the_work_continue
 
 def test_unclaimed_blocks_are_forgotten_when_the_request_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_KEPT_SECONDS", 0.01)
-    futures = [RowsFuture() for _ in range(3)]
+    futures = [RowsFuture(Mock(), Mock()) for _ in range(3)]
     first, second, third = (Requested([future]) for future in futures)
 
     async def leave() -> None:
