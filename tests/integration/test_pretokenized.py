@@ -72,7 +72,6 @@ def server(serve: Serve, shared: Path) -> Server:
         {"input_ids": ids, "labels": answers},
         'prompt = "input_ids"\nresponse = "labels"\neos = 9999\nlabels = false',
     )
-    write("pairs", {"asked": ids, "good": answers, "bad": ids}, 'prompt = "asked"\nchosen = "good"\nrejected = "bad"')
     return serve(shared)
 
 
@@ -173,18 +172,3 @@ def test_seq2seq_keeps_prompt_and_response_ids_apart(server: Server) -> None:
     for row, batch in enumerate(dataset(server, "answered", task="seq2seq")):
         assert batch["input_ids"].tolist() == [[100 * row + place for place in range(length(row))]]
         assert batch["labels"].tolist() == [[7, row, 9, 9999]]
-
-
-def test_response_ids_have_loss(server: Server) -> None:
-    for row, batch in enumerate(dataset(server, "answered")):
-        prompt = [100 * row + place for place in range(length(row))]
-        assert batch["input_ids"].tolist() == [[*prompt, 7, row, 9, 9999]]
-        assert batch["labels"].tolist() == [[*[-100] * len(prompt), 7, row, 9, 9999]]
-
-
-def test_preference_pairs_may_be_ids(server: Server) -> None:
-    for row, batch in enumerate(dataset(server, "pairs", seq_len=120)):
-        prompt = [100 * row + place for place in range(length(row))]
-        for side, answer in (("chosen", [7, row, 9]), ("rejected", prompt)):
-            assert batch[f"{side}_input_ids"].tolist() == [[*prompt, *answer]]
-            assert batch[f"{side}_labels"].tolist() == [[*[-100] * len(prompt), *answer]]

@@ -137,16 +137,6 @@ def test_filter_applies_to_every_packing(server: Server, packing: str) -> None:
     assert sum((plain - found).values()) < (64 if packing == "concat" else 1)
 
 
-def test_split_by_keeps_rows_of_one_value_together(server: Server) -> None:
-    splits = {
-        split: {row["meta.stars"] for row in rows_of(dataset(server, "pages", split=split))}
-        for split in ("train", "validation")
-    }
-    assert splits["train"] | splits["validation"] == set(range(7))
-    assert not splits["train"] & splits["validation"]
-    assert splits["validation"]
-
-
 def test_filtered_row_is_reported_and_never_scheduled(server: Server) -> None:
     assert "meta.lang = 'en'" in server.json("/v1/datasets/pages/rows/3")["filtered_by"]
     spec: dict[str, Any] = {"batch_size": 1, "drop_last": False}
@@ -204,11 +194,6 @@ def test_chat_pair_has_its_common_messages_as_prompt(server: Server, tokenizer: 
         for number, labels in enumerate(batch[f"{side}_labels"].tolist()):
             in_loss = tokenizer.decode([token for token in labels if token != -100], skip_special_tokens=False)
             assert in_loss == (f"over {number}" if side == "chosen" else "no") + EOS
-
-
-def test_transform_makes_the_columns_of_the_recipe(server: Server, tokenizer: Tokenizer) -> None:
-    rows = rows_of(dataset(server, "loud"))
-    assert [row["input_ids"] for row in rows] == [[*tokenizer.encode(word).ids, 0] for word in ["FOX", "DOG"] * 30]
 
 
 def test_transform_source_changes_the_snapshot_and_its_errors_name_the_line(

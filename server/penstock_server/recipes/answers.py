@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 from penstock_server.recipes.messages import OPENINGS, ChatError, Message, TemplateError, Write
@@ -125,7 +126,7 @@ def rendered_in_steps(write: Write, answers: AnswerFormat, chat: Sequence[Messag
     spans: list[Span] = []
     longest = ""  # the longest step; the others are its prefixes, and for a long chat would take gigabytes
     is_stable = True
-    for number in (number for number, has_loss in enumerate(in_loss) if has_loss):
+    for number in compress(range(len(chat)), in_loss):
         before, text = write(chat[:number], prompt=True), write(chat[: number + 1])
         step = text.removesuffix(answers.tail)
         is_stable = is_stable and (step.startswith(longest) or longest.startswith(step))

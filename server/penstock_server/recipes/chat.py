@@ -192,11 +192,9 @@ class ChatTemplate:
 def _is_dropped(write: Write, chat: list[Message], number: int, text: str) -> bool:
     """Return whether a message may say nothing, and the chat still becomes this text."""
     words = (text_of(chat[number]) or "").strip()
-    if words and words in text:
-        return False
     silent: Message = {"role": chat[number]["role"], "content": ""}
     with suppress(ChatError):
-        return write([*chat[:number], silent, *chat[number + 1 :]]) == text
+        return not (words and words in text) and write([*chat[:number], silent, *chat[number + 1 :]]) == text
     return False
 
 

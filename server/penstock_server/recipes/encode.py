@@ -1,7 +1,4 @@
-"""Rows to tokens: rows in, one record batch of token lists out. Bad rows are null, with the reason beside them.
-
-rows --filter--> --transform--> Selected --> fields --tokenizer, chat template--> token lists, and the lengths of their turns
-"""
+"""Rows to tokens: rows in, one record batch of token lists out. Bad rows are null, with the reason beside them."""
 
 from __future__ import annotations
 
@@ -31,12 +28,7 @@ COLUMN = "column:"  # before the name of a passthrough column
 
 
 class Selected(NamedTuple):
-    """Rows of a block that the recipe keeps, filtered and transformed, before tokenization.
-
-    rows     shape [num_rows]
-    numbers  the number of each row in the block as it is stored, shape [num_rows]
-    hashes   the split hash of each row, shape [num_rows]; see split_hashes
-    """
+    """Rows of a block that the recipe keeps: `numbers` as they are stored in the block, and the split `hashes` of each."""
 
     rows: pa.RecordBatch
     numbers: npt.NDArray[np.int64]

@@ -38,14 +38,14 @@ MASKS_OF_LOSS = ("labels", "loss_mask")  # a row has one of them
 MASKS_OF_DOCUMENTS = ("seq_lengths", "position_ids")  # likewise
 _OTHER = {a: b for pair in (MASKS_OF_LOSS, MASKS_OF_DOCUMENTS) for a, b in (pair, pair[::-1])}
 
-_KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
-    ("tokens", ("tokens",)),
-    ("text", ("text",)),
-    ("prompt_response", ("prompt", "response")),
-    ("messages", ("messages",)),
-    ("preference", ("chosen", "rejected")),
-    ("preference", ("prompt", "chosen", "rejected")),
-)
+_KINDS: Mapping[tuple[str, ...], Kind] = {
+    ("tokens",): "tokens",
+    ("text",): "text",
+    ("prompt", "response"): "prompt_response",
+    ("messages",): "messages",
+    ("chosen", "rejected"): "preference",
+    ("prompt", "chosen", "rejected"): "preference",
+}
 _PAIRS = [{role: role for role in roles} for roles in (("prompt", "chosen", "rejected"), ("chosen", "rejected"))]
 _ANSWERED = [{"prompt": "prompt", "response": answer} for answer in ANSWERS]
 _GUESSES: list[tuple[Kind, Callable[[pa.DataType], bool], dict[str, str]]] = [
@@ -139,11 +139,10 @@ class Roles:
 
 
 def _fields(given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
-    named = [role for role in ROLES if role in given]
+    named = tuple(role for role in ROLES if role in given)
     if not named:
         return _guessed_fields(schema)
-    kind = next((kind for kind, roles in _KINDS if {*roles} == {*named}), None)
-    if kind is None:
+    if (kind := _KINDS.get(named)) is None:
         raise FieldError(
             f"{FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or messages, or "
             f"chosen and rejected with or without prompt"
@@ -201,10 +200,7 @@ def _beside_text(schema: pa.Schema) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstShard:
-    """Columns of the first shard and the declaration, which decide the rows of all shards.
-
-    `takes_tools`: a chat template of the dataset reads tools.
-    """
+    """Columns of the first shard and the declaration, which decide all rows; and whether the chat template reads tools."""
 
     given: Mapping[str, Any]
     schema: pa.Schema

@@ -53,14 +53,6 @@ def test_validation_holds_out_a_share_of_all_hashes() -> None:
     assert shares == {0.0: [False, False, False], 0.5: [True, False, False], 1.0: [True, True, True]}
 
 
-def test_eos_closes_the_response_and_not_the_prompt(tokenizer: TokenizerFile) -> None:
-    table = pa.table({"q": ["fox"], "a": ["dog"]})
-    batch = encode(table, recipe("prompt_response", "q", "a", tokenizer=tokenizer, eos_id=0), "uint16", 400)
-    direct = tokenizer.tokenizer
-    assert batch["tokens"].to_pylist() == [[*direct.encode("fox").ids, *direct.encode("dog").ids, 0]]
-    assert batch["tokens_turns"].to_pylist() == [[len(direct.encode("fox").ids), len(direct.encode("dog").ids) + 1]]
-
-
 @pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
 def test_text_columns_of_every_type_are_read(tokenizer: TokenizerFile, type_: pa.DataType) -> None:
     rows = pa.table({"t": pa.array(["fox", None], pa.string()).cast(type_)})
@@ -204,14 +196,6 @@ def test_bad_token_lists_are_null_with_a_reason() -> None:
         "has token id 1099511627776, outside 0 to 399",
     ]
     assert batch["tokens"].to_pylist() == [[1], None, None, None, None, None, [399], None]
-
-
-def test_pre_tokenized_rows_get_an_eos_unless_they_end_with_it() -> None:
-    lists = pa.array([[1], [2, 9], [], [9], None, [3, 9, 4]], pa.list_(pa.int32()))
-    closing = encode(pa.table({"ids": lists}), recipe("tokens", "ids", eos_id=9), "uint16", 10)
-    assert closing["tokens"].to_pylist() == [[1, 9], [2, 9], None, [9], None, [3, 9, 4, 9]]
-    as_they_are = encode(pa.table({"ids": lists}), recipe("tokens", "ids"), "uint16", 10)
-    assert as_they_are["tokens"].to_pylist() == [[1], [2, 9], None, [9], None, [3, 9, 4]]
 
 
 def test_spelled_special_token_is_split_only_with_split_special_tokens(tokenizer: TokenizerFile) -> None:

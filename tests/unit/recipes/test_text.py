@@ -283,14 +283,6 @@ def test_server_warns_of_chats_and_answers_beside_texts(folder: Folder) -> None:
     assert folder.advice() == ""
 
 
-def test_server_warns_of_masks_of_another_type(folder: Folder) -> None:
-    for name in ("completion_mask", "assistant_masks"):
-        folder.write({"input_ids": [[1, 2]], name: [[0, 1]]})
-        assert folder.advice() == ""
-        folder.write({"input_ids": [[1, 2]], name: [[0.0, 1.0]]})
-        assert f"d: the recipe does not use {name}: " in folder.advice()
-
-
 def test_pairs_of_text_and_chats_are_refused(folder: Folder) -> None:
     config = {"chat_template": LLAMA_2, "bos_token": EOS, "eos_token": EOS}
     mixed = {"prompt": ["fox"], "chosen": [CHAT[1:]], "rejected": [CHAT[1:]]}

@@ -30,17 +30,6 @@ def as_texts(tools: Any) -> Any:
     return None if tools is None else [json.dumps(tool) for tool in tools]
 
 
-def test_chat_and_tools_may_be_of_the_json_type(data: Path) -> None:
-    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
-    texts = {"messages": json.dumps(ASKED), "tools": json.dumps([FIND])}
-    found = []
-    for stored in (pa.string(), pa.json_()):
-        write(data, "", {name: pa.array([text], pa.string()).cast(stored) for name, text in texts.items()})
-        [block] = open_blocks(data).get([0])
-        found.append(rows_of(block))
-    assert found[0] == found[1]
-
-
 def test_json_values_are_parsed_at_every_depth(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED.replace(".content", " | tojson")}))
     call = {"name": "find", "arguments": {"what": "fox", "deep": [{"n": 1}, None]}}
