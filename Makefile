@@ -29,10 +29,11 @@ demo: install  ## train a tiny GPT on a generated corpus, kill the server and th
 	$(BIN)/python examples/demo.py
 
 # In the order of the folders, the slow ones first: by default the files of few tests come last, though they take longest, and a
-# worker is left alone with them. Four workers, also on two cores: many tests wait for a server that does not answer.
+# worker is left alone with them. Three workers for two cores, as some tests wait for a server that does not answer: each more
+# imports torch and the frameworks once more.
 # Bytecode is kept, or else each of some hundred processes would compile anew what it imports.
 test: $(FRAMEWORKS)  ## the test suite without the slow tests, training frameworks included; needs no Docker engine
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 slow-test: $(FRAMEWORKS)  ## the slow tests: several ranks, many kills, the tests of random examples with a hundred each
 	PYTHONDONTWRITEBYTECODE= PENSTOCK_TEST_EXAMPLES=100 $(BIN)/python -m pytest -m "slow or hypothesis" --numprocesses 3

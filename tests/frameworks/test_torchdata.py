@@ -22,9 +22,7 @@ pytestmark = [
 ]
 
 with_any_workers = pytest.mark.parametrize(
-    "options",
-    [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}],
-    ids=str,
+    "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}], ids=str
 )
 
 

@@ -41,6 +41,7 @@ def forked(command: Sequence[str], *, timeout_seconds: float, environment: Mappi
     return out
 
 
+@pytest.mark.slow
 def test_benchmark_measures_loaders_without_installs(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("contest.run", forked)
     monkeypatch.setattr("contest.load", lambda name: replace(peers.load(name), workers=(2 if name == "numpy_memmap" else 0,)))

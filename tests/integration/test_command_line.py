@@ -270,8 +270,7 @@ sys.exit(cli.main())
 
 
 @pytest.mark.parametrize(
-    ("ending", "status", "told"),
-    [("return 3", 3, ""), ("sys.exit(2)", 2, ""), ("raise ValueError('a fault')", 1, "a fault")],
+    ("ending", "status", "told"), [("return 3", 3, ""), ("sys.exit(2)", 2, ""), ("raise ValueError('a fault')", 1, "a fault")]
 )
 def test_command_ends_with_its_status_and_output_without_the_interpreters_teardown(ending: str, status: int, told: str) -> None:
     """Threads of libraries that still run would abort the process there."""

@@ -112,7 +112,7 @@ def test_server_sees_old_or_new_shards_during_an_import(serve: Serve, tmp_path: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("csv", marks=pytest.mark.slow)])
 def test_import_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     """300 MB of JSON lines and of CSV: the peak stays below 400 MiB."""
     rows = [json.dumps({"text": f"{row} " + "word and word " * 140}) for row in range(1_000)]

@@ -1,8 +1,7 @@
-"""Look-ups from a row agree with what the batches hold, for every packing and tail."""
+"""Look-ups of rows: their tokens, their text, and where they are scheduled."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 
 from support.corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from support.servers import Serve, Server
-
-SHARDS = {f"part-{n:03}.parquet": first for n, first in enumerate((0, 34, 68))}
 
 
 @pytest.fixture(scope="module")
@@ -23,28 +20,6 @@ def server(serve: Serve, shared: Path) -> Server:
     holes = write_shards(shared / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=9)
     (holes / "penstock.toml").write_text('on_bad_row = "replace"\nmax_bad_share = 0.9')
     return serve(shared, "--tokenizer", str(write_tokenizer(shared / "tokenizer.json")))
-
-
-@pytest.mark.parametrize("packing", ["rows", "concat"])
-@pytest.mark.parametrize("tail", [{}, {"drop_last": False}, {"offset": 13}])
-def test_schedule_agrees_with_provenance(server: Server, packing: str, tail: dict[str, str | int]) -> None:
-    spec: dict[str, str | int] = {"batch_size": 3, "world_size": 2, "seq_len": 8, "seed": 4, "packing": packing, **tail}
-    server.json_when_ready("/v1/datasets/numbers/spec", **spec)
-    found = defaultdict(set)
-    for rank in (0, 1):
-        for step in range(server.json("/v1/datasets/numbers/spec", **spec)["num_steps"]):
-            answer = server.json(f"/v1/datasets/numbers/epochs/2/ranks/{rank}/batches/{step}/provenance", **spec)
-            for sample in answer["samples"]:
-                for source in sample["sources"]:
-                    row = SHARDS[source["shard"]] + 32 * source["row_group"] + source["row"]
-                    assert source["dataset_row"] == row
-                    found[row].add((2, step, rank, sample["index"]))
-    assert found
-    for row in range(100):
-        occurrences = server.json(f"/v1/datasets/numbers/rows/{row}/schedule", epoch=2, **spec)["occurrences"]
-        assert [tuple(o[key] for key in ("epoch", "step", "rank", "index")) for o in occurrences] == sorted(
-            found[row], key=lambda place: place[1:]
-        )  # fmt: skip
 
 
 def test_row_shows_its_place_tokens_and_text(server: Server) -> None:

@@ -18,14 +18,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import penstock.iteration
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SpecError
 from penstock.client import Client
 from penstock.prefetch import OBJECT_BYTES
 from penstock.stats import Stats
-from penstock.tensors import Batch, expand
-from penstock.wire import Frame, Layout
-from support.corpora import write, write_numbered, write_pairs, write_shards, write_tokenizer
+from penstock.wire import Layout
+from support.corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from support.servers import Serve, Server
 
 NUM_ROWS, BATCH_SIZE = 120, 4
@@ -166,34 +164,16 @@ def test_first_rank_warns_once_of_truncated_rows_and_padding(serve: Serve, tmp_p
         [said] = warnings_of()
         expected = "8 of 16 sampled rows are longer than seq_len=20, and 7"
         assert said.startswith(f"long: {expected}")
-        assert warnings_of(batch_size=1)[0].startswith(f"long: {expected}")  # whatever a batch is
         assert warnings_of(split="train", batch_size=1)[0].startswith("long, split=train: ")  # it may not be the only dataset
-        for spec in (
-            {"seq_len": 95},
-            {"overflow": "split"},
-            {"packing": "concat"},
-            {"rank": 1, "world_size": 2, "batch_size": 4},
-        ):
+        for spec in ({"overflow": "split"}, {"packing": "concat"}, {"rank": 1, "world_size": 2, "batch_size": 4}):
             assert warnings_of(**spec) == []
         [said] = warnings_of(seq_len=2000)
         assert said.startswith(
             "long: 97% of the tokens of a batch's rows are padding: the mean of 16 sampled rows is 55 tokens"
         )
-        assert warnings_of(seq_len=20_000)[0].startswith("long: 99% of ")  # never all
-        assert warnings_of(seq_len=2000, pad="longest") == []
         data = RemoteDataset(long.url, "long", batch_size=8, seq_len=20, retry_seconds=0.1)
         long.kill()
         assert Client(long.url, "long", rank=0, retry_seconds=0.1).sample_lengths(data.spec, 0) == []
-
-
-def test_truncation_warning_of_preference_pairs_suggests_no_packing(serve: Serve, tmp_path: Path) -> None:
-    pairs = {"chosen": ["fox dog " * 45] * 8, "rejected": ["dog"] * 8}
-    write(tmp_path / "pairs", "", pairs)
-    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
-    with serve(tmp_path, "--tokenizer", str(tokenizer)) as server:
-        data = RemoteDataset(server.url, "pairs", batch_size=2, seq_len=20)
-        with pytest.warns(UserWarning, match=r"any epoch\. Preference pairs can be neither split nor packed: raise seq_len\.$"):
-            list(data)
 
 
 def test_loop_warns_when_set_epoch_is_forgotten(server: Server) -> None:
@@ -254,10 +234,7 @@ def test_loop_warns_when_each_step_takes_the_first_batch(server: Server) -> None
         assert not any(warned(dataset(server, **spec), 4))
 
 
-@pytest.mark.parametrize(
-    ("second", "told"),
-    [({}, []), ({"seed": 6}, ["rank 1 (seed=6, not 5)"]), ({"shuffle": "none"}, [])],
-)
+@pytest.mark.parametrize(("second", "told"), [({}, []), ({"seed": 6}, ["rank 1 (seed=6, not 5)"]), ({"shuffle": "none"}, [])])
 @pytest.mark.parametrize("is_named", [False, True])
 def test_first_rank_warns_once_of_other_parameters(
     server: Server, second: dict[str, Any], told: list[str], is_named: bool, monkeypatch: pytest.MonkeyPatch
@@ -366,33 +343,6 @@ def test_unknown_rank_is_refused(server: Server, tmp_path: Path, monkeypatch: py
     finally:
         torch.distributed.destroy_process_group()
     assert len(list(early)) == NUM_ROWS // BATCH_SIZE // 2
-
-
-@pytest.mark.filterwarnings("ignore:.*lru_cache")  # of torch, that it traces what is cached,
-@pytest.mark.filterwarnings("ignore:Guards may run slower")  # and of Python 3.13.0
-def test_compiled_function_takes_batches(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    are_traced: list[bool] = []
-
-    def expanded(frame: Frame, **settings: Any) -> Batch:
-        are_traced.append(torch.compiler.is_compiling())
-        return expand(frame, **settings)
-
-    monkeypatch.setattr(penstock.iteration, "expand", expanded)
-
-    @torch.compile(backend="eager")
-    def step(batches: Any) -> torch.Tensor:
-        batch = next(batches)
-        found: torch.Tensor = (batch["input_ids"] * batch["attention_mask"]).sum() + batch["labels"].sum()
-        return found
-
-    for packing in ("rows", "best_fit"):
-        data = dataset(server, packing=packing)
-        expected = [(b["input_ids"] * b["attention_mask"]).sum() + b["labels"].sum() for b in data][:3]
-        batches = iter(data)
-        assert [step(batches) for _ in expected] == expected
-        batches.close()  # type: ignore[attr-defined]
-    assert are_traced
-    assert not any(are_traced)
 
 
 def test_run_of_one_step_warns_of_its_split_dropped_samples_and_truncation(serve: Serve, tmp_path: Path) -> None:

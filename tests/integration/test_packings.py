@@ -119,9 +119,12 @@ def test_splits_are_disjoint_and_complete(server: Server) -> None:
     assert 0.1 < len(splits["validation"]) / NUM_ROWS < 0.3
 
 
-@pytest.mark.parametrize(("spec", "split"), list(zip([*SPECS, {"packing": "concat"}], ["all", "validation"] * 3, strict=True)))
-def test_schedule_agrees_with_provenance_for_every_packing(server: Server, spec: Spec, split: str) -> None:
-    settings = {"seq_len": SEQ_LEN, "batch_size": 4, "window": 60, "world_size": 2, "split": split, **spec}
+TAILS: list[Spec] = [{}, {"drop_last": False, "split": "validation"}, {"offset": 13}]
+
+
+@pytest.mark.parametrize(("spec", "tail"), list(zip([*SPECS, {"packing": "concat"}], TAILS * 2, strict=True)), ids=str)
+def test_schedule_agrees_with_provenance_for_every_packing(server: Server, spec: Spec, tail: Spec) -> None:
+    settings = {"seq_len": SEQ_LEN, "batch_size": 4, "window": 60, "world_size": 2, "split": "all", **spec, **tail}
     num_steps = server.json_when_ready("/v1/datasets/docs/spec", **settings)["num_steps"]
     found: dict[int, set[tuple[int, int, int]]] = {row: set() for row in range(NUM_ROWS)}
     for rank, step in product(range(2), range(num_steps)):
@@ -132,6 +135,7 @@ def test_schedule_agrees_with_provenance_for_every_packing(server: Server, spec:
             listed = []
             for source in sample["sources"]:
                 row = (130 if source["shard"] == "part-001.parquet" else 0) + 40 * source["row_group"] + source["row"]
+                assert source["dataset_row"] == row
                 found[row].add((step, rank, sample["index"]))
                 listed += [100 * row + token for token in range(source["start"], source["stop"])]
             assert listed == shown["input_ids"]

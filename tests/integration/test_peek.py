@@ -44,9 +44,7 @@ def data_dir(shared: Path) -> Path:
     (shared / "tokenizer_config.json").write_text(tokenizer["tokenizer_config.json"])
     write_tokenizer(shared / "tokenizer.json")
     write_text(
-        shared / "texts",
-        [CHINESE, NASTY, "the quick fox", "e\u0301 👩\u200d👧 ❤\ufe0f 한국어 " * 9] * 10,
-        row_group_size=7,
+        shared / "texts", [CHINESE, NASTY, "the quick fox", "e\u0301 👩\u200d👧 ❤\ufe0f 한국어 " * 9] * 10, row_group_size=7
     )
     write_pairs(shared / "pairs", [(f"how many foxes jump, {n}?" * (1 + n % 5), f" {n} foxes") for n in range(NUM_ROWS)])
     write_numbered(shared / "numbers", 200)

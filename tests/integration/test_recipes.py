@@ -250,14 +250,6 @@ def test_nulls_in_footers_are_counted(serve: Serve, tmp_path: Path) -> None:
         assert [row["row"] for row in server.json("/v1/datasets/holes/quarantine")["rows"]] == [50]
 
 
-def test_bad_row_error_names_the_remedy(serve: Serve, tmp_path: Path) -> None:
-    write(tmp_path / "holes", {"text": [*["fox"] * 199, ""]}, 'tokenizer = "../tokenizer.json"')
-    write_tokenizer(tmp_path / "tokenizer.json")
-    with serve(tmp_path) as server, pytest.raises(DataError) as refusal:
-        list(dataset(server, "holes", batch_size=10))
-    assert re.search(f'{tmp_path}.*or set on_bad_row = "replace".*max_bad_share', str(refusal.value))
-
-
 def test_dataset_with_too_many_bad_rows_is_refused(serve: Serve, tmp_path: Path) -> None:
     texts = ["fox" if n % 10 else "" for n in range(200)]
     write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.05')

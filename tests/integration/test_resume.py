@@ -169,15 +169,6 @@ def test_interrupted_loop_warns_when_it_starts_over(server: Server) -> None:
     assert train(meant, 9) == train(meant, 9)
 
 
-def test_abandoned_loop_starts_over_unless_a_state_is_loaded(server: Server) -> None:
-    data = dataset(server)
-    state = state_after(data, 9)
-    assert len(data) == NUM_ROWS // 4
-    assert len(epoch_of(data)) == NUM_ROWS // 4
-    data.load_state_dict(state)
-    assert len(data) == NUM_ROWS // 4 - 9
-
-
 @pytest.mark.parametrize("num_before", [0, 1, 7])
 def test_interrupted_batch_comes_again(server: Server, num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data, given = dataset(server), list[list[int]]()
@@ -199,21 +190,6 @@ def test_interrupted_batch_comes_again(server: Server, num_before: int, monkeypa
     data.load_state_dict(data.state_dict())
     train()
     assert given == rows_of(dataset(server))
-
-
-def test_interrupted_replay_consumes_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = dataset(server, replay=2)
-
-    def interrupted(batches: Iterator[Batch]) -> Batch:
-        next(batches)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("penstock.iteration.next", interrupted, raising=False)
-        with pytest.raises(KeyboardInterrupt):
-            next(iter(data))
-    with pytest.warns(UserWarning, match="consumes nothing of the epoch"):
-        assert data.state_dict()["step"] == 0
 
 
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (4, 2)), ((4, 2), (4, 1)), ((2, 3), (5, 2)), ((3, 3), (1, 7))])
@@ -482,31 +458,3 @@ def test_second_iterator_in_mid_loop_warns_that_the_position_moves(server: Serve
     with pytest.warns(UserWarning, match="state_dict returns their position"):
         loop()
     assert data.state_dict()["step"] == 1
-
-
-def train_badly(data: RemoteDataset) -> None:
-    for _ in data:
-        raise RuntimeError("a fault of the training step")
-
-
-def test_abandoned_loop_leaves_no_thread(server: Server) -> None:
-    before = threading.active_count()
-    data = dataset(server, prefetch_bytes=1)
-    for _ in data:
-        break
-    with pytest.raises(RuntimeError, match="a fault of the training step"):
-        train_badly(data)
-    assert threading.active_count() == before
-
-
-def test_state_dict_is_refused_while_workers_run_ahead(server: Server) -> None:
-    data = dataset(server)
-    next(iter(DataLoader(data, batch_size=None, num_workers=1)))
-    with pytest.raises(PenstockError, match="they run ahead of the loop"):
-        data.state_dict()
-
-
-def test_batch_can_be_embedded(server: Server) -> None:
-    embedding = torch.nn.Embedding(NUM_ROWS, 4)
-    for batch in dataset(server):
-        assert embedding(batch["input_ids"]).shape == (4, 8, 4)

@@ -16,7 +16,8 @@ import penstock.dataset
 import penstock.iteration
 from penstock import RemoteDataset
 from penstock.cuda import Destination, OnDevice, tensor_over, unpack
-from penstock.tensors import CPU
+from penstock.spec import Packing
+from penstock.tensors import CPU, expand
 from support.chaos import ChaosProxy
 from support.corpora import write_numbered, write_pairs, write_tokenizer
 from support.servers import Serve, Server
@@ -107,16 +108,22 @@ def test_replay_sends_each_batch_once(server: Server, places: Counter[tuple[int,
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # of torch, that it traces what is cached,
 @pytest.mark.filterwarnings("ignore:Guards may run slower")  # and of Python 3.13.0
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_function_takes_batches_of_a_device(server: Server, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize(("device", "dataset", "packing"), [("cuda", "many", "best_fit"), (None, "pairs", "rows")])
+def test_compiled_function_takes_batches(
+    server: Server, monkeypatch: pytest.MonkeyPatch, device: str | None, dataset: str, packing: Packing
+) -> None:
     are_traced: list[bool] = []
 
-    def unpacked(*arguments: Any) -> Any:
-        are_traced.append(torch.compiler.is_compiling())
-        return unpack(*arguments)
+    def traced(made: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **settings: Any) -> Any:
+            are_traced.append(torch.compiler.is_compiling())
+            return made(*arguments, **settings)
 
-    monkeypatch.setattr(penstock.cuda, "unpack", unpacked)
-    data = RemoteDataset(server.url, batch_size=4, seq_len=16, seed=3, device="cuda", **KINDS[kind])
+        return run
+
+    monkeypatch.setattr(penstock.cuda, "unpack", traced(unpack))
+    monkeypatch.setattr(penstock.iteration, "expand", traced(expand))
+    data = RemoteDataset(server.url, dataset, batch_size=4, seq_len=16, seed=3, device=device, packing=packing)
     expected = [sum(tensor.sum() for tensor in batch.values()) for batch, _ in zip(data, range(3), strict=False)]
     are_traced.clear()
     batches = iter(data)

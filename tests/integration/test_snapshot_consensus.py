@@ -111,7 +111,7 @@ def is_late(tmp_path: Path, serve: Serve) -> Iterator[RemoteDataset]:
 @pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded, says Python 3.12
 def test_dataset_made_before_the_rank_changed_is_refused_also_by_loader_workers(is_late: RemoteDataset) -> None:
     refused = partial(pytest.raises, PenstockError, match="made for rank 0 of 1, before .* This is rank 1 of 2")
-    for context in (None, "fork", "spawn", "forkserver"):
+    for context in (None, "fork", "forkserver"):
         loader = DataLoader(is_late, batch_size=None, num_workers=int(bool(context)), multiprocessing_context=context)
         with refused():
             list(loader)

@@ -118,10 +118,7 @@ def ahead(
     groups: Generator[list[wire.Frame], None, None], interrupt: Callable[[], None] = lambda: None
 ) -> Prefetch[wire.Frame]:
     return Prefetch(
-        groups,
-        nbytes=lambda frames: sum(frame.nbytes for frame in frames),
-        budget_bytes=1 << 18,
-        interrupt=interrupt,
+        groups, nbytes=lambda frames: sum(frame.nbytes for frame in frames), budget_bytes=1 << 18, interrupt=interrupt
     )
 
 
@@ -327,12 +324,7 @@ def test_tensor_over_is_a_view_of_the_array(dtype: str, shape: list[int], begin:
 
 @pytest.mark.parametrize(
     "array",
-    [
-        np.zeros(4),
-        np.frombuffer(bytearray(8), np.uint8),
-        torch.zeros(4, 4).numpy()[:, :2],
-        torch.zeros(4, 4).numpy().T,
-    ],
+    [np.zeros(4), np.frombuffer(bytearray(8), np.uint8), torch.zeros(4, 4).numpy()[:, :2], torch.zeros(4, 4).numpy().T],
     ids=["numpy's own", "python's", "with gaps", "transposed"],
 )
 def test_tensor_over_refuses_memory_without_a_tensor_or_with_gaps(array: np.ndarray) -> None:

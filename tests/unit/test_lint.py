@@ -64,16 +64,8 @@ def said_of(
         ({"seq_len": 90}, [101] * 9, ["docs: 9 of 9 sampled rows are longer than seq_len=90, and 10.9% of"]),
         ({"seq_len": 10}, [], []),
         ({"seq_len": 100}, [11] * 9, []),
-        (
-            {"seq_len": 100},
-            [9] * 9,
-            ["docs: 91% of the tokens of a batch's rows are padding: the mean of 9"],
-        ),
-        (
-            {"seq_len": 100},
-            [1] * 99 + [1000],
-            ["docs: 98% of the tokens of a batch's rows", "docs: 1 of 100 sampled"],
-        ),
+        ({"seq_len": 100}, [9] * 9, ["docs: 91% of the tokens of a batch's rows are padding: the mean of 9"]),
+        ({"seq_len": 100}, [1] * 99 + [1000], ["docs: 98% of the tokens of a batch's rows", "docs: 1 of 100 sampled"]),
         ({"seq_len": 10, "mix": "code:3,wiki:7"}, [20], ["code:3,wiki:7: 1 of 1 sampled row"]),
         ({"seq_len": 10}, [(10, 1), (10, 1), (3, 3)], ["docs: no token has loss in 2 of 3 sampled rows, since"]),
         ({"seq_len": 10}, [(9, 1), (10, 1), *[(3, 3)] * 8], []),
@@ -96,21 +88,9 @@ def said_of(
             [RowLength((18, 2), 0), RowLength((10, 10), 0)],
             ["docs: 1 of 4 sampled sides of pairs are longer than"],
         ),
-        (
-            {"seq_len": 10, "task": "seq2seq"},
-            [(10, 12)] * 2,
-            ["docs: 2 of 2 sampled responses are longer than t"],
-        ),
-        (
-            {"seq_len": 9, "target_seq_len": 2, "task": "seq2seq"},
-            [(12, 2)],
-            ["docs: 1 of 1 sampled prompts are longer than"],
-        ),
-        (
-            {"seq_len": 99, "task": "seq2seq"},
-            [(9, 50)],
-            ["docs: 91% of the tokens of a batch's prompts are padding:"],
-        ),
+        ({"seq_len": 10, "task": "seq2seq"}, [(10, 12)] * 2, ["docs: 2 of 2 sampled responses are longer than t"]),
+        ({"seq_len": 9, "target_seq_len": 2, "task": "seq2seq"}, [(12, 2)], ["docs: 1 of 1 sampled prompts are longer than"]),
+        ({"seq_len": 99, "task": "seq2seq"}, [(9, 50)], ["docs: 91% of the tokens of a batch's prompts are padding:"]),
         ({"seq_len": 99, "task": "seq2seq", "pad": "longest"}, [(9, 50)], []),
     ],
 )

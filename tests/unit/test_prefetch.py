@@ -33,10 +33,7 @@ def prefetch(
     groups: Generator[list[bytes], None, None], budget_bytes: int, gate: threading.Event | None = None
 ) -> Prefetch[bytes]:
     return Prefetch(
-        groups,
-        nbytes=lambda group: sum(map(len, group)),
-        budget_bytes=budget_bytes,
-        interrupt=(gate or threading.Event()).set,
+        groups, nbytes=lambda group: sum(map(len, group)), budget_bytes=budget_bytes, interrupt=(gate or threading.Event()).set
     )
 
 
