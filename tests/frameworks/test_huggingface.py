@@ -93,7 +93,7 @@ def test_run_that_forgets_to_resume_is_not_proven(url: str, tmp_path: Path, *, r
     assert audit([ledger]).is_proven == resumes
 
 
-def test_evaluation_and_prediction_use_a_dataset_of_their_own(url: str, tmp_path: Path) -> None:
+def test_evaluation_and_prediction_use_a_separate_dataset(url: str, tmp_path: Path) -> None:
     held_out = RemoteDataset(url, "numbers", **SPEC)
     one = trainer(url, tmp_path, held_out=held_out)
     figures = [one.evaluate() for _ in range(2)]

@@ -172,7 +172,7 @@ def rows_of(batch: Batch) -> tuple[int, ...]:
     ],
     ids=str,
 )
-def test_resumed_run_resumes_from_its_own_checkpoints(
+def test_resumed_run_resumes_again_from_its_checkpoints(
     fit: Callable[..., list[int]], saver: dict[str, int], settings: dict[str, int], resumed: list[str], expected: Sequence[int]
 ) -> None:
     """Some of these Lightning counts as if an epoch that has ended were still to come, or had been twice."""

@@ -68,7 +68,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     return train_trl
 
 
-def test_losses_and_metrics_are_those_of_trl_itself(url: str, model: Path, tmp_path: Path, example: Any) -> None:
+def test_losses_and_metrics_equal_those_of_trl(url: str, model: Path, tmp_path: Path, example: Any) -> None:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer

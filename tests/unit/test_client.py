@@ -102,7 +102,7 @@ def test_frame_of_another_address_suspects_a_cache(other: bytes, reason: str) ->
             client.frames(transport, SPEC, 1, range(4, 5))
 
 
-def test_failed_home_server_is_not_asked_first_by_later_transports() -> None:
+def test_later_transports_avoid_a_failed_home_server() -> None:
     asked: list[str] = []
 
     def home(path: str) -> tuple[int, bytes]:
@@ -174,7 +174,7 @@ def test_refusal_of_a_late_step_does_not_hide_the_earlier_ones() -> None:
         frames(problem("snapshot-gone", 409), problem("snapshot-gone", 409))
 
 
-def test_compare_goes_on_after_a_refused_step(tmp_path: Path) -> None:
+def test_compare_continues_after_a_refused_step(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     record = Recorder(path, "docs", 0).open(SPEC, 100, pass_at(epoch=1))
     assert record

@@ -93,7 +93,7 @@ def test_find_rank_prefers_torch_distributed_to_the_environment(tmp_path: Path, 
         torch.distributed.destroy_process_group()
 
 
-def test_consensus_without_a_job_is_the_own_snapshot() -> None:
+def test_consensus_without_a_job_is_the_proposed_snapshot() -> None:
     consensus = SnapshotConsensus("stories")
     assert consensus.propose("5d") == "5d"
     consensus.check("c4")

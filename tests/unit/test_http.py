@@ -113,7 +113,7 @@ def client() -> Iterator[HttpClient]:
         yield client
 
 
-def test_body_lies_in_the_allocated_memory(server: Listener) -> None:
+def test_body_is_in_the_allocated_memory(server: Listener) -> None:
     memory = bytearray(len(CONTENT))
     with closing(HttpClient(5.0, lambda nbytes: memoryview(memory)[:nbytes])) as client:
         body = client.get(server.url, "/sized")

@@ -48,7 +48,7 @@ def groups_of(*sizes: int) -> Generator[list[bytes], None, None]:
         first += size
 
 
-def test_items_come_in_order_whatever_their_groups_are() -> None:
+def test_items_come_in_order_for_any_groups() -> None:
     assert list(prefetch(groups_of(1, 2, 0, 40, 1), 8 * KIB)) == [item(number) for number in range(44)]
     assert list(prefetch(groups_of(), KIB)) == []
     assert list(prefetch(groups_of(*[3] * 7), 0)) == [item(number) for number in range(21)]

@@ -72,7 +72,7 @@ def test_invalid_retry_after_is_no_delay(retry_after: str) -> None:
     ("progress", "share"),
     [({"done": 3, "total": 4}, 0.75), ({"done": 0, "total": 0}, 0), ({}, 0)],
 )  # fmt: skip
-def test_progress_lies_between_0_and_1(progress: dict[str, object], share: float) -> None:
+def test_progress_is_between_0_and_1(progress: dict[str, object], share: float) -> None:
     body = json.dumps({"type": "urn:penstock:problem:index-not-ready"} | progress).encode()
     failure = failure_of("http://host", 503, {"retry-after": "2"}, body)
     assert isinstance(failure, IndexNotReady)

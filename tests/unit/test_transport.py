@@ -187,7 +187,7 @@ def test_retry_seconds_do_not_run_while_a_server_counts() -> None:
 
 
 @pytest.mark.parametrize("slug", ["busy", "index-not-ready"])
-def test_server_that_answers_in_the_last_round_is_asked_again(monkeypatch: pytest.MonkeyPatch, slug: str) -> None:
+def test_transport_retries_a_server_that_answers_in_the_last_round(monkeypatch: pytest.MonkeyPatch, slug: str) -> None:
     monkeypatch.setattr(penstock.transport, "uniform", lambda _, high: 60 * high)
     with server(b"", problem(slug, 503), response(b"here")) as url:
         assert get(url, retry_seconds=0.2)[0] == b"here"
@@ -231,7 +231,7 @@ def preparing(done: int) -> bytes:
     return response(body, "503 Service Unavailable", "Retry-After: 0")
 
 
-def test_server_that_prepares_blocks_is_asked_again_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_transport_retries_the_server_that_prepares_blocks(caplog: pytest.LogCaptureFixture) -> None:
     with (
         server(preparing(0), preparing(1), response(b"here"), preparing(2), response(b"more")) as url,
         server() as other,
@@ -260,7 +260,7 @@ def test_server_without_progress_gives_way_to_another(monkeypatch: pytest.Monkey
      problem("index-not-ready", 503)],
     ids=["hangs up", "cut short", "garbage", "500", "503", "stranger", "other snapshot", "bad disk", "counting"],
 )  # fmt: skip
-def test_next_server_is_asked_at_once(fault: bytes) -> None:
+def test_next_server_is_asked_immediately(fault: bytes) -> None:
     with server(fault) as bad, pages(named(b"here")) as good:
         assert get(AWAY, bad, good) == (b"here", 1 + (b"index-not-ready" not in fault))
 

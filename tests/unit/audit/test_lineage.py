@@ -227,7 +227,7 @@ def test_starts_of_one_state_are_not_matched_when_a_rank_lacks_one(ledger: Path)
     assert "or was killed before its first batch" in words(ledger)
 
 
-def test_every_start_may_resume_after_lost_lines(ledger: Path) -> None:
+def test_starts_may_resume_after_lost_lines(ledger: Path) -> None:
     for rank in range(2):
         for start in range(40):  # a machine that goes down loses the last lines of each
             begin = begin_of(rank, world_size=2, start=start, step=5 * start, num_samples=2000)

@@ -194,7 +194,7 @@ def test_several_processes_never_exceed_the_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_lock_file_alone", [False, True])
-def test_cache_goes_on_in_a_new_folder_when_the_old_one_was_removed(tmp_path: Path, is_lock_file_alone: bool) -> None:
+def test_cache_continues_in_a_new_folder_when_the_old_one_was_removed(tmp_path: Path, is_lock_file_alone: bool) -> None:
     folder, budget = tmp_path / "cache", 4 * KIB + 4 * OVERHEAD
     old = CacheFolder(folder, budget)
     assert old.write("a", content(0))
@@ -226,7 +226,7 @@ print("done")
 """
 
 
-def test_cache_goes_on_when_its_disk_is_full(tmp_path: Path) -> None:
+def test_cache_continues_when_its_disk_is_full(tmp_path: Path) -> None:
     mounted = [
         "unshare",
         "--map-root-user",

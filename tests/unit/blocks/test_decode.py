@@ -23,7 +23,7 @@ from support.corpora import write_shards
 from support.engine import open_snapshot, rows_of
 
 
-def test_shard_behind_a_moved_symlink_is_read_from_the_opened_file(
+def test_shard_of_a_moved_symlink_is_read_from_the_opened_file(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, score in (("old", 1), ("new", 0)):

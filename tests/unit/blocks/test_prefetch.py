@@ -48,7 +48,7 @@ class Gated:
         self.loaded.append(block)
 
 
-def test_read_ahead_makes_each_block_once_and_goes_on_after_a_fault(caplog: pytest.LogCaptureFixture) -> None:
+def test_read_ahead_makes_each_block_once_and_continues_after_a_fault(caplog: pytest.LogCaptureFixture) -> None:
     loaded: list[int] = []
 
     def load(block: int) -> None:

@@ -161,7 +161,7 @@ def test_reverted_folder_is_loaded_after_catch_up(folder: Path, open_all: Opener
     assert one.plan("d", Spec(batch_size=1)).snapshot == before
 
 
-def test_polling_goes_on_after_a_failed_poll(caplog: pytest.LogCaptureFixture) -> None:
+def test_polling_continues_after_a_failed_poll(caplog: pytest.LogCaptureFixture) -> None:
     polls = threading.Semaphore(0)
 
     class Failing(Catalog):

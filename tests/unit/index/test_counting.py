@@ -47,7 +47,7 @@ def test_counting_raises_its_failure_for_half_a_minute_and_then_starts_again(
     assert counting.get() == 7
 
 
-def test_counting_runs_once_for_all_callers_and_tells_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_runs_once_for_all_callers_and_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting_module, "_PATIENCE_SECONDS", 0.0)
     began, go_on, num_made = threading.Event(), threading.Event(), 0
 
@@ -81,7 +81,7 @@ def test_counting_runs_once_for_all_callers_and_tells_its_progress(monkeypatch: 
         (4_000.0, 1, 156_000, "about 1 day, 19:20:00 left,"),
     ],
 )
-def test_index_not_ready_tells_the_time_left_at_the_rate_so_far(
+def test_index_not_ready_gives_the_time_left_at_the_rate_so_far(
     monkeypatch: pytest.MonkeyPatch, elapsed: float, num_done: int, seconds_left: int | None, told: str
 ) -> None:
     clock, go_on = Mock(), threading.Event()

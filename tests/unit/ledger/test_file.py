@@ -187,7 +187,7 @@ def test_file_that_is_not_a_ledger_is_refused(tmp_path: Path, name: str, message
 @pytest.mark.parametrize(
     "name", ["run.ledger", "run-{rank}.ledger", "run.{rank}", "rank{rank}/run.ledger", "[a]*?**/run.ledger"]
 )
-def test_every_rank_and_worker_has_a_file_that_is_found(tmp_path: Path, name: str) -> None:
+def test_ranks_and_workers_have_separate_files_that_are_found(tmp_path: Path, name: str) -> None:
     expected = [ledger_path(tmp_path / name, rank, worker) for rank in (0, 11) for worker in (None, 2)]
     for path in expected:
         path.parent.mkdir(exist_ok=True)

@@ -47,7 +47,7 @@ def unlike_uniform(found: dict[str, Any]) -> list[str]:
         (MEMBERS, {"batch_size": 4, "mix": MIX, "stopping_strategy": "all_exhausted"}),
     ],
 )
-def test_report_finds_a_global_shuffle_uniform_whatever_the_seed(
+def test_report_finds_a_global_shuffle_uniform_for_any_seed(
     tmp_path: Path, datasets: dict[str, Geometry], spec: dict[str, Any]
 ) -> None:
     for seed in range(15):
