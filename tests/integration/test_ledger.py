@@ -39,7 +39,7 @@ def ledger(tmp_path: Path) -> Path:
 
 
 def dataset(server: Server, ledger: Path, *, rank: int = 0, world_size: int = 1, **spec: Any) -> RemoteDataset:
-    settings = {"batch_size": 4, "seq_len": 8, "prefetch_bytes": 1 << 16, "tensors": ["input_ids"]} | spec
+    settings: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "prefetch_bytes": 1 << 16, "tensors": ["input_ids"]} | spec
     return RemoteDataset(server.url, "numbers", rank=rank, world_size=world_size, ledger=ledger, **settings)
 
 
