@@ -123,11 +123,6 @@ def as_json(*values: Any) -> pa.Array:
     return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
 
 
-def broken_text(*texts: bytes) -> pa.Array:
-    """A column of text whose bytes nobody has checked."""
-    return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
-
-
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
     """Other bytes than these: cut, grown, with one bit flipped, or with two ranges swapped."""
