@@ -49,9 +49,9 @@ _SECONDS = 60.0  # for what takes a moment unless it hangs
 MIB = 1 << 20
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait until this holds; fail after a minute."""
-    deadline = time.monotonic() + _SECONDS
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until this holds; fail after so long."""
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)
