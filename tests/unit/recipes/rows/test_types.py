@@ -44,7 +44,8 @@ def test_json_strings_and_text_of_the_json_type_are_read_as_text(data: Path, tex
     storages = (pa.array(plain, storage) for storage in (pa.string(), pa.large_string(), pa.string_view()))
     raw = [pa.ExtensionArray.from_storage(pa.json_(texts.type), texts) for texts in storages]
     found = []
-    for stored in (pa.array(plain), as_json(*plain), as_json(*plain[:2], "null", "dog"), *raw):
+    with_null = pa.ExtensionArray.from_storage(pa.json_(), pa.array([json.dumps(value) for value in plain]))
+    for stored in (pa.array(plain), as_json(*plain), with_null, *raw):
         write(data, keys, {"text": stored})
         blocks = open_blocks(data)
         [block] = blocks.get([0])
