@@ -23,7 +23,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
         for version, group in _groups("memory", root)
         if (text := _read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes"))).isdigit()
     ]
-    return min([_machine_bytes(), *map(int, limits)])
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *map(int, limits)])
 
 
 def num_cores(root: Path = Path("/")) -> int:
@@ -37,10 +37,6 @@ def num_cores(root: Path = Path("/")) -> int:
         if quota.isdigit() and period.isdigit() and int(period):  # without a limit the quota is "max" or -1
             limits.append(math.ceil(int(quota) / int(period)))
     return max(1, min(limits))
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _machine_cores() -> int:

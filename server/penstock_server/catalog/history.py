@@ -110,10 +110,13 @@ class History:
             return
         before, path = records.pop(snapshot.fingerprint, None), self._path(snapshot.fingerprint)
         was_requested = before is not None and self._last_use(before)[0]
-        record = _record(snapshot, max(time.time_ns(), latest.made_at_ns + 1 if latest else 0))
-        write_note(path, (_FORMAT, record.made_at_ns, record.num_rows, record.recipe, record.shards))
+        shards = _interned((shard.path.name, shard.stat.size_bytes, shard.digest) for shard in snapshot.shards)
+        recipe = recipe_key(snapshot.recipe, (name for name, _, _ in shards))
+        made_at_ns = max(time.time_ns(), latest.made_at_ns + 1 if latest else 0)
+        record = SnapshotRecord(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe, shards)
+        write_note(path, (_FORMAT, made_at_ns, record.num_rows, recipe, shards))
         try:
-            os.utime(path, ns=(record.made_at_ns, record.made_at_ns + was_requested))
+            os.utime(path, ns=(made_at_ns, made_at_ns + was_requested))
             self._not_stored.pop(record.fingerprint, None)
         except OSError:
             self._not_stored[record.fingerprint] = record
@@ -138,12 +141,6 @@ class History:
 
     def _path(self, fingerprint: str) -> Path:
         return self._folder / f"{fingerprint}{_SUFFIX}"
-
-
-def _record(snapshot: Snapshot, made_at_ns: int) -> SnapshotRecord:
-    shards = _interned((shard.path.name, shard.stat.size_bytes, shard.digest) for shard in snapshot.shards)
-    recipe = recipe_key(snapshot.recipe, (name for name, _, _ in shards))
-    return SnapshotRecord(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe, shards)
 
 
 def _load(path: Path, _: FileStat | None) -> SnapshotRecord | None:

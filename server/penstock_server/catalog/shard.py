@@ -71,7 +71,9 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
         if FileStat.of(path.stat()) != file_stat:  # the content may be a mix of two files
             raise being_written(path)
     groups = [footer.metadata.row_group(g) for g in range(footer.metadata.num_row_groups)]
-    read = _chunks_read(footer, recipe)
+    columns = recipe.read_columns
+    # A column's name may contain a dot.
+    read = [c for c, path in enumerate(footer.paths) if columns is None or path in columns or path.split(".")[0] in columns]
     return Shard(
         path=path,
         stat=file_stat,
@@ -202,13 +204,6 @@ def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
     file.seek(max(size - footer_bytes, 0))
     digest.update(file.read())
     return digest.hexdigest()
-
-
-def _chunks_read(footer: _Footer, recipe: Recipe) -> list[int]:
-    """Return the indices of a row group's column chunks that the recipe reads."""
-    read = recipe.read_columns
-    # A column's name may contain a dot.
-    return [c for c, path in enumerate(footer.paths) if read is None or path in read or path.split(".")[0] in read]
 
 
 def _null_rows(footer: _Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> int:
