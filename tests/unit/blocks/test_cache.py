@@ -401,7 +401,7 @@ class Told:
 
     def _advise(self, address: int, nbytes: int, advice: int) -> None:
         assert advice == mmap.MADV_WILLNEED
-        assert address % PAGE == 0
+        assert address % cache_module.PAGE_BYTES == 0
         self.spans.append((address, nbytes))
 
     def copy(
