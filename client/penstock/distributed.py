@@ -148,24 +148,21 @@ class SnapshotConsensus:
     """
 
     def __init__(self, question: str) -> None:
-        self._question, self._key = question, f"penstock/{question}"
-        self._note: str | None = None
+        self._key = f"penstock/{question}"
+        self._note = ""
         self._is_settled = False
 
     def propose(self, snapshot: str) -> str:
         """Return the first noted snapshot; `snapshot` while torch.distributed is not initialized."""
-        if self._note is None and (store := job_store()) is not None:
-            try:
-                self._note = _taken[self._question] = self._noted(store, snapshot)
-            except RuntimeError:  # the store's process has ended, and so has the job
-                self._note = snapshot
-        return snapshot if self._note is None else _snapshot_of(self._note)
-
-    def _noted(self, store: Any, snapshot: str) -> str:
-        """Return the store's note if it is new to this process; otherwise replace it with this rank's note."""
-        note = f"{snapshot} {os.urandom(8).hex()}"
-        noted = bytes(store.compare_set(self._key, "", note)).decode()
-        return bytes(store.compare_set(self._key, noted, note)).decode() if noted == _taken.get(self._question) else noted
+        if not self._note and job_store() is not None:
+            note = f"{snapshot} {os.urandom(8).hex()}"
+            noted = _compare_set(self._key, "", note)
+            if noted and noted == _taken.get(self._key):  # not new to this process: replace it
+                noted = _compare_set(self._key, noted, note)
+            if noted:
+                _taken[self._key] = noted
+            self._note = noted or note
+        return self._note.partition(" ")[0] or snapshot
 
     def check(self, snapshot: str) -> None:
         """Raises PenstockError: another rank noted another snapshot after torch.distributed was initialized."""
@@ -179,13 +176,11 @@ class SnapshotConsensus:
         Raises PenstockError: another rank noted another snapshot, before or since.
         """
         self.check(snapshot)
-        if self._is_settled or self._note is None or (store := job_store()) is None:
-            return
-        with suppress(RuntimeError):  # the job has ended
-            noted = bytes(store.compare_set(self._key, "", self._note)).decode()
-            if noted != _taken.get(self._question):
-                _compare(snapshot, _snapshot_of(noted))
-        self._is_settled = True
+        if self._note and not self._is_settled:
+            noted = _compare_set(self._key, "", self._note)
+            if noted and noted != _taken.get(self._key):
+                _compare(snapshot, noted.partition(" ")[0])
+            self._is_settled = True
 
 
 def agree(question: str, answer: str) -> str:
@@ -194,19 +189,19 @@ def agree(question: str, answer: str) -> str:
     If a process asks a question again, it is another question: the ranks are expected to ask it equally often.
     """
     number = _num_asked[question] = _num_asked.get(question, 0) + 1
-    store = job_store()
-    with suppress(RuntimeError):  # the store's process has ended, and so has the job
-        if store is not None:
-            return bytes(store.compare_set(f"penstock/{question}/{number}", "", answer)).decode()
-    return answer
+    return _compare_set(f"penstock/{question}/{number}", "", answer) or answer
 
 
 _num_asked = dict[str, int]()  # by question of `agree`
-_taken = dict[str, str]()  # the last note that this process took, by question: datasets of one process share it
+_taken = dict[str, str]()  # the last note that this process took, by key: datasets of one process share it
 
 
-def _snapshot_of(note: str) -> str:
-    return note.partition(" ")[0]
+def _compare_set(key: str, expected: str, text: str) -> str:
+    """Replace a text in the job's store if it is the expected one; return the text that is there now, "" without a job."""
+    store = job_store()
+    with suppress(RuntimeError):  # the store's process has ended, and so has the job
+        return bytes(store.compare_set(key, expected, text)).decode() if store is not None else ""
+    return ""
 
 
 def _compare(snapshot: str, noted: str) -> None:
@@ -289,13 +284,6 @@ def job_store() -> Any:
     return getattr(torch.distributed.group.WORLD, "get_group_store", distributed_c10d._get_default_store)()
 
 
-_forked: list[bool] = []
-
-
-def _note_fork() -> None:
-    if is_distributed():
-        _forked.append(True)  # the child must not use the parent's connection to the store
-
-
+_forked: list[bool] = []  # not empty in a fork: it must not use the parent's connection to the store
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+    os.register_at_fork(after_in_child=lambda: _forked.append(True) if is_distributed() else None)

@@ -29,7 +29,7 @@ class RowLength(NamedTuple):
 
 def advice_on_lengths(spec: Spec, rows: Sequence[RowLength], tensors: Collection[str]) -> Iterator[str]:
     """Yield warnings about padding and cuts, for a loop with such rows whose batches have these tensors."""
-    if not rows or not spec.cuts_rows:
+    if not rows:
         return
     if spec.task == "causal":
         noun = "sides of pairs" if any(len(row.sides) > 1 for row in rows) else "rows"
@@ -72,7 +72,7 @@ def _advice_on(spec: Spec, noun: str, limit: str, lengths: list[int], tensors: C
 def advice_on_prompts(spec: Spec, rows: Sequence[RowLength], tensors: Collection[str]) -> Iterator[str]:
     """Yield a warning if many of these rows have no token with loss."""
     num_filled = sum(row.prompt_tokens >= spec.seq_len for row in rows)
-    has_loss = spec.task == "seq2seq" or spec.loss_on == "all" or not spec.cuts_rows
+    has_loss = spec.task == "seq2seq" or spec.loss_on == "all"
     if not has_loss and num_filled > _UNLEARNED_SHARE * len(rows):
         yield (
             f"no token has loss in {num_filled:,} of {len(rows):,} sampled rows, since their prompts fill "
