@@ -42,10 +42,13 @@ from penstock.spec import (
     Split,
     StoppingStrategy,
     Task,
+    describe,
 )
 from penstock.state import resume, write_state
 from penstock.stats import Stats, StatsAggregator
 from penstock.tensors import ALL, Batch, names_of
+
+_SPEC_PARAMETERS = {parameter["name"] for parameter in describe()} - {"world_size", "offset", "mix"}  # passed on unchanged
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -136,6 +139,7 @@ class RemoteDataset(IterableDataset[Batch]):
         retry_seconds: float = 600.0,
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in _SPEC_PARAMETERS}
         prefetch_bytes = int(min(check_amount("prefetch_bytes", prefetch_bytes), sys.maxsize))
         retry_seconds = check_amount("retry_seconds", retry_seconds)
         replay = None if replay is None else check_whole("replay", replay, 1)
@@ -147,29 +151,8 @@ class RemoteDataset(IterableDataset[Batch]):
         name_rank(self._rank, self._world_size)
         self._client = Client(servers, dataset, rank=self._rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
-        requested = Spec(
-            batch_size=batch_size,
-            seq_len=seq_len,
-            world_size=self.world_size,
-            seed=seed,
-            shuffle=shuffle,
-            window=window,
-            split=split,
-            packing=packing,
-            overflow=overflow,
-            pad=pad if isinstance(pad, str) else str(plain(pad)),
-            length_bucket_size=length_bucket_size,
-            mark_documents=mark_documents,
-            task=task,
-            target_seq_len=target_seq_len,
-            loss_on=loss_on,
-            drop_last=drop_last,
-            skip=skip,
-            mix=spell_mix(mix) if isinstance(mix, Mapping) else mix,
-            stopping_strategy=stopping_strategy,
-            dataset_index=dataset_index,
-            snapshot=snapshot,
-        )
+        given |= {"world_size": self._world_size, "pad": pad if isinstance(pad, str) else str(plain(pad))}
+        requested = Spec(**given, mix=spell_mix(mix) if isinstance(mix, Mapping) else mix)
         # Before the server is asked, which may be away, or have rows to count: either may take minutes.
         self._recorder = None if ledger is None else Recorder(ledger, dataset, self.rank)
         resolved = self._client.resolve(requested)

@@ -50,16 +50,9 @@ def num_kept_before(ranges: Ranges, position: int) -> int:
     return position - sum(min(stop, position) - start for start, stop in ranges if start < position)
 
 
-def first_new(ranges: Ranges, known: Ranges) -> int | None:
-    """Return the first position in `ranges` that is not in `known`; None without one."""
-    for start, stop in ranges:
-        first = start
-        for begin, end in known:
-            if begin <= first < end:
-                first = end
-        if first < stop:
-            return first
-    return None
+def skips_more(ranges: Ranges, known: Ranges) -> bool:
+    """Whether a position in `ranges` is not in `known`."""
+    return any(num_kept_before(known, start) < num_kept_before(known, stop) for start, stop in ranges)
 
 
 def kept_runs(ranges: Ranges, num_samples: int) -> list[tuple[int, int]]:

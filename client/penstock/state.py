@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import StateMismatch
 from penstock.logs import warn
 from penstock.mix import first_other, parse_mix
-from penstock.skip import first_new, parse_skip, position_after, spell_skip
+from penstock.skip import parse_skip, position_after, skips_more, spell_skip
 from penstock.spec import MAX_COUNT, ORDER_PARAMETERS, Spec
 
 if TYPE_CHECKING:  # the audit needs neither torch nor a transport
@@ -129,7 +129,7 @@ def read_state(
             f"others not at all."
         )
     skipped = parse_skip(state["skip"], _samples_per_step(state)) if state["skip"] else ()
-    if skipped and first_new(spec.skipped(), skipped) is not None:
+    if skipped and skips_more(spec.skipped(), skipped):
         warn(
             f"skip leaves out {spell_skip(spec.skipped())} now, and left out {spell_skip(skipped)} when this state was taken. "
             f"Check the ranges: skip counts all steps of an epoch, those left out, too, in steps of the present size."
