@@ -84,6 +84,7 @@ _DELIMITERS = (";", "\t", "|", ",")
 _ALWAYS_TEXT = ("text", "prompt", *ANSWERS, "chosen", "rejected")  # columns that the server reads as text without a recipe
 # Numbers that survive conversion, except for digits far after the decimal point: 007 and numbers of 20 digits stay text.
 _NUMBERS = {
+    pa.null(): r"[^\x00-\x{10FFFF}]",  # no text at all
     pa.int64(): r"^(0|-?[1-9][0-9]{0,17})$",
     pa.float64(): r"^-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,100})?([eE][-+]?[0-9]{1,2})?$",
 }
@@ -105,17 +106,14 @@ class CsvReader:
         """Read all files, and return the columns of each."""
         headers: dict[Path, list[str]] = {}
         fitting: dict[str, list[pa.DataType]] = {}
-        filled = set[str]()
         for path in self._paths:
             headers[path] = []
             for table in self._texts(path):
                 headers[path] = table.column_names
                 for name, column in zip(table.column_names, table.columns, strict=True):
-                    known = fitting.setdefault(name, [] if name in self._text else list(_NUMBERS))
+                    known = fitting.setdefault(name, [pa.null()] if name in self._text else [*_NUMBERS])
                     fitting[name] = [type_ for type_ in known if _all_match(column, _NUMBERS[type_])]
-                    if column.null_count < len(column):
-                        filled.add(name)
-        types = {name: [*numbers, pa.string()][0] if name in filled else pa.null() for name, numbers in fitting.items()}
+        types = {name: [*known, pa.string()][0] for name, known in fitting.items()}
         return {path: pa.schema([(name, types[name]) for name in header]) for path, header in headers.items()}
 
     def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
