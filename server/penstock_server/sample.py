@@ -70,7 +70,7 @@ def _story(random: Random) -> dict[str, str]:
         [
             f"{one} lived near {place} with a {animal}.",
             f"One morning {one} walked to {place} with {two}.",
-            f"At {place} there was a {animal} that nobody but {one} could see.",
+            f"At {place} there was a {animal} that only {one} could see.",
         ]
     )
     events = [
