@@ -122,16 +122,15 @@ def _passthrough(rows: Rows, column: Column) -> pa.Array:
 
 
 def _vectors(array: pa.Array, note: Note) -> pa.Array:
-    size, item = array.type.list_size, array.type.value_type
+    type_ = pa.list_(array.type.value_type, array.type.list_size)
     if not (array.null_count or array.flatten().null_count):
-        return array.cast(pa.list_(item, size))  # whether or not the file declares that it has no nulls
-    vectors = []
-    for row, value in enumerate(array.to_pylist()):
-        if value is None or None in value:
+        return array.cast(type_)  # whether or not the file declares that it has no nulls
+    vectors = array.to_pylist()
+    for row, vector in enumerate(vectors):
+        if vector is None or None in vector:
             note(row, "is null or holds a null")
-            value = [0] * size
-        vectors.append(value)
-    return pa.array(vectors, pa.list_(item, size))
+            vectors[row] = [0] * type_.list_size
+    return pa.array(vectors, type_)
 
 
 def _list_array(

@@ -133,13 +133,11 @@ class Column:
         field = Field.parse(name, schema)
         type_ = field.type(schema)
         if name in TENSOR_NAMES:
-            raise FieldError(f"column {name!r} cannot travel: a batch has a tensor of that name. Rename the column")
+            raise FieldError(f"column {name!r} cannot be passed through: a batch has a tensor of that name. Rename it")
         item = type_.value_type if pa.types.is_fixed_size_list(type_) or pa.types.is_dictionary(type_) else type_
         number = pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item)
         if not (number or (is_raw(item) and not pa.types.is_fixed_size_list(type_))):
-            raise FieldError(
-                f"column {name!r} is {type_} and cannot travel; numbers, lists of a fixed number of them, text and bytes can"
-            )
+            raise FieldError(f"column {name!r} is {type_}; numbers, fixed-size lists of them, text and bytes pass through")
         return cls(field, type_)
 
     @property

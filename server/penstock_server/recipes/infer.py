@@ -143,10 +143,8 @@ def _fields(given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
     if not named:
         return _guessed_fields(schema)
     if (kind := _KINDS.get(named)) is None:
-        raise FieldError(
-            f"{FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or messages, or "
-            f"chosen and rejected with or without prompt"
-        )
+        known = "either tokens, or text, or prompt and response, or messages, or chosen and rejected with or without prompt"
+        raise FieldError(f"{FILE_NAME} names {', '.join(named)}; name {known}")
     fields = tuple((role, Field.parse(given[role], schema)) for role in named)
     types = {role: source.type(schema) for role, source in fields}
     if kind not in ("text", "messages") and all(map(is_tokens, types.values())):

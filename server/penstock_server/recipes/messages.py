@@ -48,9 +48,8 @@ def checked(number: int, message: object) -> Message:
     if not isinstance(plain.get("content"), (str, list)) and not any(plain.get(name) for name in _DEEDS):
         raise ChatError(f"has a chat whose message {number} has no content")
     if plain["role"] == "assistant" and plain.get("weight", 1) not in (0, 1):
-        raise ChatError(
-            f"has a chat whose message {number} has the weight {cut(repr(plain['weight']), 40)}: use 0 or 1, or leave it out"
-        )
+        weight = cut(repr(plain["weight"]), 40)
+        raise ChatError(f"has a chat whose message {number} has the weight {weight}: use 0 or 1, or leave it out")
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
