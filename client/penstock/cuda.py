@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -188,11 +189,7 @@ class OnDevice:
                 value.record_stream(loop)
 
 
+@cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all copies to a GPU. A stream per iteration would keep its allocated memory."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

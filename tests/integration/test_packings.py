@@ -109,16 +109,6 @@ def test_packings_give_every_token_of_a_split_once(
             assert sorted(other) == sorted(orders[0])
 
 
-def test_splits_are_disjoint_and_complete(server: Server) -> None:
-    splits = {
-        split: {sample[0][0] for sample in epoch_of(server, 0, 1, seq_len=200, split=split)}
-        for split in ("train", "validation")
-    }
-    assert splits["train"] | splits["validation"] == set(range(NUM_ROWS))
-    assert not splits["train"] & splits["validation"]
-    assert 0.1 < len(splits["validation"]) / NUM_ROWS < 0.3
-
-
 TAILS: list[Spec] = [{}, {"drop_last": False, "split": "validation"}, {"offset": 13}]
 
 

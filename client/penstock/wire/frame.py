@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,32 +20,29 @@ Array = npt.NDArray[Any]
 Texts = list[str] | list[bytes]
 
 
+@dataclass(eq=False)
 class FrameGroup:
     """Consecutive frames of a body with one layout and addresses that differ only in the step.
 
     address   address of the first frame
     steps     step of each frame; `digests` are those of their payloads
     nbytes    bytes of a payload
-    replaced  samples of the first frame that replace bad rows; the other frames have no such samples
     arrays    each tensor of all frames, shape [num_frames, *shape]; views of the received bytes. `names` are their names
+    replaced  samples of the first frame that replace bad rows; the other frames have no such samples
     texts     values of text columns in each frame; [] without such columns
     """
 
-    def __init__(
-        self,
-        address: Address,
-        steps: list[int],
-        digests: list[str],
-        nbytes: int,
-        arrays: Mapping[str, Array],
-        replaced: int = 0,
-    ) -> None:
-        self.address, self.steps, self.digests = address, steps, digests
-        self.nbytes, self.replaced = nbytes, replaced
-        self.arrays, self.texts = arrays, list[dict[str, Texts]]()
-        self.names = tuple(arrays)
-        self._totals: dict[str, list[int]] = {}
-        self._num_tokens: list[int] | None = None
+    address: Address
+    steps: list[int]
+    digests: list[str]
+    nbytes: int
+    arrays: Mapping[str, Array]
+    replaced: int = 0
+    texts: list[dict[str, Texts]] = field(default_factory=list)
+    _totals: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.arrays)
 
     def totals(self, name: str) -> list[int]:
         """Return the sum of a tensor's numbers in each frame. The first call computes all of them at once."""
@@ -52,17 +51,13 @@ class FrameGroup:
             self._totals[name] = array.reshape(len(array), -1).sum(axis=1, dtype=np.int64).tolist()
         return self._totals[name]
 
-    @property
+    @cached_property
     def num_tokens(self) -> list[int]:
         """Number of tokens of each frame without padding: of prompts and responses, and of both sides of a pair."""
-        if self._num_tokens is None:
-            lengths = [name for name in (*(f"{side}lengths" for side in SIDES), "label_lengths") if name in self.names]
-            if lengths:
-                self._num_tokens = [sum(each) for each in zip(*map(self.totals, lengths), strict=True)]
-            else:  # without lengths there is no padding
-                ids = self.arrays["input_ids"]
-                self._num_tokens = [ids[0].size] * len(ids)
-        return self._num_tokens
+        if lengths := [name for name in (*(f"{side}lengths" for side in SIDES), "label_lengths") if name in self.names]:
+            return [sum(each) for each in zip(*map(self.totals, lengths), strict=True)]
+        ids = self.arrays["input_ids"]  # without lengths there is no padding
+        return [ids[0].size] * len(ids)
 
 
 class Frame(NamedTuple):

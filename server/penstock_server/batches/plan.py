@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, pairwise
 from typing import Literal, TypeVar
 
@@ -450,13 +450,13 @@ def _seq2seq(snapshots: Sequence[Snapshot], spec: Spec, dtype: str) -> tuple[Ten
         roles = " and ".join(role for role, _ in lacking[0].recipe.fields)
         raise BadParameter(f"task=seq2seq needs prompt and response; rows of {lacking[0].name} are made of {roles}.")
     assert spec.target_seq_len  # a plan's spec is resolved
+    prompt = partial(Tensor, feature="tokens", turn="prompt", longest=spec.seq_len)
+    response = partial(Tensor, feature="tokens", turn="response", longest=spec.target_seq_len)
     return (
-        Tensor(name="input_ids", kind="tokens", dtype=dtype, feature="tokens", turn="prompt", longest=spec.seq_len),
-        Tensor(name="lengths", kind="count", dtype="int32", feature="tokens", turn="prompt", longest=spec.seq_len),
-        Tensor(name="labels", kind="tokens", dtype=dtype, feature="tokens", turn="response", longest=spec.target_seq_len),
-        Tensor(
-            name="label_lengths", kind="count", dtype="int32", feature="tokens", turn="response", longest=spec.target_seq_len
-        ),
+        prompt(name="input_ids", kind="tokens", dtype=dtype),
+        prompt(name="lengths", kind="count", dtype="int32"),
+        response(name="labels", kind="tokens", dtype=dtype),
+        response(name="label_lengths", kind="count", dtype="int32"),
     )
 
 

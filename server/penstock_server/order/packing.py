@@ -38,12 +38,12 @@ class Spans(NamedTuple):
 class Packing(Protocol):
     """Protocol: maps the blocks of one snapshot to samples in one epoch."""
 
-    @property
-    def samples_per_pool(self) -> IntArray:
-        """Number of samples of each pool, shape [num_pools]."""
+    samples_per_pool: IntArray
+    """Number of samples of each pool, shape [num_pools]."""
 
     def blocks_of(self, pool: int) -> range:
-        """Returns the blocks of a pool's samples; samples of Concat may continue in the blocks after them."""
+        """Returns the blocks where a pool's samples begin."""
+        return range(pool, pool + 1)
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """Returns the spans of samples; sample i has number indices[i] in pools[i]."""
@@ -52,16 +52,12 @@ class Packing(Protocol):
         """Returns the (pool, number) of each sample with tokens of a row, which are [start, stop) of its block's stream."""
 
 
-class Rows:
+class Rows(Packing):
     """Packing of one row per sample, with at most `seq_len` tokens."""
 
     def __init__(self, rows_per_block: IntArray, seq_len: int) -> None:
         self.samples_per_pool = rows_per_block
         self._seq_len = seq_len
-
-    def blocks_of(self, pool: int) -> range:
-        """The one block."""
-        return range(pool, pool + 1)
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """Returns the first tokens of one row per sample."""
@@ -72,7 +68,7 @@ class Rows:
         return np.array([block]), np.array([row])
 
 
-class SplitRows:
+class SplitRows(Packing):
     """Packing that splits each row into samples of `seq_len` tokens; the last may be shorter.
 
     `row_lengths(block)` returns the tokens of each row of a block, shape [rows of the block]; an empty row has no sample.
@@ -86,10 +82,6 @@ class SplitRows:
     def count(lengths: IntArray, seq_len: int) -> IntArray:
         """Returns the number of samples of rows with these lengths, shape of `lengths`."""
         return -(-lengths // seq_len)
-
-    def blocks_of(self, pool: int) -> range:
-        """The one block."""
-        return range(pool, pool + 1)
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """Returns a part of one row per sample."""
@@ -110,7 +102,7 @@ class SplitRows:
         return starts_of(self.count(self._row_lengths(block), self._seq_len))
 
 
-class Concat:
+class Concat(Packing):
     """Packing of the ring of tokens, cut every `seq_len` tokens from token `shift` on, 0 <= shift < seq_len.
 
     Sample s is [s * seq_len + shift, (s + 1) * seq_len + shift) of the ring. Only a rest shorter than a sample is left out.
@@ -124,10 +116,6 @@ class Concat:
         # The first sample that begins at or after each block's first token.
         self._first = np.clip(-((shift - self._starts) // seq_len), 0, self.num_samples)
         self.samples_per_pool = np.diff(self._first)
-
-    def blocks_of(self, pool: int) -> range:
-        """Returns the block where the samples of a pool begin."""
-        return range(pool, pool + 1)
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """Returns one span per block that a sample meets; on the ring the first block follows the last."""
