@@ -152,7 +152,7 @@ class Transport:
         """Close the connections."""
         if os.getpid() == self._process:  # a fork would close its parent's connections
             self._http.close()
-            self._log.bar.clear()
+            self._log.end_bar()
 
     def _attempt(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None = None) -> T:
         """Try one server. Raises TransientError: retry on another server. Raises PenstockError: the server refused."""
@@ -295,7 +295,7 @@ class RetryLog:
         self._num_failures = 0
         self._stages: set[str] = set()  # logged in this outage
         self._logged_at: dict[str, float] = {}
-        self.bar = StatusLine()
+        self._bar: StatusLine | None = None  # from the first progress on
 
     def failed(self, server: str, failure: Exception, next_server: str) -> None:
         """Log a failed attempt and the next server, which may be the same."""
@@ -310,7 +310,7 @@ class RetryLog:
 
     def answered(self, server: str, *, is_back_home: bool) -> None:
         """Log the end of an outage: a server answered."""
-        self.bar.clear()
+        self.end_bar()
         if self._stages:
             _log(f"{server} answers after {counted(self._num_failures, 'failed attempt')}")
             self._stages.clear()
@@ -320,11 +320,17 @@ class RetryLog:
 
     def progress(self, progress: IndexNotReady) -> None:
         """Draw a progress bar on the terminal of the first rank; log a line now and then elsewhere."""
-        if self.bar.is_seen and os.environ.get("RANK", "0") == "0":
+        self._bar = self._bar or StatusLine()
+        if self._bar.is_seen and os.environ.get("RANK", "0") == "0":
             done = round(_BAR_WIDTH * progress.share)
-            self.bar.draw(f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}")
+            self._bar.draw(f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}")
         else:
             self._log("progress", str(progress))
+
+    def end_bar(self) -> None:
+        """Clear the progress bar, if it is drawn."""
+        if self._bar:
+            self._bar.clear()
 
     def _log_once(self, stage: str, text: str) -> None:
         if stage not in self._stages and self._log(stage, text):

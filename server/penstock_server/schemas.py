@@ -319,7 +319,7 @@ class SampleInfo(_Schema):
     loss_mask: NotRequired[list[int]]
     """1 for tokens with loss."""
     document_starts: NotRequired[list[int]]
-    """Positions at which a document, or the padding, begins."""
+    """Positions where a document, or the padding, begins."""
     position_ids: NotRequired[list[int]]
     """The position of each token in its document."""
     columns: NotRequired[Columns]
@@ -366,7 +366,7 @@ class MeasuresInfo(_Schema):
     """Measures of an order."""
 
     neighbour_distance_p1: NotRequired[MeasureInfo]
-    """Distance at which the order serves two neighbours in the source: 1 % of the pairs are at most this close. Missing, like
+    """Distance between two neighbours of the source in the order: 1 % of the pairs are at most this close. Missing, like
     the next three, if no dataset has two samples."""
     neighbour_distance_p10: NotRequired[MeasureInfo]
     """10 % of the pairs are at most this close."""

@@ -43,7 +43,7 @@ def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
     with _stop_signals() as stop:
         # The first worker starts alone: footers are read once, and errors printed once.
         ready, send_ready = _context.Pipe(duplex=False)
-        workers = [Worker(settings, listener, send_ready)]
+        workers = [ServerProcess(settings, listener, send_ready)]
         send_ready.close()
         try:
             if stop in wait([ready, stop]):
@@ -53,7 +53,7 @@ def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
             except EOFError:
                 return workers[0].report_failed_start()
             workers[0].settings = settings
-            workers += [Worker(settings, listener) for _ in range(1, settings.processes)]
+            workers += [ServerProcess(settings, listener) for _ in range(1, settings.processes)]
             while stop not in wait(
                 [stop, *(worker.process.sentinel for worker in workers if not worker.due_at)], _wait(workers)
             ):
@@ -64,7 +64,7 @@ def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
             _stop(workers)
 
 
-class Worker:
+class ServerProcess:
     """One server process. If it dies, another takes its place: immediately, or after a delay if it died young.
 
     `due_at` is the start time of the replacement, by the monotonic clock, and 0.0 while the process is alive.
@@ -121,13 +121,13 @@ def ending(exit_code: int) -> str:
     return f"was ended by {name}{' (the kernel sends it when memory runs out)' if name == 'SIGKILL' else ''}"
 
 
-def _wait(workers: list[Worker]) -> float | None:
+def _wait(workers: list[ServerProcess]) -> float | None:
     """Return the seconds until the next replacement is due; None if all workers are alive."""
     due = [worker.due_at for worker in workers if worker.due_at]
     return max(0.0, min(due) - time.monotonic()) if due else None
 
 
-def _stop(workers: list[Worker]) -> None:
+def _stop(workers: list[ServerProcess]) -> None:
     for worker in workers:
         worker.process.terminate()
     deadline = time.monotonic() + _STOP_SECONDS
