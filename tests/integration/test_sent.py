@@ -127,8 +127,8 @@ def test_compiled_function_takes_batches(
     data = RemoteDataset(server.url, dataset, batch_size=4, seq_len=16, seed=3, device=device, packing=packing)
     expected = [sum(tensor.sum() for tensor in batch.values()) for batch, _ in zip(data, range(3), strict=False)]
     are_traced.clear()
-    batches = iter(data)
     step = torch.compile(lambda batches: sum(tensor.sum() for tensor in next(batches).values()), backend="eager")
+    batches = iter(data)
     assert [step(batches) for _ in expected] == expected
     batches.close()  # type: ignore[attr-defined]
     assert are_traced
