@@ -21,7 +21,7 @@ from penstock import RemoteDataset
 from support.corpora import EOS, write, write_numbered, write_text, write_tokenizer
 from support.ledgers import open_at, record
 from support.processes import until
-from support.servers import SERVER_PACKAGES, Serve, penstock, penstock_without
+from support.servers import ROOT, SERVER_PACKAGES, Serve, penstock, penstock_without
 
 
 def serving(tmp_path: Path, *flags: str) -> list[str]:
@@ -411,7 +411,7 @@ def test_image_serves_a_sample_only_if_the_data_folder_is_empty(tmp_path: Path) 
     data.mkdir()
     command.write_text('#!/bin/sh\necho penstock "$@"')
     command.chmod(0o755)
-    script = (Path(__file__).parents[2] / "docker" / "serve.sh").read_text().replace("/data", str(data))
+    script = (ROOT / "docker" / "serve.sh").read_text().replace("/data", str(data))
 
     def start(**variables: str) -> subprocess.CompletedProcess[str]:
         env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables

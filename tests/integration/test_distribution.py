@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("hatchling", reason="hatchling, which builds the distributions, is not installed")
+from support.servers import ROOT
 
-ROOT = Path(__file__).parents[2]
+pytest.importorskip("hatchling", reason="hatchling, which builds the distributions, is not installed")
 
 
 def run(*command: str | Path) -> str:

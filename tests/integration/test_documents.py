@@ -25,9 +25,8 @@ from penstock_server.recipes.fields import is_messages
 from penstock_server.recipes.transform import load_transform
 from support.corpora import read_back, write, write_datatrove, write_indexed, write_text
 from support.processes import Trainers
-from support.servers import Serve, Server, penstock
+from support.servers import ROOT, Serve, Server, penstock
 
-ROOT = Path(__file__).parents[2]
 PAGES = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 IMPORT = "penstock import stories.jsonl.gz more.csv data/stories"
 PREPARE = "penstock prepare data --tokenizer tokenizer.json"

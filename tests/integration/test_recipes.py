@@ -16,14 +16,10 @@ from tokenizers import Tokenizer
 
 from penstock import DataError, RemoteDataset
 from support import corpora
-from support.corpora import EOS, write_shards, write_tokenizer
+from support.corpora import CHATML, EOS, write_shards, write_tokenizer
 from support.servers import Serve, Server, penstock
 
 NUM_ROWS = 120
-CHATML = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def write(folder: Path, columns: dict[str, Any], toml: str) -> None:

@@ -22,9 +22,9 @@ from penstock_server.problems import NotReady, Problem
 from support import servers as answering
 from support.chaos import ChaosProxy, Kind
 from support.corpora import CHATML, write, write_pairs, write_shards, write_tokenizer
-from support.servers import Serve, Server, problem, response
+from support.servers import ROOT, Serve, Server, problem, response
 
-PAGE = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
+PAGE = (ROOT / "docs/reference/http.md").read_text()
 NUM_ROWS = 61
 QUICK: tuple[Kind, ...] = ("cut", "truncate", "flip", "error", "garbage")
 SPECS: list[tuple[str, dict[str, Any]]] = [
