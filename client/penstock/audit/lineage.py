@@ -1,6 +1,6 @@
-"""Lineage of a run: its starts, which one resumed from which, and the steps of each that its last weights were trained on.
+"""Lineage of a run: its starts, the parent of each, and the steps that the run's last weights were trained on.
 
-Each start has an id, and a state holds the id of the start that saved it. So the ledgers tell which start resumed from which:
+Each start has an id, and a state holds the id of the start that saved it. So the ledgers tell the parent of each start:
 
     start 1             0 ............ 60 ............ 90 ... 100
     start 2, of start 1                60 ..... 80
@@ -219,7 +219,7 @@ def _match(
 
 
 def _kept_segments(kept: Sequence[Start]) -> list[Segment]:
-    """Cut the segments of these starts, the latest first, where later ones resumed; return those of which steps remain."""
+    """Cut the segments of these starts, the latest first, where later ones resumed; return those with steps left."""
     segments = list[Segment]()
     later = list[Start]()  # starts that resumed from this one, or from one after it
     for start in kept:
@@ -259,7 +259,7 @@ def _cut(steps: IntArray, segment: Segment, later: Start, rank: int) -> IntArray
     resumed = later.segments.get((epoch, segment.slicing))
     firsts = resumed.firsts.get(rank, {}) if resumed else {}
     first = min(firsts.values(), default=segment.slicing.num_steps_before(position))
-    # Each loader worker resumed where it was: some had yielded steps after the first step of the slowest.
+    # Each loader worker resumed at its own step: some had yielded steps after the first step of the slowest.
     stride = resumed.begin.num_workers if resumed else 1
     ahead = intervals((at + worker, at + worker + 1) for worker, stop in firsts.items() for at in range(first, stop, stride))
     return join([clip(steps, 0, first), *(clip(steps, start, stop) for start, stop in ahead.tolist())])

@@ -82,7 +82,7 @@ def read_ledger(path: Path) -> Reading:
     begin_line, seed, of_section = b"", 0, bytearray()  # `seed`: CRC-32 of the begin line's checksum
     time, number, num_lost = datetime.min.replace(tzinfo=UTC), 0, 0
     bad: list[tuple[int, bool]] = []  # line number, and whether the line looks torn
-    begins = set[int]()  # numbers of the lines with which a process began: the line before may be the torn end of another
+    begins = set[int]()  # numbers of lines that begin a process: each line before may be torn
     with _reading(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             text = line[:_BATCH]
