@@ -105,6 +105,7 @@ def test_losses_and_metrics_equal_those_of_trl(url: str, model: Path, tmp_path: 
         assert one == pytest.approx(other, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_trl_run_of_two_ranks_resumes_to_the_same_adapter(url: str, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = [url, "chats", "--model", model, "--out", out, "--seq-len", SEQ_LEN, "--batch-size", 4, "--save-steps", 2]
