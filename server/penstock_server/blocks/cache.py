@@ -21,13 +21,14 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import pyarrow as pa
 
-from penstock_server.blocks.block import STREAM_END, Block
+from penstock_server.blocks.block import Block
 from penstock_server.files import (
     ABANDONED_SECONDS,
     SEAL_BYTES,
@@ -48,6 +49,7 @@ _LOCK_FILE = ".lock"
 _COUNT = struct.Struct("<q")
 _SPARE = 32  # eviction frees a 32nd at once, since it scans all files to find the oldest
 _OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, more with bad rows
+_KNOWN_FILES = 1 << 18  # identities of verified files, of some 60 bytes each: a terabyte of blocks
 _TOUCH_SECONDS = 10.0
 _LIBC = ctypes.CDLL(None)  # Python's madvise works only on mmap objects, and each keeps a descriptor open
 _THIS_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS counts the whole process
@@ -67,7 +69,7 @@ class CacheFolder:
         self.failure: str | None = None  # why the last file could not be stored; None if the only reason is lack of room
         self.evicted: deque[str] = deque()  # names of files that this process evicted; Maps takes them and closes its maps
         self.parsed: WeakValueDictionary[Path, Any] = WeakValueDictionary()  # counts in use, shared by all snapshots
-        self._sound = set[int]()  # files with a verified seal
+        self._sound = set[int]()  # files with a verified seal, at most _KNOWN_FILES
         self._used = 0  # bytes in use, for the holder of the lock
         self._threads = threading.Lock()
         self._warnings = Seldom()
@@ -102,6 +104,8 @@ class CacheFolder:
 
     def read(self, name: str) -> pa.Buffer | None:
         """Maps the bytes stored under a name, valid after its eviction; None without them, or if they were damaged."""
+        if len(self._sound) >= _KNOWN_FILES:
+            self._sound.clear()
         try:
             body = map_sealed(self._path(name), self._sound)
         except Damaged as damage:
@@ -300,9 +304,11 @@ class Maps:
 
     def write(self, key: str, batch: pa.RecordBatch) -> int:
         """Stores a block. Returns its bytes, or 0 if the cache does not keep it."""
-        pieces = batch.schema.serialize(), batch.serialize(), STREAM_END
+        stream = _Pieces()
+        with pa.ipc.new_stream(stream, batch.schema) as writer:
+            writer.write_batch(batch)
         try:
-            return sum(map(len, pieces)) if self.cache.write(key, *pieces) else 0
+            return sum(map(len, stream.pieces)) if self.cache.write(key, *stream.pieces) else 0
         except OSError as error:
             if self._warnings.is_due():
                 log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
@@ -348,6 +354,22 @@ class Maps:
             with self._lock:
                 keys = list(self._open)
             self._close([key for key in keys if not self.cache.has(key)])  # removed by another process
+
+
+class _Pieces(RawIOBase):
+    """Pieces of a written stream. They are not joined: that would copy each block once more."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def writable(self) -> bool:
+        """Returns True; pyarrow requires it."""
+        return True
+
+    def write(self, piece: Piece) -> int:
+        """Keeps a piece: a buffer that pyarrow has written from, or a copy of a few bytes."""
+        self.pieces.append(piece)
+        return len(piece)
 
 
 class Waits:
