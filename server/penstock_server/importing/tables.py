@@ -191,6 +191,7 @@ class JsonReader:
         self._paths, self._text = paths, text
         self._columns: dict[str, str] = {}  # DuckDB's type of each
         self._database = duckdb.connect(config={"threads": 2})
+        self._database.execute("SET enable_progress_bar = false")  # it would be printed on stdout
 
     def schemas(self) -> Mapping[Path, pa.Schema]:
         """Read all files, and return their columns."""
