@@ -37,9 +37,9 @@ def name_rank(rank: int, world_size: int) -> None:
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's code, or of another library, that called into this package."""
+    """Warn at the line of the user's code that led here, also through a loader or a compiled function of torch."""
     frame, level = sys._getframe(), 1
-    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "penstock":
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("penstock", "torch"):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 
