@@ -73,8 +73,16 @@ def _is_text_part(part: Any) -> bool:
 
 def says_something(message: Message) -> bool:
     """Return whether a message has more than blanks in it, or calls a tool, or thinks."""
-    text = text_of(message)
-    return bool(message.get("content") if text is None else text.strip()) or any(message.get(name) for name in _DEEDS)
+    content = message.get("content")
+    is_blank = all(map(_is_blank, content if isinstance(content, list) else [content]))
+    return not is_blank or any(message.get(name) for name in _DEEDS)
+
+
+def _is_blank(part: Any) -> bool:
+    """Return whether a content, or a part of one, is only blanks; an image or a call is not."""
+    if _is_text_part(part) or (isinstance(part, dict) and part.get("type", "text") == "text"):
+        part = part.get("text")
+    return part is None or (isinstance(part, str) and not part.strip())
 
 
 @dataclass(frozen=True, slots=True)

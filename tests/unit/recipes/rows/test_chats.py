@@ -170,6 +170,21 @@ def test_chat_is_bad_when_no_token_has_loss(data: Path) -> None:
     assert block.bad == {1: f"{silent}user, model", 2: f"{silent}user", 3: f"{silent}user, assistant"}
 
 
+@pytest.mark.parametrize("text", [None, " ", ""])
+def test_chat_is_bad_when_the_text_of_an_answer_is_blank_or_null(data: Path, text: str | None) -> None:
+    """In JSON, since a template of parts writes null as None."""
+    parts = "{% for part in message.content %}{{ part.text }}{% endfor %}"
+    (data / "../tokenizer_config.json").write_text(
+        json.dumps({"chat_template": CHATML.replace("{{ message.content }}", parts)})
+    )
+    chats = [[ASKED[0], {"role": "assistant", "content": [{"type": "text", "text": said}]}] for said in ("dog", text)]
+    write(data, "", {"messages": [json.dumps(chat) for chat in chats]})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {
+        1: "messages has a chat whose assistant says nothing, so no token has loss; its roles: user, assistant"
+    }
+
+
 def test_bos_and_eos_of_a_chat_do_not_shift_its_loss(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
