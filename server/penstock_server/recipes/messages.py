@@ -68,7 +68,7 @@ def text_of(message: Message) -> str | None:
 
 
 def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and "text" in part.get("type", "text") and isinstance(part.get("text"), str)
+    return isinstance(part, dict) and "text" in str(part.get("type", "text")) and isinstance(part.get("text"), str)
 
 
 def says_something(message: Message) -> bool:

@@ -185,6 +185,15 @@ def test_chat_is_bad_when_the_text_of_an_answer_is_blank_or_null(data: Path, tex
     }
 
 
+def test_chat_is_bad_when_a_part_of_it_has_a_null_type(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    chats = [[ASKED[0], {"role": "assistant", "content": [{"type": type_, "text": "dog"}]}] for type_ in ("text", None)]
+    write(data, "", {"messages": [json.dumps(chat) for chat in chats]})
+    [block] = open_blocks(data).get([0])
+    assert list(block.bad) == [1]
+    assert "message 1 has contents that are not text" in block.bad[1]
+
+
 def test_bos_and_eos_of_a_chat_do_not_shift_its_loss(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
