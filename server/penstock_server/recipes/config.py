@@ -97,7 +97,8 @@ def _recipe(folder: Path, given: dict[str, Any], stored: pa.Schema, default_toke
     roles = Roles.of(given, schema)
     tokenizer = _tokenizer(folder, given, roles, default_tokenizer)
     special = _SpecialTokens(given, tokenizer)
-    chat = _chat_template(folder, given, roles, tokenizer, special)
+    templates = _chat_templates(folder, given, roles, tokenizer)
+    chat = _chat_template(templates, roles, special) if templates else None
     takes_tools = chat is not None and chat.takes_tools
     if given.get("tools") and not takes_tools:
         what = "the chat template does not look at any" if chat else "rows are no chats"
@@ -122,7 +123,7 @@ def _recipe(folder: Path, given: dict[str, Any], stored: pa.Schema, default_toke
         columns=columns,
         unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
         guessed_eos=special.guessed_eos,
-        first=FirstShard(given, schema, takes_tools=takes_tools),
+        first=FirstShard(given, schema, takes_tools=takes_tools or "tool_use" in templates),
         filter=row_filter,
         transform=transform,
         splits=given.get("splits"),
@@ -166,9 +167,8 @@ def _named(roles: Roles) -> str:
     return " and ".join(source.text for _, source in roles.fields)
 
 
-def _chat_template(
-    folder: Path, given: dict[str, Any], roles: Roles, tokenizer: TokenizerFile | None, special: _SpecialTokens
-) -> ChatTemplate | None:
+def _chat_templates(folder: Path, given: dict[str, Any], roles: Roles, tokenizer: TokenizerFile | None) -> Mapping[str, str]:
+    """Return the chat templates of a tokenizer by name, with a default; empty if rows are no chats."""
     declared = given.get("chat_template")
     if not roles.are_chats:
         if declared:
@@ -176,7 +176,7 @@ def _chat_template(
                 f"chat_template renders messages, but rows are made of {_named(roles)}. Leave it out, or name the column of "
                 f'messages: messages = "COLUMN"'
             )
-        return None
+        return {}
     assert tokenizer  # only rows of token ids have none
     templates = read_chat_templates(folder / declared) if declared else load_chat_templates(tokenizer.path)
     if "default" not in templates:
@@ -184,8 +184,13 @@ def _chat_template(
             f"its rows are chats, but beside {tokenizer.path} there is no chat template (chat_template.jinja, or "
             f'"chat_template" in tokenizer_config.json). Put one there, or name a file in {FILE_NAME}: chat_template = "FILE"'
         )
+    return templates
+
+
+def _chat_template(templates: Mapping[str, str], roles: Roles, special: _SpecialTokens) -> ChatTemplate:
     with_tools = None
-    if given.get("tools", True) and (text := templates.get("tool_use")):
+    # Without tools it must neither refuse the dataset nor change its fingerprint.
+    if roles.tools and (text := templates.get("tool_use")):
         with_tools = ChatTemplate(text=text, special_tokens=special.written_by(text))
     text = templates["default"]
     return ChatTemplate(text=text, special_tokens=special.written_by(text), with_tools=with_tools)

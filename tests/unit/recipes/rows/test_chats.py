@@ -147,6 +147,27 @@ def test_tools_are_refused_when_only_later_shards_have_them(data: Path, first: d
         assert open_snapshot(data, data / "../tokenizer.json").num_rows == 2
 
 
+@pytest.mark.parametrize("tooled", [TOOLED, "{{ strftime_now('%d') }}" + CHATML, "{% broken"])
+@pytest.mark.parametrize("recipe", ["", "tools = false"])
+def test_template_for_tools_changes_nothing_when_rows_have_none(data: Path, tooled: str, recipe: str) -> None:
+    (data / "../chat_template.jinja").write_text(CHATML)
+    write(data, recipe, {"messages": [ASKED]} | ({"tools": ["[]"]} if recipe else {}))
+    before = open_snapshot(data, data / "../tokenizer.json").fingerprint
+    (data / "../additional_chat_templates").mkdir()
+    (data / "../additional_chat_templates/tool_use.jinja").write_text(tooled)
+    assert open_snapshot(data, data / "../tokenizer.json").fingerprint == before
+
+
+def test_template_for_tools_refuses_tools_when_only_later_shards_have_them(data: Path) -> None:
+    (data / "../chat_template.jinja").write_text(CHATML)
+    (data / "../additional_chat_templates").mkdir()
+    (data / "../additional_chat_templates/tool_use.jinja").write_text(TOOLED)
+    write(data, "", {"messages": [ASKED]})
+    pq.write_table(pa.table({"messages": [ASKED], "tools": ["[]"]}), data / "part-1.parquet")
+    with pytest.raises(DatasetInvalid, match=r"part-1.parquet.* column 'tools' is not in the first shard"):
+        open_snapshot(data, data / "../tokenizer.json")
+
+
 def test_chat_is_bad_when_a_message_is_null(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     asked, said = {"role": "user", "content": "fox", "name": "Al"}, {"role": "assistant", "content": "dog"}
