@@ -226,12 +226,15 @@ class _SpecialTokens:
     def model_eos(self) -> int:
         """Return the id of the EOS that a file beside the tokenizer names, otherwise of a usual one."""
         named = self._named.get("eos_token")
-        usual = [name for name in _EOS_NAMES if self._id_of(name) is not None]
-        self.guessed_eos = tuple(usual) if not named and len(usual) > 1 else ()
-        if (id_ := self._id_of(named or next(iter(usual), None))) is None:
+        if (id_ := self._id_of(named) if named else self._usual_eos()) is None:
             token = named or f"usual end-of-text token ({', '.join(_EOS_NAMES)})"
             raise RecipeError(f'the tokenizer has no {token}. Set eos = "<the token>" or its id, or eos = false')
         return id_
+
+    def _usual_eos(self) -> int | None:
+        usual = [name for name in _EOS_NAMES if self._id_of(name) is not None]
+        self.guessed_eos = tuple(usual) if len(usual) > 1 else ()
+        return self._id_of(usual[0]) if usual else None
 
     def pad_id(self, eos_id: int | None) -> int:
         """Return the id of padding; padding is masked in any case."""
@@ -245,14 +248,18 @@ class _SpecialTokens:
         for key in ("eos", "bos"):
             if (name := f"{key}_token") not in template or name in tokens:
                 continue
+            if key == "bos" and self._given.get("bos") is False:
+                tokens[name] = ""
+                continue
             id_ = self.declared_id(key)
-            if id_ is None and key == "bos" and "bos" not in self._given:
+            id_ = self._usual_eos() if id_ is None and key == "eos" else id_
+            if id_ is None or not (token := self._tokenizer.tokenizer.id_to_token(id_)):
+                none = ", or bos = false" if key == "bos" else ""  # turns need an end
                 raise RecipeError(
-                    f"its chat template writes bos_token, but nothing says what that is. Name it in the tokenizer_config.json "
-                    f'beside the tokenizer, as {{"bos_token": "..."}}, or in {FILE_NAME}: bos = "<the token>", or bos = false'
+                    f"its chat template writes {name}, but nothing says what that is. Name it in the tokenizer_config.json "
+                    f'beside {self._tokenizer.path}, as {{"{name}": "..."}}, or in {FILE_NAME}: {key} = "<the token>"{none}'
                 )
-            id_ = self.model_eos() if id_ is None and key == "eos" else id_
-            tokens[name] = "" if id_ is None else self._tokenizer.tokenizer.id_to_token(id_) or ""
+            tokens[name] = token
         return tokens
 
     def _id_of(self, token: str | None) -> int | None:

@@ -1,6 +1,7 @@
 """Opening datasets: how the recipe is decided, and what is refused, with a message that helps."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from penstock_server.problems import DatasetInvalid
-from support.corpora import write_numbered, write_pairs, write_shards, write_text
+from support.corpora import CHATML, EOS, write, write_numbered, write_pairs, write_shards, write_text
 from support.engine import Opener, open_snapshot
 
 
@@ -120,6 +121,21 @@ def test_tokenizer_without_an_eos_is_refused(data: Path, tokenizer: Path) -> Non
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|unusual|>"))
     with pytest.raises(DatasetInvalid, match=r'eos = "<the token>" or its id, or eos = false'):
         open_snapshot(data, tokenizer)
+
+
+@pytest.mark.parametrize("toml", ["", "eos = false"])
+def test_eos_of_a_chat_template_is_refused_with_its_place_when_nothing_names_it(data: Path, tokenizer: Path, toml: str) -> None:
+    tokenizer.write_text(tokenizer.read_text().replace(EOS, "<|unusual|>"))
+    tokenizer.with_name("tokenizer_config.json").write_text(
+        json.dumps({"chat_template": CHATML.replace(EOS, "{{ eos_token }}")})
+    )
+    said = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]]
+    write(data / "chat", toml, {"messages": said})
+    where = 'tokenizer_config.json beside .*/tokenizer.json, as {"eos_token": "..."}, or in penstock.toml: eos = "<the token>"'
+    with pytest.raises(DatasetInvalid, match=rf"writes eos_token, but nothing says what that is. Name it in the {where}\."):
+        open_snapshot(data / "chat", tokenizer)
+    (data / "chat" / "penstock.toml").write_text('eos = "<|unusual|>"')
+    assert open_snapshot(data / "chat", tokenizer).num_rows == 1
 
 
 def test_split_special_tokens_is_refused_for_ids_and_chats(data: Path, tokenizer: Path) -> None:
