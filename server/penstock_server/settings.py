@@ -106,6 +106,13 @@ def byte_count(text: str) -> int | None:
     return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else None
 
 
+def _whole_number(text: str) -> int:
+    """Parse digits; `int` alone takes signs, blanks and underscores, too. Raises ValueError."""
+    if not text.isdecimal():
+        raise ValueError(text)
+    return int(text)
+
+
 def _within(least: float, most: float, parse: Callable[[str], float]) -> Callable[[str], float | None]:
     def parse_within(text: str) -> float | None:
         with suppress(ValueError):
@@ -117,11 +124,11 @@ def _within(least: float, most: float, parse: Callable[[str], float]) -> Callabl
 
 # Numeric settings: the parser of each, which returns None for invalid text, and the expected value in messages.
 _NUMBERS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
-    "port": (_within(0, 65_535, int), "a whole number from 0 (any free port) to 65,535"),
+    "port": (_within(0, 65_535, _whole_number), "a whole number from 0 (any free port) to 65,535"),
     "cache_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "inflight_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "decoded_bytes": (byte_count, "a number such as 500000000 or 200GB"),
-    "processes": (_within(1, _MAX_PROCESSES, int), f"a whole number from 1 to {_MAX_PROCESSES}"),
+    "processes": (_within(1, _MAX_PROCESSES, _whole_number), f"a whole number from 1 to {_MAX_PROCESSES}"),
     "poll_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 30, or 0 for never"),
 }
 

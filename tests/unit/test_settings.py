@@ -62,6 +62,13 @@ def test_invalid_setting_is_named(flags: dict[str, str], message: str) -> None:
         Settings.read(flags, {})
 
 
+@pytest.mark.parametrize("text", ["8_0", "+80", " 80 ", "80.0", "-80"])
+@pytest.mark.parametrize("name", ["port", "processes"])
+def test_whole_number_is_refused_when_it_has_more_than_digits(name: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=f"^--{name} must be a whole number .*, not '{re.escape(text)}'$"):
+        Settings.read({"data_dir": "d", name: text}, {})
+
+
 def test_invalid_variable_is_named() -> None:
     with pytest.raises(SettingsError, match="^PENSTOCK_POLL_SECONDS must be a number such as 30, or 0 for never, not 'often'$"):
         Settings.read({"data_dir": "d", "poll_seconds": None}, {"PENSTOCK_POLL_SECONDS": "often"})
