@@ -131,8 +131,8 @@ def write_with_seal(file: BinaryIO, pieces: Iterable[Piece], name: str) -> None:
     file.write(seal.digest())
 
 
-def write_sealed(path: Path, pieces: Iterable[Piece], otherwise: str) -> None:
-    """Writes a sealed file. On an OSError it leaves no file and logs the consequence, `otherwise`."""
+def write_sealed(path: Path, pieces: Iterable[Piece], otherwise: str) -> bool:
+    """Writes a sealed file. On an OSError it keeps the old file, logs the consequence, `otherwise`, and returns False."""
     temporary = path.with_name(f"{uuid.uuid4().hex}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
@@ -140,6 +140,9 @@ def write_sealed(path: Path, pieces: Iterable[Piece], otherwise: str) -> None:
         temporary.replace(path)
     except OSError as error:
         log.warning("%s cannot be stored: %s; %s", path, error, otherwise)
+        return False
+    else:
+        return True
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -53,11 +53,11 @@ def drop_old_notes(cache: Path, now: float) -> None:
                 path.unlink()
 
 
-def write_note(path: Path, content: Any) -> None:
-    """Write a note of a msgpack value. A failure is logged and has no other effect."""
+def write_note(path: Path, content: Any) -> bool:
+    """Write a note of a msgpack value. A failure is logged, keeps the old note and returns False."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_sealed(path, [msgpack.packb(content)], "this process forgets its content when it ends")
+    return write_sealed(path, [msgpack.packb(content)], "this process forgets its content when it ends")
 
 
 def read_note(path: Path) -> Any | None:
@@ -100,7 +100,10 @@ class History:
         records = [*self._not_stored.values()]
         with suppress(OSError):  # the disk fails, or no descriptor is left
             records += filter(None, (self._load(path, stat_of_file(path)) for path in self._folder.glob(f"*{_SUFFIX}")))
-        return sorted(records, key=lambda record: record.made_at_ns, reverse=True)
+        newest = dict[str, SnapshotRecord]()  # the disk may have an older record of a snapshot in `_not_stored`, or a newer one
+        for record in sorted(records, key=lambda record: record.made_at_ns, reverse=True):
+            newest.setdefault(record.fingerprint, record)
+        return [*newest.values()]
 
     def add(self, snapshot: Snapshot) -> None:
         """Record the snapshot that has become the latest."""
@@ -114,12 +117,12 @@ class History:
         recipe = recipe_key(snapshot.recipe, (name for name, _, _ in shards))
         made_at_ns = max(time.time_ns(), latest.made_at_ns + 1 if latest else 0)
         record = SnapshotRecord(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe, shards)
-        write_note(path, (_FORMAT, made_at_ns, record.num_rows, recipe, shards))
-        try:
-            os.utime(path, ns=(made_at_ns, made_at_ns + was_requested))
+        if write_note(path, (_FORMAT, made_at_ns, record.num_rows, recipe, shards)):
             self._not_stored.pop(record.fingerprint, None)
-        except OSError:
+        else:
             self._not_stored[record.fingerprint] = record
+        with suppress(OSError):
+            os.utime(path, ns=(made_at_ns, made_at_ns + was_requested))
         for older in sorted(records.values(), key=self._last_use)[:-_MAX_OLDER]:
             self._not_stored.pop(older.fingerprint, None)
             with suppress(OSError):

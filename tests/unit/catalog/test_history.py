@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from penstock.spec import Spec
+from penstock_server import files as sealed
 from penstock_server.catalog.history import History, drop_old_notes, write_note
 from support.corpora import write_numbered, write_shard
 from support.engine import Opener, open_snapshot
@@ -91,3 +94,23 @@ def test_older_snapshot_is_known_after_months(data: Path, tmp_path: Path, open_a
     for notes in (tmp_path / "cache" / "notes").iterdir():
         os.utime(notes, (1, 1))
     assert open_all()["ids"].find(older).snapshot.num_rows == 30
+
+
+def test_latest_record_is_first_when_its_old_note_cannot_be_rewritten(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, others, made = History(tmp_path / "notes"), History(tmp_path / "notes"), []
+    for number in range(3):
+        write_shard(folder, 9, number)
+        made.append(open_snapshot(folder))
+    first, second, third = (snapshot.fingerprint for snapshot in made)
+    mine.add(made[0])
+    mine.add(made[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed, "write_with_seal", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        mine.add(made[0])
+        assert [record.fingerprint for record in mine.records()] == [first, second]
+    others.add(made[2])
+    assert [record.fingerprint for record in mine.records()] == [third, first, second]
+    others.add(made[0])  # the note on disk is now the newer record
+    assert [record.fingerprint for record in mine.records()] == [first, third, second]
