@@ -234,7 +234,7 @@ class DatasetLoader:
         self.state = DatasetState(name=name, store=store)
         notes = open_notes(store.cache.folder, folder)
         self._reader, self._history = FolderReader(folder, default_tokenizer, notes / "footers", name), History(notes)
-        self._marked_at = dict[str, float]()  # by fingerprint, when its files were last marked as used
+        self._marked_at = dict[str, float]()  # by fingerprint, when its counts were last marked as used
         self._seen: tuple[FolderState, float] | None = None  # the last folder state, and since when it is unchanged
         self._loaded: FolderState | None = None  # `state` is of this one; None if it was not settled
 
@@ -242,12 +242,10 @@ class DatasetLoader:
         """Return the snapshot of this fingerprint, None for the latest, for a job. Raises the errors of DatasetState.find."""
         opened = self.state.find(fingerprint)
         name, now = opened.snapshot.fingerprint, time.monotonic()
-        marked_at = self._marked_at.get(name)
-        if marked_at is None or now - marked_at >= _MARK_SECONDS:
+        self._history.touch(name)
+        if now - self._marked_at.setdefault(name, now) >= _MARK_SECONDS:
             self._marked_at[name] = now
-            self._history.touch(name)
-            if marked_at is not None:
-                opened.index.mark_used()
+            opened.index.mark_used()
         return opened
 
     def poll(self, shards: Mapping[str, FileStat]) -> bool:

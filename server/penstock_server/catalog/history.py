@@ -29,6 +29,7 @@ _FORGET_SECONDS = 90 * 86_400.0  # age limit of notes on a dataset that no serve
 _FORMAT = 1
 _SUFFIX = ".snapshot"
 _MAX_OLDER = 16  # older snapshots of a dataset
+_TOUCH_SECONDS = 60.0
 
 ShardName = tuple[str, int, str]  # its file's name, its size in bytes, its digest
 
@@ -94,6 +95,7 @@ class History:
         self._folder = folder
         self._load = lru_cache(4 * _MAX_OLDER)(_load)
         self._not_stored = dict[str, SnapshotRecord]()  # a full disk stops no run
+        self._touched_at = dict[str, float]()  # by fingerprint
 
     def records(self) -> list[SnapshotRecord]:
         """Return all records, newest first, including those of other servers with the same cache folder."""
@@ -129,10 +131,13 @@ class History:
                 self._path(older.fingerprint).unlink()
 
     def touch(self, fingerprint: str) -> None:
-        """Note that a job has requested this snapshot now."""
-        with suppress(OSError):
-            os.utime(self._path(fingerprint))
-            os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
+        """Note, at most once a minute, that a job has requested this snapshot now."""
+        now = time.monotonic()
+        if now - self._touched_at.get(fingerprint, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
+            self._touched_at[fingerprint] = now
+            with suppress(OSError):
+                os.utime(self._path(fingerprint))
+                os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
 
     def _last_use(self, record: SnapshotRecord) -> tuple[bool, int]:
         """Return whether a job has requested a snapshot, and when, in nanoseconds; without a request, when it was made."""

@@ -114,3 +114,16 @@ def test_latest_record_is_first_when_its_old_note_cannot_be_rewritten(
     assert [record.fingerprint for record in mine.records()] == [third, first, second]
     others.add(made[0])  # the note on disk is now the newer record
     assert [record.fingerprint for record in mine.records()] == [first, third, second]
+
+
+def test_running_job_keeps_its_snapshot_when_another_job_requests_each_new_one(
+    folder: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, now = open_all(), time.monotonic()
+    snapshot = catalog.plan("d", Spec(batch_size=1)).snapshot
+    for minutes in range(20):
+        monkeypatch.setattr(time, "monotonic", lambda minutes=minutes: now + minutes * 60.0)
+        write_shard(folder, 100 + minutes, 0)
+        catalog.refresh("d")
+        catalog.plan("d", Spec(batch_size=1))
+        assert catalog.plan("d", Spec(batch_size=1, snapshot=snapshot)).snapshot == snapshot
