@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -93,15 +92,20 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._load = lru_cache(4 * _MAX_OLDER)(_load)
+        self._loaded = dict[tuple[Path, FileStat | None], SnapshotRecord]()
         self._not_stored = dict[str, SnapshotRecord]()  # a full disk stops no run
         self._touched_at = dict[str, float]()  # by fingerprint
 
     def records(self) -> list[SnapshotRecord]:
         """Return all records, newest first, including those of other servers with the same cache folder."""
-        records = [*self._not_stored.values()]
+        loaded = dict[tuple[Path, FileStat | None], SnapshotRecord]()
         with suppress(OSError):  # the disk fails, or no descriptor is left
-            records += filter(None, (self._load(path, stat_of_file(path)) for path in self._folder.glob(f"*{_SUFFIX}")))
+            for path in self._folder.glob(f"*{_SUFFIX}"):
+                key = path, stat_of_file(path)
+                if record := self._loaded.get(key) or _load(path):
+                    loaded[key] = record
+        self._loaded = loaded
+        records = [*self._not_stored.values(), *loaded.values()]
         newest = dict[str, SnapshotRecord]()  # the disk may have an older record of a snapshot in `_not_stored`, or a newer one
         for record in sorted(records, key=lambda record: record.made_at_ns, reverse=True):
             newest.setdefault(record.fingerprint, record)
@@ -151,8 +155,8 @@ class History:
         return self._folder / f"{fingerprint}{_SUFFIX}"
 
 
-def _load(path: Path, _: FileStat | None) -> SnapshotRecord | None:
-    """Return the record in a file with this stat; None if it is missing or damaged."""
+def _load(path: Path) -> SnapshotRecord | None:
+    """Return the record in a file; None if it is missing, is damaged or cannot be read now."""
     content = read_note(path)
     if not isinstance(content, tuple) or content[:1] != (_FORMAT,):
         return None

@@ -127,3 +127,14 @@ def test_running_job_keeps_its_snapshot_when_another_job_requests_each_new_one(
         catalog.refresh("d")
         catalog.plan("d", Spec(batch_size=1))
         assert catalog.plan("d", Spec(batch_size=1, snapshot=snapshot)).snapshot == snapshot
+
+
+def test_record_is_read_again_when_its_file_could_not_be_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    History(tmp_path / "notes").add(open_snapshot(folder))
+    history = History(tmp_path / "notes")
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed, "_is_sealed", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        assert history.records() == []
+    assert [record.fingerprint for record in history.records()] == [open_snapshot(folder).fingerprint]
