@@ -66,13 +66,13 @@ def _reading(path: Path) -> Iterator[None]:
         raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}") from error
 
 
-def rank_of(path: Path) -> int:
-    """Return the rank that a file begins with; 0 if it holds none. Raises LedgerError: see read_ledger."""
+def ranks_of(path: Path) -> set[int]:
+    """Return the ranks that a file holds records of: several if files were joined. Raises LedgerError: see read_ledger."""
     with _reading(path), path.open("rb") as file:
-        line = file.readline(_MAX_BEGIN)
-    check_head(path, line)
-    begin = _begin_of(path, line)
-    return begin.rank if begin else 0
+        check_head(path, file.readline(_MAX_BEGIN))
+        file.seek(0)
+        lines = {line for line in file if line.startswith(MAGIC)}
+    return {begin.rank for line in lines if (begin := _begin_of(path, line))}
 
 
 def read_ledger(path: Path) -> Reading:

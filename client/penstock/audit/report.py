@@ -13,7 +13,7 @@ import numpy as np
 from penstock.audit.account import Epoch, account_for
 from penstock.audit.intervals import NONE, covered, join, size, without
 from penstock.audit.lineage import Lineage, Segment, Start, lineage_of, segments_of
-from penstock.audit.reading import Damage, IntArray, Section, rank_of, read_ledger
+from penstock.audit.reading import Damage, IntArray, Section, ranks_of, read_ledger
 from penstock.ledger.begin import Begin
 from penstock.state import OF_MIXTURES, goes_on, order_of
 
@@ -111,19 +111,17 @@ class Report:
 
 
 def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Report:
-    """Audit the ledgers at these paths, of all ranks and starts. Memory holds the digests of one rank at a time.
+    """Audit the ledgers at these paths, of all ranks and starts.
 
+    Memory holds the digests of one rank at a time, or of the ranks whose ledgers were joined into one file.
     With `assume_fresh_weights`, a start without a loaded state discards all records before it.
 
     Raises LedgerError: a file cannot be read at all.
     """
-    by_rank: dict[int, list[Path]] = {}
-    for path in paths:
-        by_rank.setdefault(rank_of(path), []).append(path)
     segments: dict[tuple[str, str | None], list[Segment]] = {}  # by dataset and split: each has a lineage
     damages, changed = list[Damage](), dict[OrderId, list[Changed]]()
     num_batches = num_lost = 0
-    for _, files in sorted(by_rank.items()):
+    for files in _groups(paths):
         sections: dict[Begin, Section] = {}
         for path in files:
             reading = read_ledger(path)
@@ -141,6 +139,19 @@ def audit(paths: Sequence[Path], *, assume_fresh_weights: bool = False) -> Repor
     lineages = (lineage_of(of_data, assume_fresh_weights=assume_fresh_weights) for of_data in segments.values())
     orders = [order for lineage in lineages for order in _orders(lineage, changed)]
     return Report(list(paths), num_batches, num_lost, orders, damages)
+
+
+def _groups(paths: Sequence[Path]) -> list[list[Path]]:
+    """Group the files so that each rank is in one group: a file may repeat the records of others. Ranks ascend."""
+    groups: list[tuple[set[int], list[Path]]] = []
+    for path in paths:
+        ranks, files = ranks_of(path), list[Path]()
+        same = [group for group in groups if group[0] & ranks]
+        groups = [group for group in groups if not group[0] & ranks]
+        for of_group, others in same:
+            ranks, files = ranks | of_group, files + others
+        groups.append((ranks, [*files, path]))
+    return [files for _, files in sorted(groups, key=lambda group: min(group[0], default=0))]
 
 
 def _id_of(begin: Begin) -> OrderId:

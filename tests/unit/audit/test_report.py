@@ -11,6 +11,7 @@ import pytest
 
 from penstock.audit.report import audit
 from penstock.ledger.begin import Begin
+from penstock.ledger.file import find_ledgers
 from support.ledgers import FIRST, append, begin_of, report_on, words, write_run
 
 MIXED: dict[str, Any] = {"snapshot": "one+two", "stopping_strategy": "first_exhausted"}
@@ -138,3 +139,16 @@ def test_files_may_be_named_in_any_order(ledger: Path) -> None:
             paths.append(append(ledger.with_name(f"{start}"), begin, steps, ends=start == 2))
     for named in (paths, paths[::-1]):
         assert audit(named).is_proven
+
+
+@pytest.mark.parametrize("is_joined_first", [True, False])
+def test_audit_counts_batches_once_when_a_joined_ledger_and_its_parts_are_named(ledger: Path, is_joined_first: bool) -> None:
+    write_run(ledger, epochs=1)
+    parts = find_ledgers(ledger)
+    joined = ledger.with_name("joined")
+    joined.write_bytes(b"".join(path.read_bytes() for path in parts))
+    append(ledger, begin_of(1, epoch=1, world_size=2), range(10), ends=True)
+    append(ledger, begin_of(0, epoch=1, world_size=2), range(10), ends=True)
+    report = audit([joined, *parts] if is_joined_first else [*parts, joined])
+    assert (report.num_batches, [len(epoch.twice) for epoch in report.epochs]) == (40, [0, 0])
+    assert report.is_proven
