@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from penstock.audit import reading
 from penstock.audit.report import as_json, audit
 from penstock.ledger.file import find_ledgers
-from support.ledgers import append, begin_of, change, lines_of, report_on, words, write_run
+from support.ledgers import append, begin_of, change, entries, lines_of, report_on, words, write_run
 
 
 def test_unreadable_line_is_no_proof_when_its_step_was_trained_again(ledger: Path) -> None:
@@ -55,6 +57,26 @@ def test_damaged_lines_are_numbered(ledger: Path) -> None:
     assert [(damage.first, damage.last, damage.is_torn) for damage in reading.read_ledger(ledger).damages] == [
         (4, 4, False), (9, 9, True), (15, 16, False), (18, 18, False)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("min_run", [1, 7, 512])
+def test_reading_is_equal_when_runs_of_lines_are_parsed_together(
+    ledger: Path, monkeypatch: pytest.MonkeyPatch, min_run: int
+) -> None:
+    for start in range(3):
+        append(ledger, begin_of(start=start, step=1400 * start, num_samples=100_000), range(1400 * start, 1400 * (start + 1)))
+    lines = ledger.read_text().splitlines()
+    lines[2] = lines[2].replace(" 0", " 1")
+    lines[600], lines[1399] = lines[600][:-1] + "g", lines[1399].upper()
+    lines[2500] = lines[2500][:30]
+    ledger.write_text("\n".join(lines))
+    monkeypatch.setattr(reading, "_MIN_RUN", 1 << 30)
+    expected = reading.read_ledger(ledger)
+    assert [damage.first for damage in expected.damages] == [3, 601, 1400, 2501]
+    assert [len(section.steps) for section in expected.sections] == [1397, 1399, 1400]
+    monkeypatch.setattr(reading, "_MIN_RUN", min_run)
+    found = reading.read_ledger(ledger)
+    assert (found.damages, entries(found)) == (expected.damages, entries(expected))
 
 
 def test_files_may_be_joined_into_one(ledger: Path) -> None:
