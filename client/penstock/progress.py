@@ -360,6 +360,13 @@ class SharedCells:
         if self._process == os.getpid():  # unpickled in the same process: a copy
             self._separate()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedCells:
+        """Return a copy with private cells."""
+        copied = SharedCells.__new__(SharedCells)
+        copied._memory = self._now
+        copied._separate()
+        return copied
+
 
 def _steps_of(at: Cursor, worker: LoaderWorker | None) -> range:
     """Return the steps that are left for a worker; all of them without a worker."""

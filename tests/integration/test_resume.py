@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as worker_module
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SnapshotGone, SpecError, StateMismatch
 from penstock import dataset as dataset_module
@@ -269,7 +270,7 @@ def test_set_epoch_in_mid_loop_skips_nothing(server: Server) -> None:
     assert len(epoch_of(data)) == NUM_ROWS // 4
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, lambda data: pickle.loads(pickle.dumps(data))])
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
 def test_copy_sets_the_epoch_of_its_own_workers(server: Server, duplicate: Callable[[RemoteDataset], RemoteDataset]) -> None:
     data = duplicate(dataset(server))
     expected = dataset(server)
@@ -280,6 +281,11 @@ def test_copy_sets_the_epoch_of_its_own_workers(server: Server, duplicate: Calla
         assert rows_of(loader) == rows_of(expected)
     with pytest.raises(PenstockError, match="they run ahead of the loop"):
         data.state_dict()
+
+
+def test_worker_yields_each_batch_when_it_copies_the_dataset(server: Server) -> None:
+    copied_in_worker = IterableWrapper(dataset(server))
+    assert rows_of(DataLoader(copied_in_worker, batch_size=None, num_workers=1)) == rows_of(dataset(server))
 
 
 def test_worker_resumes_from_its_own_state(server: Server) -> None:
