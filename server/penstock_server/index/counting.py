@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import math
@@ -25,6 +26,7 @@ log = logging.getLogger("penstock.counting")
 _PATIENCE_SECONDS = 1.0  # from the start, one deadline for all callers
 _FAILURE_SECONDS = 30.0  # all callers get a failure for this long; the next call after it starts again
 _LOCK_FILE = ".counting"
+_POLL_SECONDS = 0.1
 
 
 class Counting(Generic[T]):
@@ -131,13 +133,27 @@ def build_lock(*paths: Path) -> Iterator[None]:
     offsets = [int.from_bytes(blake2b(name, digest_size=7).digest(), "big") for name in missing]  # of their bytes in the lock
     with suppress(OSError):
         for offset in offsets:
-            fcntl.lockf(_lock_file(folder), fcntl.LOCK_EX, 1, offset)
+            _lock_byte(_lock_file(folder), offset)
     try:
         yield
     finally:
         with suppress(OSError):
             for offset in offsets:
                 fcntl.lockf(_lock_file(folder), fcntl.LOCK_UN, 1, offset)
+
+
+def _lock_byte(file: int, offset: int) -> None:
+    """Locks a byte of the lock file; waits while another process holds it."""
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, offset)
+        except OSError as error:
+            # The kernel refuses to wait where two processes wait for each other, though another thread of each will go on.
+            if error.errno != errno.EDEADLK:
+                raise
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
 
 
 @cache

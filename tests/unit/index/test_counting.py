@@ -169,3 +169,46 @@ def test_build_lock_does_not_wait_for_an_existing_file_or_without_locks(tmp_path
     for path in (tmp_path / "a", tmp_path / "missing" / "b"):
         with build_lock(path):
             assert end(other(path)) == "builds\n"
+
+
+_CROSSWISE = """
+import sys, threading
+from pathlib import Path
+from penstock_server.index.counting import build_lock
+
+def build(path):
+    with build_lock(path):
+        print("builds", path.name, flush=True)
+        sys.stdin.readline()
+
+held, wanted = map(Path, sys.argv[1:])
+thread = threading.Thread(target=build, args=[wanted])
+with build_lock(held):
+    print("holds", flush=True)
+    thread.start()
+    sys.stdin.readline()
+thread.join()
+"""
+
+
+def test_build_lock_waits_when_two_processes_hold_files_crosswise(tmp_path: Path) -> None:
+    a, b, has_built = tmp_path / "a", tmp_path / "b", threading.Event()
+
+    def build() -> None:
+        with build_lock(b):
+            has_built.set()
+
+    with build_lock(a):
+        command = [sys.executable, "-c", _CROSSWISE, str(b), str(a)]
+        crossing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        assert crossing.stdout
+        assert crossing.stdout.readline() == b"holds\n"
+        threading.Thread(target=build, daemon=True).start()
+        assert is_waiting(crossing)
+        assert not has_built.is_set()
+    assert crossing.stdout.readline() == b"builds a\n"
+    assert not has_built.is_set()
+    assert crossing.stdin
+    crossing.stdin.write(b"\n\n")
+    assert has_built.wait(30)
+    assert end(crossing) == ""
