@@ -100,6 +100,15 @@ def test_prepare_refuses_a_wrong_seq_len_before_reading(data: Path, tmp_path: Pa
     assert not (tmp_path / "cache").exists()
 
 
+def test_prepare_names_the_line_of_a_transform_when_it_warns(tmp_path: Path) -> None:
+    code = "import warnings\n\ndef clean(batch):\n    warnings.warn('odd value')\n    return batch\n"
+    write(tmp_path / "data" / "a", 'transform = "clean:clean"\nvocab_size = 9', {"tokens": [[1, 2]] * 9})
+    (tmp_path / "data" / "a" / "clean.py").write_text(code)
+    for command in ("prepare", "inspect"):
+        done = penstock(command, tmp_path / "data", "--cache-dir", tmp_path / "cache")
+        assert (done.returncode, "a/clean.py:4: UserWarning: odd value\n" in done.stderr) == (0, True)
+
+
 def test_prepare_resumes_after_an_interrupt(data: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with closing(Fork("prepare", data, "--cache-dir", cache)):

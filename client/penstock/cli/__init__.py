@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -63,6 +64,8 @@ def _run() -> int:
         for command, summary in _COMMANDS.items():
             subparser = commands.add_parser(command, help=summary, allow_abbrev=False)
             if command == name:
+                # On one line: the place of a warning in this package is no help. The server's commands run code of users, too.
+                warnings.showwarning = lambda message, *_: complain(name, message)
                 import_module(f"penstock.cli.{command}").configure(subparser)
         chosen = parser.parse_args()
         if not chosen.command:

@@ -6,7 +6,6 @@ import argparse
 import io
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -29,8 +28,6 @@ def set_run(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace]
     refusals: tuple[type[Exception], ...] = (PenstockError, CommandError, *errors)
 
     def run_command(arguments: argparse.Namespace) -> int:
-        # On one line: the place of a warning in this package is no help at a terminal.
-        warnings.showwarning = lambda message, *_: complain(name, message)
         status = 0
         try:
             status = run(arguments)
