@@ -99,8 +99,8 @@ class Client:
             runs = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
             if runs:
                 return list(chain.from_iterable(runs))
-        # Only a late step may fail, and a response that has begun can no longer carry a reason. A request for the first step
-        # alone delivers the steps before the failing one, and its refusal carries the reason.
+        # A late step failed, and a response that has begun cannot say why. A request for the first step alone succeeds, or its
+        # refusal has the reason.
         decode = self._decoder(spec, epoch, steps[:1])
         return transport.get(path + _query(spec, steps[:1]), lambda body: list(chain.from_iterable(decode(body))))
 

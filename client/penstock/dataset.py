@@ -1,4 +1,4 @@
-"""RemoteDataset: the batches of one rank as a torch IterableDataset. Its whole state is a few integers."""
+"""RemoteDataset: the batches of one rank as a torch IterableDataset. Its state is small: see state.py."""
 
 from __future__ import annotations
 

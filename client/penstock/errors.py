@@ -3,7 +3,7 @@
 PenstockError
 ├── SpecError           a parameter is unknown, of the wrong kind or out of its bounds (also a ValueError)
 ├── UnknownDataset      the server has no dataset of that name
-├── OutOfRange        the step or the rank does not exist in this epoch
+├── OutOfRange          the step or the rank does not exist in this epoch
 ├── SnapshotGone        the shards changed since this run began
 ├── DataError           the server found data it cannot use: an unreadable shard, a bad row
 ├── ServerUnavailable   no server answered within `retry_seconds`

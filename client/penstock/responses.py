@@ -2,11 +2,11 @@
 
 PenstockError         the server refuses, and says why. Final once every server has refused
 TransientError        this attempt failed. The next server is asked at once, then all of them again for up to retry_seconds
-├── IndexNotReady          the server counts tokens; it is asked again for as long as that takes
-│   └── BlocksNotReady     the server reads or tokenizes the rows of the batch; the same server is asked again at once
-├── Busy              the server has no memory for another response; it is asked again, and retry_seconds does not run
-├── Unavailable       the data cannot be opened now. At the start of a run this is a refusal, later a transient error
-└── UnexpectedServer  no penstock server responds. At the start of a run this is a refusal, later a transient error
+├── IndexNotReady        the server counts tokens; it is asked again for as long as that takes
+│   └── BlocksNotReady   the server reads or tokenizes the rows of the batch; the same server is asked again at once
+├── Busy                 the server has no memory for another response; it is asked again, and retry_seconds does not run
+├── Unavailable          the data cannot be opened now. At the start of a run this is a refusal, later a transient error
+└── UnexpectedServer     no penstock server responds. At the start of a run this is a refusal, later a transient error
 """
 
 from __future__ import annotations

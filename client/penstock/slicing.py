@@ -12,11 +12,14 @@ from penstock.spec import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """Mapping from steps to samples: sample n after `offset` is (step * world_size + rank) * batch_size + index.
+    """Mapping from steps to samples.
 
-    Another world size or batch size slices the same order differently. Each rank has the same number of steps: unequal ranks
-    would hang the trainer's collectives. The epoch's samples are at positions 0 to num_samples - 1; those in the half-open
-    ranges `skipped` are in no step. `drop_last` decides only the last step: slicings that differ only in it are equal.
+    Sample `index` of a batch is number (step * world_size + rank) * batch_size + index of the kept samples, counted from
+    position `offset`. Another world size or batch size slices the same order differently. Each rank has the same number of
+    steps: unequal ranks would hang the trainer's collectives.
+
+    The epoch's samples are at positions 0 to num_samples - 1; those in the half-open ranges `skipped` are in no step.
+    `drop_last` decides only the last step: slicings that differ only in it are equal.
     """
 
     num_samples: int
@@ -49,20 +52,20 @@ class Slicing:
         return num_kept_before(self.skipped, self.num_samples)
 
     @cached_property
-    def num_left_out(self) -> int:
+    def num_kept_before_offset(self) -> int:
         """Kept samples before `offset`."""
         return num_kept_before(self.skipped, min(self.offset, self.num_samples))
 
     @cached_property
     def num_steps(self) -> int:
         """Steps of the epoch; `drop_last` omits an incomplete last one, otherwise the epoch's start fills it."""
-        left = self.num_kept - self.num_left_out
+        left = self.num_kept - self.num_kept_before_offset
         return left // self.samples_per_step if self.drop_last else -(-left // self.samples_per_step)
 
     @property
     def num_repeated(self) -> int:
         """Number of samples from the epoch's start that fill the last step under drop_last=false."""
-        return max(0, self.num_left_out + self.num_steps * self.samples_per_step - self.num_kept)
+        return max(0, self.num_kept_before_offset + self.num_steps * self.samples_per_step - self.num_kept)
 
     def position(self, step: int) -> int:
         """Return the position where a step begins, or the epoch's end."""
@@ -79,4 +82,4 @@ class Slicing:
 
     def _number(self, position: int) -> int:
         """Return the number of the sample at a position, counted from `offset`; negative before `offset`."""
-        return num_kept_before(self.skipped, position) - self.num_left_out
+        return num_kept_before(self.skipped, position) - self.num_kept_before_offset

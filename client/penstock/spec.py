@@ -37,7 +37,7 @@ def _count(default: int | None, low: int, high: int, doc: str, *, orders: bool =
     return field(default=default, metadata={"low": low, "high": high, "doc": doc, "orders": orders})
 
 
-def _choice(default: str | None, options: object, doc: str, *, orders: bool = True) -> Any:
+def _choice(default: str | None, options: object, doc: str, *, orders: bool = False) -> Any:
     return field(default=default, metadata={"options": get_args(options), "doc": doc, "orders": orders})
 
 
@@ -45,7 +45,7 @@ def _flag(default: bool, doc: str) -> Any:
     return field(default=default, metadata={"flag": True, "doc": doc, "orders": False})
 
 
-def _text(doc: str, *, orders: bool = True) -> Any:
+def _text(doc: str, *, orders: bool = False) -> Any:
     return field(default=None, metadata={"doc": doc, "orders": orders})
 
 
@@ -62,7 +62,9 @@ class Spec:
     )
     world_size: int = _count(1, 1, 2**20, "ranks that share an epoch")
     seed: int = _count(0, 0, MAX_SEED, "chooses the order of every epoch", orders=True)
-    shuffle: Shuffle = _choice("window", Shuffle, "none: as stored; window: uniform within windows; global: uniform overall")
+    shuffle: Shuffle = _choice(
+        "window", Shuffle, "none: as stored; window: uniform within windows; global: uniform overall", orders=True
+    )
     window: int = _count(
         262_144, 1, MAX_COUNT, "smallest number of samples that are shuffled together (shuffle=window)", orders=True
     )
@@ -70,14 +72,16 @@ class Spec:
         None,
         Split,
         "the rows of one split, by the shards' names or a stable hash; or all; default: train if names give splits, else all",
+        orders=True,
     )
     packing: Packing = _choice(
         "rows",
         Packing,
         "rows: one row, one sample; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole rows in bins",
+        orders=True,
     )
     overflow: Overflow = _choice(
-        "truncate", Overflow, "rows longer than seq_len (packing=rows): truncated, or split into several samples"
+        "truncate", Overflow, "rows longer than seq_len (packing=rows): truncated, or split into several samples", orders=True
     )
     pad: str = field(
         default="seq_len",
@@ -95,33 +99,32 @@ class Spec:
         orders=True,
     )
     mark_documents: bool = _flag(False, "mark where documents begin in a sample (packing=concat; best_fit always does)")
-    task: Task = _choice("causal", Task, "causal: one stream of tokens; seq2seq: prompt in, response out")
+    task: Task = _choice("causal", Task, "causal: one stream of tokens; seq2seq: prompt in, response out", orders=True)
     target_seq_len: int | None = _count(None, 1, MAX_SEQ_LEN, "tokens in a response (task=seq2seq); default: seq_len")
     loss_on: LossOn = _choice(
         "response",
         LossOn,
         "which tokens have a label, where a prompt or a mask leaves some out: the response's, or all",
-        orders=False,
     )
     drop_last: bool = _flag(True, "drop the last, incomplete step; false: fill it with samples from the epoch's start")
     offset: int = _count(0, 0, MAX_COUNT, "samples to leave out at the epoch's start, over all ranks")
     skip: str | None = _text(
         "steps to leave out, such as 41000-41200,50000-50010, by their numbers in the epoch, skipped ones counted; "
         "or samples:1000-1999, over all ranks",
-        orders=False,
     )
     mix: str | None = _text(
-        "datasets and weights of a mixture: wiki:0.7,code:0.3; others from a sample on: a:7,b:3;a:1,b:1@9000"
+        "datasets and weights of a mixture: wiki:0.7,code:0.3; others from a sample on: a:7,b:3;a:1,b:1@9000", orders=True
     )
     stopping_strategy: StoppingStrategy | None = _choice(
         None,
         StoppingStrategy,
         "a mixture's epoch ends with the first dataset used up, with the last, or never; default: first_exhausted",
+        orders=True,
     )
     dataset_index: bool = _flag(
         False, "add a tensor of this name, the number of each sample's dataset: from 0, in alphabetical order"
     )
-    snapshot: str | None = _text("fingerprint of the data; default: the latest")
+    snapshot: str | None = _text("fingerprint of the data; default: the latest", orders=True)
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -46,9 +46,12 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class StateOrigin:
-    """Where a start comes from: its run, and the start and position, in samples of the epoch, of the state that it loaded.
+    """Where a start comes from.
 
-    Without a state `parent` is None. The first start of a run has no `run`: the run is named after it.
+    run      id of its run; None for the first start, whose id the run takes
+    parent   id of the start whose state was loaded; None without a state
+    epoch    epoch of that state
+    samples  samples of that epoch that were consumed
     """
 
     run: str | None = None

@@ -83,7 +83,7 @@ class Transport:
         delay = _FIRST_DELAY_SECONDS
         is_last = False
         while True:
-            for server in self._servers.turn(also_busy=is_last):
+            for server in self._servers.to_try(also_busy=is_last):
                 try:
                     return self._attempt(server, target, decode)
                 except _Interrupted:
@@ -129,11 +129,11 @@ class Transport:
             for item in decode(body):
                 items.append(item)  # noqa: PERF402 (extend promises nothing where its argument raises)
 
-        turn = self._servers.turn()
-        if not turn:
+        servers = self._servers.to_try()
+        if not servers:
             return []
         try:
-            self._attempt(turn[0], target, collect, then)
+            self._attempt(servers[0], target, collect, then)
         except _Interrupted:
             raise
         except TransientError as fault:
@@ -244,7 +244,7 @@ class Servers:
     def __len__(self) -> int:
         return len(self.addresses)
 
-    def turn(self, *, also_busy: bool = False) -> list[str]:
+    def to_try(self, *, also_busy: bool = False) -> list[str]:
         """Return the addresses to try now, each once, in order, without those whose Retry-After has not passed.
 
         If the home server failed a while ago, it comes first, to find out whether it is back.

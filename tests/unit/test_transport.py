@@ -379,7 +379,7 @@ class Clock:
 
 
 def asks_home(servers: Servers) -> bool:
-    return servers.turn()[0] == servers.home
+    return servers.to_try()[0] == servers.home
 
 
 @pytest.fixture
@@ -390,27 +390,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_turn_begins_with_the_server_that_answered(clock: Clock) -> None:
     servers = Servers(NAMES, 1, clock)
-    assert servers.turn() == ["b", "c", "a"]
+    assert servers.to_try() == ["b", "c", "a"]
     assert servers.failed("b") == "c"
     servers.answered("c")
-    assert servers.turn() == ["c", "b", "a"]
+    assert servers.to_try() == ["c", "b", "a"]
     assert [servers.failed("c"), servers.failed("a"), servers.failed("b")] == ["a", "b", "c"]
 
 
 def test_turn_leaves_out_servers_until_their_retry_after_has_passed(clock: Clock) -> None:
     servers = Servers(NAMES, 0, clock)
     servers.failed("a", 5.0)
-    assert servers.turn() == ["b", "c"]
+    assert servers.to_try() == ["b", "c"]
     assert servers.seconds_until_ready() == 0
     servers.leave_alone("b", 2.0)
     servers.leave_alone("c", 3.0)
-    assert servers.turn() == []
+    assert servers.to_try() == []
     assert servers.seconds_until_ready() == 2
-    assert servers.turn(also_busy=True) == ["b", "a", "c"]
+    assert servers.to_try(also_busy=True) == ["b", "a", "c"]
     clock.now += 3
-    assert servers.turn() == ["b", "c"]
+    assert servers.to_try() == ["b", "c"]
     servers.answered("a")
-    assert servers.turn() == ["a", "b", "c"]
+    assert servers.to_try() == ["a", "b", "c"]
 
 
 def test_home_is_tried_less_and_less_often_while_it_fails(clock: Clock) -> None:

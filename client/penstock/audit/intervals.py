@@ -73,7 +73,7 @@ def positions_of(slicing: Slicing, steps: Mapping[int, IntArray]) -> IntArray:
         starts.append(_numbers(without(own, before)) * slicing.samples_per_step + rank * slicing.batch_size)
         stops.append(_numbers(without(own, after)) * slicing.samples_per_step + (rank + 1) * slicing.batch_size)
     samples = np.stack([np.sort(np.concatenate(starts)), np.sort(np.concatenate(stops))], axis=1)
-    samples = clip(samples + slicing.num_left_out, 0, slicing.num_kept)
+    samples = clip(samples + slicing.num_kept_before_offset, 0, slicing.num_kept)
     if not slicing.skipped:
         return samples
     firsts, ends = np.array(kept_runs(slicing.skipped, slicing.num_samples), np.int64).reshape(-1, 2).T

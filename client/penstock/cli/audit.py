@@ -70,13 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
             rows = dict(rows_of_missing(report, servers)) if arguments.rows else {}
     except ServerUnavailable as error:
         silence = f"the report lacks what a server would say: {error}"
-    num_left_out = num_missing_batches(report) - len(rows) if rows else 0
+    num_kept_before_offset = num_missing_batches(report) - len(rows) if rows else 0
     if arguments.json:
         compared = {"compared": asdict(comparison)} if comparison else {}
-        missing = {"missing_rows": rows, "missing_batches_without_rows": num_left_out} if rows else {}
+        missing = {"missing_rows": rows, "missing_batches_without_rows": num_kept_before_offset} if rows else {}
         show(json.dumps(as_json(report) | compared | missing, indent=2))
     else:
-        for line in (*lines_of(report), *_compared(comparison), *_shown(rows, num_left_out)):
+        for line in (*lines_of(report), *_compared(comparison), *_shown(rows, num_kept_before_offset)):
             show(line)
     if silence:
         raise ServerUnavailable(silence)
@@ -126,7 +126,7 @@ def _compared(comparison: Comparison | None) -> Iterator[str]:
         )
 
 
-def _shown(rows: dict[str, dict[str, Any]], num_left_out: int) -> Iterator[str]:
+def _shown(rows: dict[str, dict[str, Any]], num_kept_before_offset: int) -> Iterator[str]:
     for batch, provenance in rows.items():
         yield ""
         if "reason" in provenance:
@@ -136,6 +136,6 @@ def _shown(rows: dict[str, dict[str, Any]], num_left_out: int) -> Iterator[str]:
         for sample in provenance["samples"]:
             for s in sample["sources"]:
                 yield f"  {s['dataset']}, {s['shard']}, row group {s['row_group']}, row {s['row']}"
-    if num_left_out:
+    if num_kept_before_offset:
         yield ""
-        yield f"{counted(num_left_out, 'more batch is', 'more batches are')} missing; their rows were not requested"
+        yield f"{counted(num_kept_before_offset, 'more batch is', 'more batches are')} missing; their rows were not requested"

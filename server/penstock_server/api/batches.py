@@ -102,10 +102,9 @@ async def respond(request: Request, batches: BatchRange) -> Response:
 
 
 def _choose_threads(request: Request, batches: BatchRange) -> InThread:
-    """Returns what runs the steps before a chunk; unless it is `run_blocking`, also the making of a chunk with mapped blocks.
+    """Chooses how to plan a chunk: in any thread if that may block, otherwise in the two threads that make batches.
 
-    Waiting for a second thread takes longer than making most chunks. But chunks are not made in the many threads of work that
-    may block: each would hold the temporary memory of a chunk.
+    These also make the chunk at once if its blocks are mapped: most chunks take less time than waiting for another thread.
     """
     service = service_of(request)
     if batches.format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
@@ -180,15 +179,15 @@ class BatchStream(StreamingResponse):
         """Makes the first chunk as soon as its blocks are loaded. Raises BlocksNotReady, ClientDisconnect."""
         if self._body is not None:
             return
-        unclaimed, etag = self._service.unclaimed, self.headers["ETag"]
-        requested = unclaimed.take(etag) or await self._request_blocks()
+        kept, etag = self._service.kept_for_retry, self.headers["ETag"]
+        requested = kept.take(etag) or await self._request_blocks()
         is_over = requested.when_done()
         watching = asyncio.create_task(self._watch(request.receive, is_over))
         try:
             await self._wait(requested, is_over, preferred_wait(request.headers.get("Prefer", "")))
             await self._make_from(requested)
         except BlocksNotReady:
-            unclaimed.keep(etag, requested)
+            kept.keep(etag, requested)
             raise
         except BaseException:
             requested.forget()

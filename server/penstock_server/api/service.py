@@ -130,7 +130,7 @@ class Requested:
                 future.cancel()
 
 
-class Unclaimed:
+class KeptForRetry:
     """Blocks of requests that got BlocksNotReady, kept for a while for the repeated request."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class Service:
     catalog: Catalog
     in_flight: InFlight
     executors: Executors = field(default_factory=Executors)
-    unclaimed: Unclaimed = field(default_factory=Unclaimed)
+    kept_for_retry: KeptForRetry = field(default_factory=KeptForRetry)
     refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)  # async, so that waiters take no thread
 
 

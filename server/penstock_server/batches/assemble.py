@@ -24,7 +24,7 @@ from penstock_server.order.packing import STREAM, Spans
 from penstock_server.problems import BadRow
 
 _CHUNK_BYTES = 8 << 20  # assembled at a time; more than a few MiB only takes memory
-_CHUNK_STORED = 64 << 20  # bytes of its uncut rows: without the cache, all are in memory
+_CHUNK_STORED = 64 << 20  # bytes that its rows take in the shards: without the cache, all are in memory at once
 _CHUNK_SPANS = 1 << 17  # likewise: each takes some 300 bytes, however short
 _MAX_BLOCKS = 64  # blocks searched for a good row; a longer stretch without one makes the data useless
 

@@ -62,7 +62,7 @@ class Plan:
     schedule: Schedule
 
     @cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[TensorSpec, ...]:
         """Tensors of a batch on the wire; the client derives attention masks and labels from them."""
         return tensors_of([member.snapshot for member in self.members], self.spec)
 
@@ -166,7 +166,7 @@ class Plan:
             raise BadParameter(f"epoch {epoch:,} does not exist: samples of this mixture are counted up to epoch {last:,}.")
 
     def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> list[MemberSpans]:
-        """Returns the spans of the samples of some batches; sample i is index i % batch_size of step i // batch_size.
+        """Returns the spans of the samples of some batches; sample i is index i % batch_size of steps[i // batch_size].
 
         Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
         """
@@ -192,11 +192,11 @@ class Plan:
         numbers = member_epoch * self.sizes[member] + np.sort(positions)
         begin, size = epoch * self.schedule.num_samples, self.schedule.num_samples
         shown_first = int(self.schedule.positions([0], 0)[0, 0]) if self.schedule.num_steps else 0
-        turn = int(np.searchsorted(numbers, self.mixture.num_before(member, begin + shown_first)))
+        wrap = int(np.searchsorted(numbers, self.mixture.num_before(member, begin + shown_first)))
         # A member's samples come in order from the epoch's start, then wrap around. Skipped samples take no position.
         most = len(numbers) if self.schedule.skipped else count
         start = int(np.searchsorted(numbers, self.mixture.num_before(member, begin)))
-        nearest = np.concatenate([numbers[turn : turn + most], numbers[start : min(turn, start + most)]])
+        nearest = np.concatenate([numbers[wrap : wrap + most], numbers[start : min(wrap, start + most)]])
         samples = [self.mixture.sample(member, number) for number in nearest.tolist()]
         shown = [sample - begin for sample in samples if sample is not None and begin <= sample < begin + size]
         return self.schedule.earliest(np.array(shown, np.int64), count)
@@ -366,7 +366,7 @@ def advice_on_room(plan: Plan) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
+class TensorSpec:
     """A tensor of every batch, from one feature of the rows or a passthrough column.
 
     tokens   the tokens themselves, shape [batch_size, width]; a line has at most `longest`
@@ -407,7 +407,7 @@ class Tensor:
         return (batch_size, width) if self.is_ragged else (batch_size, *self.item)
 
 
-def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
+def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[TensorSpec, ...]:
     """Returns the tensors of a batch on the wire, for all members of a mixture.
 
     Raises BadParameter: the members, or the packing, are not compatible.
@@ -421,7 +421,7 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
     if spec.overflow == "split" and len(features) > 1:
         raise BadParameter("overflow=split cuts one stream of tokens; preference pairs have two. Use overflow=truncate.")
     dtype = str(np.result_type(*(snapshot.token_dtype for snapshot in snapshots)))
-    members = [Tensor(name="dataset_index", kind="member", dtype="int64")] if spec.dataset_index else []
+    members = [TensorSpec(name="dataset_index", kind="member", dtype="int64")] if spec.dataset_index else []
     if members and any(column.name == "dataset_index" for recipe in recipes for column in recipe.columns):
         raise BadParameter("dataset_index=1 makes a tensor of that name, but a column of that name travels. Rename the column.")
     if spec.task == "seq2seq":
@@ -429,29 +429,31 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
     tensors = []
     for feature in features:
         prefix = "" if feature == "tokens" else f"{feature}_"
-        tensors.append(Tensor(name=f"{prefix}input_ids", kind="tokens", dtype=dtype, feature=feature, longest=spec.seq_len))
+        tensors.append(TensorSpec(name=f"{prefix}input_ids", kind="tokens", dtype=dtype, feature=feature, longest=spec.seq_len))
         if spec.packing != "concat":
-            tensors.append(Tensor(name=f"{prefix}lengths", kind="count", dtype="int32", feature=feature))
+            tensors.append(TensorSpec(name=f"{prefix}lengths", kind="count", dtype="int32", feature=feature))
         if spec.loss_on == "response" and any(recipe.has_turns for recipe in recipes):
             # One length describes a prompt before a response, but not alternating turns.
             if spec.packing == "rows" and not any(recipe.has_many_turns for recipe in recipes):
                 name = f"{prefix}prompt_lengths"
-                tensors.append(Tensor(name=name, kind="count", dtype="int32", feature=feature, turn="prompt"))
+                tensors.append(TensorSpec(name=name, kind="count", dtype="int32", feature=feature, turn="prompt"))
             else:
                 name = f"{prefix}loss_mask"
-                tensors.append(Tensor(name=name, kind="mask", dtype="uint8", feature=feature, longest=spec.seq_len))
+                tensors.append(TensorSpec(name=name, kind="mask", dtype="uint8", feature=feature, longest=spec.seq_len))
     if spec.packing == "best_fit" or spec.mark_documents:
-        tensors.append(Tensor(name="document_starts", kind="starts", dtype="uint8", feature=features[0], longest=spec.seq_len))
+        tensors.append(
+            TensorSpec(name="document_starts", kind="starts", dtype="uint8", feature=features[0], longest=spec.seq_len)
+        )
     return (*tensors, *members, *(_columns(snapshots) if spec.packing == "rows" else ()))
 
 
-def _seq2seq(snapshots: Sequence[Snapshot], spec: Spec, dtype: str) -> tuple[Tensor, ...]:
+def _seq2seq(snapshots: Sequence[Snapshot], spec: Spec, dtype: str) -> tuple[TensorSpec, ...]:
     if lacking := [snapshot for snapshot in snapshots if "response" not in dict(snapshot.recipe.fields)]:
         roles = " and ".join(role for role, _ in lacking[0].recipe.fields)
         raise BadParameter(f"task=seq2seq needs prompt and response; rows of {lacking[0].name} are made of {roles}.")
     assert spec.target_seq_len  # a plan's spec is resolved
-    prompt = partial(Tensor, feature="tokens", turn="prompt", longest=spec.seq_len)
-    response = partial(Tensor, feature="tokens", turn="response", longest=spec.target_seq_len)
+    prompt = partial(TensorSpec, feature="tokens", turn="prompt", longest=spec.seq_len)
+    response = partial(TensorSpec, feature="tokens", turn="response", longest=spec.target_seq_len)
     return (
         prompt(name="input_ids", kind="tokens", dtype=dtype),
         prompt(name="lengths", kind="count", dtype="int32"),
@@ -460,20 +462,20 @@ def _seq2seq(snapshots: Sequence[Snapshot], spec: Spec, dtype: str) -> tuple[Ten
     )
 
 
-def _columns(snapshots: Sequence[Snapshot]) -> list[Tensor]:
+def _columns(snapshots: Sequence[Snapshot]) -> list[TensorSpec]:
     """Returns the passthrough columns: those that every member has, with one type."""
     found = [{column.name: _column(column.name, column.type) for column in s.recipe.columns} for s in snapshots]
     return [tensor for name, tensor in found[0].items() if all(other.get(name) == tensor for other in found)]
 
 
-def _column(name: str, type_: pa.DataType) -> Tensor:
+def _column(name: str, type_: pa.DataType) -> TensorSpec:
     if is_text(type_):
-        return Tensor(name=name, kind="column", dtype="utf8")
+        return TensorSpec(name=name, kind="column", dtype="utf8")
     if pa.types.is_dictionary(type_):
         return _column(name, type_.value_type)
     if is_bytes(type_):
-        return Tensor(name=name, kind="column", dtype="binary")
+        return TensorSpec(name=name, kind="column", dtype="binary")
     item = (type_.list_size,) if pa.types.is_fixed_size_list(type_) else ()
     number = type_.value_type if item else type_
     dtype = "float32" if pa.types.is_float16(number) else str(numpy_type(number))
-    return Tensor(name=name, kind="column", dtype=dtype, item=item)
+    return TensorSpec(name=name, kind="column", dtype=dtype, item=item)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.batches.member import Member
-from penstock_server.batches.plan import Tensor
+from penstock_server.batches.plan import TensorSpec
 from penstock_server.blocks.block import Block, Features, ListColumns, RowSpans, TokenRuns, Turn
 from penstock_server.order.arrays import IntArray, begins_run, by_value, equal_runs, find, numbered
 from penstock_server.order.packing import STREAM, Spans
@@ -69,7 +69,7 @@ class Runs(NamedTuple):
     """Runs of tokens that make the lines of a tensor, in order.
 
     Run i is tokens [starts[i], starts[i] + lengths[i]) of the loaded block number blocks[i], and goes to token offsets[i] of
-    line lines[i]. `in_loss[i]`: the run is not a prompt.
+    line lines[i]. `in_loss[i]`: the tokens of the run have loss.
     """
 
     lines: IntArray
@@ -110,7 +110,7 @@ class Samples:
         """Returns the tokens of a feature in the loaded blocks, by the block numbers of Runs."""
         return self._feature(feature).tokens
 
-    def runs(self, tensor: Tensor) -> Runs:
+    def runs(self, tensor: TensorSpec) -> Runs:
         """Returns the runs of tokens of a tensor's samples; for a mask or a count, the runs that it marks or counts."""
         # Spans are already cut to seq_len, but a separate prompt or response has its own limit.
         key = tensor.feature, tensor.turn, tensor.longest if tensor.turn else 0
@@ -119,7 +119,7 @@ class Samples:
             self._runs[key] = self._find_runs(*key)
         return self._runs[key]
 
-    def lengths(self, tensor: Tensor) -> IntArray:
+    def lengths(self, tensor: TensorSpec) -> IntArray:
         """Returns the tokens of each line of a tensor, shape [count]."""
         runs = self.runs(tensor)
         return np.bincount(runs.lines, runs.lengths, self.count).astype(np.int64)
@@ -153,7 +153,7 @@ class Samples:
         columns = (*self.documents[1:], self._row_tokens)
         return [self._source(*line) for line in zip(*(column[at].tolist() for column in columns), strict=True)]
 
-    def line(self, tensor: Tensor, sample: int) -> list[Turn]:
+    def line(self, tensor: TensorSpec, sample: int) -> list[Turn]:
         """Returns the tokens of one line of a tensor, in runs; no run spans two documents."""
         runs, tokens = self.runs(tensor), self.tokens(tensor.feature)
         at = self._where(runs.lines, sample)
@@ -165,7 +165,7 @@ class Samples:
                 turns.append((tokens[number].values[start + first : start + last].tolist(), in_loss))
         return turns
 
-    def num_tokens(self, tensor: Tensor, sample: int) -> int:
+    def num_tokens(self, tensor: TensorSpec, sample: int) -> int:
         """Returns the number of tokens of one line of a tensor."""
         runs = self.runs(tensor)
         return int(runs.lengths[self._where(runs.lines, sample)].sum())

@@ -14,7 +14,7 @@ from penstock import wire
 from penstock.text import counted
 from penstock.wire.names import IGNORED
 from penstock_server.batches.assemble import Chunk, chunks, gather, load
-from penstock_server.batches.plan import Plan, Tensor
+from penstock_server.batches.plan import Plan, TensorSpec
 from penstock_server.batches.samples import Samples
 from penstock_server.batches.writer import frames
 from penstock_server.blocks.block import Block, Turn
@@ -169,7 +169,7 @@ def _starts(samples: Samples, number: int, length: int, width: int) -> list[int]
     return [*starts, length] if length < width else starts
 
 
-def _texts(plan: Plan, tensor: Tensor, line: list[Turn]) -> dict[str, list[Turn]]:
+def _texts(plan: Plan, tensor: TensorSpec, line: list[Turn]) -> dict[str, list[Turn]]:
     """Returns the parts of a sample to show as text; prompt and response separately if the row has one of each."""
     prefix = tensor.name.removesuffix("input_ids")
     if tensor.turn:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from penstock import wire
 from penstock.wire.layout import DTYPES, TEXTS
 from penstock_server.batches.assemble import Chunk, gather
-from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan, Tensor
+from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan, TensorSpec
 from penstock_server.batches.samples import Samples
 from penstock_server.blocks.block import Block, ListColumns, joined
 from penstock_server.blocks.cache import Waits
@@ -84,7 +84,7 @@ def _layouts(plan: Plan, samples: Samples, sizes: Sizes) -> list[wire.Layout]:
     return made
 
 
-def _widths(plan: Plan, tensor: Tensor, samples: Samples, sizes: Sizes) -> list[int]:
+def _widths(plan: Plan, tensor: TensorSpec, samples: Samples, sizes: Sizes) -> list[int]:
     """Returns the width of a tensor's lines in each batch."""
     num_batches = samples.count // plan.spec.batch_size
     if tensor.is_ragged:
@@ -99,14 +99,14 @@ def _widths(plan: Plan, tensor: Tensor, samples: Samples, sizes: Sizes) -> list[
     return of_batches
 
 
-def _add_ones(tensor: Tensor, places: Places, samples: Samples, pieces: Pieces) -> None:
+def _add_ones(tensor: TensorSpec, places: Places, samples: Samples, pieces: Pieces) -> None:
     """Adds the ones of a mask, for tokens with loss, in every batch."""
     runs = samples.runs(tensor)
     begins = places.at(runs.lines, runs.offsets)
     pieces.fill(1, np.dtype(tensor.dtype), begins[runs.in_loss], runs.lengths[runs.in_loss])
 
 
-def _add_tokens(tensor: Tensor, places: Places, samples: Samples, pad_id: int, pieces: Pieces) -> None:
+def _add_tokens(tensor: TensorSpec, places: Places, samples: Samples, pad_id: int, pieces: Pieces) -> None:
     """Adds the lines of a tensor of tokens, and their padding, in every batch."""
     runs, dtype = samples.runs(tensor), np.dtype(tensor.dtype)
     begins = places.at(runs.lines, runs.offsets)
@@ -131,7 +131,7 @@ def _add_texts(name: str, places: Places, samples: Samples, sizes: IntArray, pie
     pieces.copy_bytes(memory, begins, numbers, starts, sizes)
 
 
-def _values(tensor: Tensor, samples: Samples) -> Array:
+def _values(tensor: TensorSpec, samples: Samples) -> Array:
     """Returns the values of a tensor that has one of fixed size per sample, shape [count, ...]."""
     if tensor.kind == "member":
         return samples.member_numbers
@@ -158,7 +158,7 @@ def _sizes(name: str, samples: Samples) -> IntArray:
     return sizes
 
 
-class FrameGroup(NamedTuple):
+class FrameRun(NamedTuple):
     """Consecutive frames of a body from byte `start` on, with one layout and one head length."""
 
     start: int
@@ -190,7 +190,7 @@ class FrameGroup(NamedTuple):
             body[start:begin] = head(step, wire.digest(body[begin : start + frame_nbytes]), next(replaced))
 
 
-def frame_groups(address: wire.Address, steps: range, layouts: list[wire.Layout]) -> Iterator[FrameGroup]:
+def frame_groups(address: wire.Address, steps: range, layouts: list[wire.Layout]) -> Iterator[FrameRun]:
     """Yields the frames of some steps of one epoch and rank, in order; usually all share one layout."""
     start = 0
     of_step = dict(zip(steps, layouts, strict=True))
@@ -198,7 +198,7 @@ def frame_groups(address: wire.Address, steps: range, layouts: list[wire.Layout]
         for layout, same in groupby(part, of_step.__getitem__):
             of_group, heads = list(same), wire.Heads(address, layout)
             group_steps = range(of_group[0], of_group[-1] + 1, steps.step)
-            group = FrameGroup(start, group_steps, heads, layout, len(heads.head(of_group[0])))
+            group = FrameRun(start, group_steps, heads, layout, len(heads.head(of_group[0])))
             yield group
             start = group.stop
 
@@ -219,7 +219,7 @@ class Places(NamedTuple):
     itemsize: int
 
     @classmethod
-    def of(cls, groups: Sequence[FrameGroup], payloads: IntArray, number: int) -> Places:
+    def of(cls, groups: Sequence[FrameRun], payloads: IntArray, number: int) -> Places:
         """Returns the places of tensor `number` of the layouts, in frames whose payloads begin at these bytes."""
         tensors = [group.layout.tensors[number] for group in groups]
         of_groups = np.array([[tensor.offset for tensor in tensors], [tensor.shape[-1] for tensor in tensors]])

@@ -196,7 +196,7 @@ class RowSpans(NamedTuple):
 class TokenRuns(NamedTuple):
     """Runs of tokens, in columns: piece i, of span spans[i], is values[starts[i] : starts[i] + lengths[i]] of a feature.
 
-    They are in the order of the spans; no run is empty. `in_loss[i]`: the run is not a prompt.
+    They are in the order of the spans; no run is empty. `in_loss[i]`: the tokens of the run have loss.
     """
 
     spans: IntArray
@@ -323,7 +323,7 @@ class Block:
     features  "tokens", or "chosen" and "rejected"
     columns   passthrough columns, by name
     bad       unusable rows, with reasons; they have no tokens
-    numbered  number of each row in the block in the shard, shape [num_rows]; None if the block has all of its rows
+    numbered  number of each row among the stored rows of the block, before the filter, shape [num_rows]; None if all are here
     splits    hash of each row that decides its split, shape [num_rows]
     nbytes    bytes of the whole block in the cache
     picked    numbers of the only rows that were tokenized, all good, in the block or the requested split; ascending

@@ -23,7 +23,7 @@ from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder, Maps
 from penstock_server.blocks.decode import ParsedFooters, RowGroupReader
 from penstock_server.blocks.on_demand import RowsOnDemand
-from penstock_server.blocks.prefetch import ReadAhead
+from penstock_server.blocks.read_ahead import ReadAhead
 from penstock_server.catalog.snapshot import BlockAddress
 from penstock_server.machine import num_cores
 from penstock_server.problems import OutOfMemory

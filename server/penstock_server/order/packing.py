@@ -142,8 +142,8 @@ class Concat(Packing):
         """Returns the samples that the row's tokens meet, also across the ring's end; empty if they are in the rest."""
         total = int(self._starts[-1])
         begin, end = int(self._starts[block]) + start - self._shift, int(self._starts[block]) + stop - self._shift
-        turns = [np.arange((begin + turn) // self._seq_len, -(-(end + turn) // self._seq_len)) for turn in (0, total)]
-        samples = distinct(np.concatenate(turns))
+        ranges = [np.arange((begin + lap) // self._seq_len, -(-(end + lap) // self._seq_len)) for lap in (0, total)]
+        samples = distinct(np.concatenate(ranges))
         samples = samples[(samples >= 0) & (samples < self.num_samples)]
         pools = find(self._first, samples)
         return pools, samples - self._first[pools]

@@ -153,14 +153,14 @@ class _Rounds:
     """Keyed functions of all rounds, for `count` elements, with temporary arrays allocated once."""
 
     def __init__(self, key: WordArray, count: int) -> None:
-        turns = np.arange(1, _ROUNDS + 1, dtype=_Word)[:, None] * _GOLDEN
-        self._keys = _mix(key + turns)
+        rounds = np.arange(1, _ROUNDS + 1, dtype=_Word)[:, None] * _GOLDEN
+        self._keys = _mix(key + rounds)
         self._drawn, self._spare = np.empty((2, count), _Word)
 
-    def draw(self, value: WordArray, turn: int, side: WordArray) -> WordArray:
+    def draw(self, value: WordArray, number: int, side: WordArray) -> WordArray:
         """Returns values in [0, side), valid until the next call; side is below 2^32."""
         drawn = self._drawn
-        np.bitwise_xor(value, self._keys[turn], out=drawn)
+        np.bitwise_xor(value, self._keys[number], out=drawn)
         _mix(drawn, drawn, self._spare)
         drawn >>= _Word(32)
         drawn *= side

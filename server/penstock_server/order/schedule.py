@@ -44,7 +44,7 @@ class Schedule(Slicing):
         """
         self.check(min(steps), rank)
         self.check(max(steps), rank)
-        starts = self.num_left_out + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
+        starts = self.num_kept_before_offset + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
         samples = (starts[:, None] + np.arange(self.batch_size)) % self.num_kept
         if not self.skipped:
             return samples
@@ -63,7 +63,7 @@ class Schedule(Slicing):
             yield step, *divmod(within, self.batch_size)
 
     def earliest(self, positions: IntArray, count: int) -> IntArray:
-        """Returns the first `count` positions that an epoch shows, in order, without skipped ones."""
+        """Returns those of the positions that are not skipped, in the order of their steps; at most `count`."""
         samples = positions
         if self.skipped:
             starts, firsts = self._runs
@@ -71,7 +71,7 @@ class Schedule(Slicing):
             samples = firsts[run] + positions - starts[run]
             is_kept = (run >= 0) & (samples < firsts[run + 1])
             positions, samples = positions[is_kept], samples[is_kept]
-        order = np.argsort((samples - self.num_left_out) % self.num_kept)
+        order = np.argsort((samples - self.num_kept_before_offset) % self.num_kept)
         first: IntArray = positions[order[:count]]
         return first
 
@@ -85,7 +85,7 @@ class Schedule(Slicing):
         """Returns the samples that show a position."""
         if any(start <= position < stop for start, stop in self.skipped):
             return range(0)
-        begin, number = self.num_left_out, num_kept_before(self.skipped, position)
+        begin, number = self.num_kept_before_offset, num_kept_before(self.skipped, position)
         first = number - begin + (self.num_kept if number < begin else 0)
         return range(first, self.num_steps * self.samples_per_step, self.num_kept)
 

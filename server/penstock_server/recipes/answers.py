@@ -1,8 +1,8 @@
 """Spans of the assistant's answers in a chat's text.
 
-A template may mark them with {% generation %} and {% endgeneration %}. Without marks, an answer is the text that a message of
-the assistant adds to the previous chat with the prompt to answer. That works only if the template renders a chat as a prefix
-of the same chat with more messages.
+A template may mark them with {% generation %} and {% endgeneration %}. Without marks, the answer of message n is what
+render(chat[:n + 1]) adds to render(chat[:n], add_generation_prompt=True). That works only if the template renders a chat as a
+prefix of the same chat with more messages.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ class Write(Protocol):
 
 
 def checked(number: int, message: object) -> Message:
-    """Return a message without null keys, with thoughts under all their names. Raises ChatError: it cannot be rendered."""
+    """Return a message without null keys, and with its reasoning under each name that templates use.
+
+    Raises ChatError: it cannot be rendered.
+    """
     plain = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if not isinstance(plain.get("role"), str):
         raise ChatError(f"has a chat whose message {number} has no role")

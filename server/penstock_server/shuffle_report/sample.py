@@ -106,7 +106,7 @@ def _num_plans(plan: Plan, epoch: int, num_samples: int) -> int:
     if plan.mixture is None:
         return num_plans(plan.members[0], num_samples)
     start = epoch * plan.schedule.num_samples
-    stop = start + min(plan.schedule.num_left_out + num_samples, plan.schedule.num_samples)
+    stop = start + min(plan.schedule.num_kept_before_offset + num_samples, plan.schedule.num_samples)
     shown = (plan.mixture.num_before(i, stop) - plan.mixture.num_before(i, start) for i in range(len(plan.members)))
     return sum(num_plans(*pair) for pair in zip(plan.members, shown, strict=True))
 

@@ -16,7 +16,7 @@ import pytest
 
 from penstock_server.api import batches, service
 from penstock_server.api.batches import preferred_wait
-from penstock_server.api.service import InFlight, Requested, Unclaimed
+from penstock_server.api.service import InFlight, KeptForRetry, Requested
 from penstock_server.app import create_app
 from penstock_server.batches.writer import frames
 from penstock_server.blocks.on_demand import RowsFuture
@@ -112,19 +112,19 @@ def test_client_that_prefers_not_to_wait_gets_the_progress_and_the_work_continue
         asyncio.run(ask())
 
 
-def test_unclaimed_blocks_are_forgotten_when_the_request_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_blocks_are_forgotten_when_the_request_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_KEPT_SECONDS", 0.01)
     futures = [RowsFuture(Mock(), Mock()) for _ in range(3)]
     first, second, third = (Requested([future]) for future in futures)
 
     async def leave() -> None:
-        unclaimed = Unclaimed()
-        unclaimed.keep("a", first)
-        unclaimed.keep("a", second)  # of another client of the same batch
-        assert unclaimed.take("a") is second
-        unclaimed.keep("b", third)
+        kept = KeptForRetry()
+        kept.keep("a", first)
+        kept.keep("a", second)  # of another client of the same batch
+        assert kept.take("a") is second
+        kept.keep("b", third)
         await asyncio.sleep(0.2)
-        assert unclaimed.take("b") is None
+        assert kept.take("b") is None
 
     asyncio.run(leave())
     assert [future.cancelled() for future in futures] == [True, False, True]

@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.wire import Address, Heads, Layout
-from penstock_server.batches.plan import Tensor
+from penstock_server.batches.plan import TensorSpec
 from penstock_server.batches.samples import LoadedBlock, Samples
 from penstock_server.batches.writer import Pieces, Places, _add_ones, _add_tokens, _values, by_step_width
 from penstock_server.blocks.block import Block, Feature, Features, ListColumn, RowSpans
@@ -159,7 +159,7 @@ def test_samples_fill_lines_in_order_then_pad(
     columns = Spans(*(np.array(column) for column in zip(*parts, strict=True)))
     samples = Samples(len(expected), loaded, columns, np.zeros(len(expected), np.bool_))
 
-    def made(tensor: Tensor, width: int, dtype: str) -> Any:
+    def made(tensor: TensorSpec, width: int, dtype: str) -> Any:
         layout = Layout.of(
             [("other", "uint8", (random.randint(1, 99),)), ("it", dtype, (batch_size, width)[: 2 if width else 1])]
         )
@@ -189,20 +189,20 @@ def test_samples_fill_lines_in_order_then_pad(
     def padded(line: list[int], width: int, value: int) -> list[int]:
         return line + [value] * (width - len(line))
 
-    tokens = Tensor(name="input_ids", kind="tokens", dtype="uint16", feature="tokens", longest=longest)
+    tokens = TensorSpec(name="input_ids", kind="tokens", dtype="uint16", feature="tokens", longest=longest)
     assert made(tokens, longest, "uint16") == [padded([token for token, _ in line], longest, PAD) for line in expected]
-    wide = Tensor(name="input_ids", kind="tokens", dtype="uint32", feature="tokens", longest=longest)
+    wide = TensorSpec(name="input_ids", kind="tokens", dtype="uint32", feature="tokens", longest=longest)
     assert made(wide, longest, "uint32") == made(tokens, longest, "uint16")
-    mask = Tensor(name="loss_mask", kind="mask", dtype="uint8", feature="tokens", longest=longest)
+    mask = TensorSpec(name="loss_mask", kind="mask", dtype="uint8", feature="tokens", longest=longest)
     assert made(mask, longest, "uint8") == [padded([int(in_loss) for _, in_loss in line], longest, 0) for line in expected]
-    lengths = Tensor(name="lengths", kind="count", dtype="int32", feature="tokens")
+    lengths = TensorSpec(name="lengths", kind="count", dtype="int32", feature="tokens")
     assert made(lengths, 0, "int32") == [len(line) for line in expected]
     for turn, is_in_loss in (("prompt", False), ("response", True)):
         of_turn = [[token for token, in_loss in line if in_loss == is_in_loss][:3] for line in expected]
-        side = Tensor(name=turn, kind="tokens", dtype="uint16", feature="tokens", turn=turn, longest=3)  # type: ignore[arg-type]
+        side = TensorSpec(name=turn, kind="tokens", dtype="uint16", feature="tokens", turn=turn, longest=3)  # type: ignore[arg-type]
         assert made(side, 3, "uint16") == [padded(line, 3, PAD) for line in of_turn]
         assert samples.lengths(side).tolist() == [len(line) for line in of_turn]
-    bits = Tensor(name="document_starts", kind="starts", dtype="uint8", feature="tokens", longest=longest)
+    bits = TensorSpec(name="document_starts", kind="starts", dtype="uint8", feature="tokens", longest=longest)
     found = np.unpackbits(np.array(made(bits, -(-longest // 8), "uint8"), np.uint8), axis=1, bitorder="little")
     ends = [[len(line)] if len(line) < longest else [] for line in expected]
     assert [np.flatnonzero(line).tolist() for line in found] == [

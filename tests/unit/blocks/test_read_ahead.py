@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
-import penstock_server.blocks.prefetch
+import penstock_server.blocks.read_ahead
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.plan import Plan
-from penstock_server.blocks.prefetch import ReadAhead
+from penstock_server.blocks.read_ahead import ReadAhead
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.problems import BadRow
@@ -72,7 +72,7 @@ def test_read_ahead_makes_the_block_first_that_is_needed_soonest_at_the_pace_of_
 ) -> None:
     clock, load = Mock(), Gated()
     clock.monotonic.return_value = 0.0
-    monkeypatch.setattr(penstock_server.blocks.prefetch, "time", clock)
+    monkeypatch.setattr(penstock_server.blocks.read_ahead, "time", clock)
     ahead = ReadAhead()
     ahead.want("busy", 0, needed(0), load)  # keeps the only thread
     ahead.want("quick", 0, [(10, 900)], load)
@@ -108,7 +108,7 @@ def test_read_ahead_makes_several_blocks_in_parallel_and_begins_none_twice() -> 
 def test_read_ahead_is_due_when_a_job_is_far_ahead_or_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, ahead, due = Mock(), ReadAhead(), list[int]()
     clock.monotonic.return_value = 0.0
-    monkeypatch.setattr(penstock_server.blocks.prefetch, "time", clock)
+    monkeypatch.setattr(penstock_server.blocks.read_ahead, "time", clock)
 
     def pass_by(*positions: int) -> None:
         for position in positions:
@@ -128,7 +128,7 @@ def test_read_ahead_is_due_when_a_job_is_far_ahead_or_behind(monkeypatch: pytest
 def test_read_ahead_keeps_a_job_while_requests_come_and_drops_it_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, load = Mock(), Gated()
     clock.monotonic.return_value = 0.0
-    monkeypatch.setattr(penstock_server.blocks.prefetch, "time", clock)
+    monkeypatch.setattr(penstock_server.blocks.read_ahead, "time", clock)
     ahead = ReadAhead()
     ahead.want("job", 0, needed(1, 2, 3, 4), load)
     for seconds in (20.0, 40.0):
