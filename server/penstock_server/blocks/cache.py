@@ -104,10 +104,10 @@ class CacheFolder:
 
     def read(self, name: str) -> pa.Buffer | None:
         """Maps the bytes stored under a name, valid after its eviction; None without them, or if they were damaged."""
-        if len(self._sound) >= _KNOWN_FILES:
-            self._sound.clear()
         try:
             body = map_sealed(self._path(name), self._sound)
+            if len(self._sound) > _KNOWN_FILES:
+                self._sound.pop()  # one, not all: a forgotten file is read as a whole when it is mapped again
         except Damaged as damage:
             log.warning("%s", damage)
             self.drop(name)

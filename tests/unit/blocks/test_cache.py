@@ -361,6 +361,15 @@ def test_block_is_mapped_again_without_reading_its_file(
     assert blocks.mapped(range(4)) is None
 
 
+def test_one_file_is_forgotten_when_too_many_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_KNOWN_FILES", 4)
+    cache, names = CacheFolder(tmp_path, KIB * KIB), [f"{number}" for number in range(9)]
+    for num_read, name in enumerate(names, 1):
+        cache.write(name, content(1))
+        assert cache.read(name) is not None
+        assert sum(cache.read_again(name) is not None for name in names) == min(num_read, 4)
+
+
 @pytest.mark.parametrize("again", [Blocks.get, Blocks.mapped])
 def test_block_damaged_while_unmapped_is_made_again(
     open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch, again: Callable[..., Any]
