@@ -31,10 +31,11 @@ def serving(tmp_path: Path, *flags: str) -> list[str]:
     return [sys.executable, "-m", "penstock", "serve", *map(str, folders), *flags]
 
 
-def until_ready(port: int) -> None:
-    """Wait for a server whose greeting cannot be read."""
+def until_ready(port: int, process: subprocess.Popen[Any]) -> None:
+    """Wait for a server whose greeting cannot be read. Fails with its stderr if it has ended."""
 
     def is_ready() -> bool:
+        assert process.poll() is None, process.stderr and process.stderr.read()
         with suppress(httpx.ConnectError):
             return httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60, verify=False).is_success
         return False
@@ -353,7 +354,7 @@ def test_server_serves_with_a_full_stdout(tmp_path: Path) -> None:
     port = free_port()
     with subprocess.Popen(serving(tmp_path, "--port", str(port), "--processes", "2"), stdout=full) as process:
         try:
-            until_ready(port)
+            until_ready(port, process)
             process.terminate()
             process.wait(20)
         finally:
@@ -378,7 +379,7 @@ def test_server_serves_if_its_greeting_cannot_be_written(tmp_path: Path) -> None
     port = free_port()
     shell = ["bash", "-c", 'exec "$@" >/dev/full', "bash", *serving(tmp_path, "--port", str(port))]
     with subprocess.Popen(shell, stderr=subprocess.PIPE, text=True) as process:
-        until_ready(port)
+        until_ready(port, process)
         process.terminate()
         assert process.communicate(timeout=20)[1] == ""
 

@@ -147,7 +147,7 @@ def test_stopped_import_leaves_no_files(tmp_path: Path, how: signal.Signals, ove
     path = stories(tmp_path / "x.jsonl", 60_000, 200)
     flags = ["--overwrite"] * overwrite
     with closing(Fork("import", path, out_dir, *flags)) as process:
-        until(lambda: any(tmp_path.rglob(".import-*/*.parquet")), 300)  # it is writing
+        until(lambda: process.is_alive() and any(tmp_path.rglob(".import-*/*.parquet")), 300)  # it is writing
         process.send_signal(how)
         assert process.communicate(timeout=30) == (130, "", "penstock: stopped\n")
     assert anything_hidden(tmp_path) == []

@@ -25,26 +25,24 @@ from threading import Timer
 from penstock.cli import main
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "anyio._backends._asyncio",
-        "penstock.cli",
-        "penstock.cli.bench",
-        "penstock.dataset",
-        "penstock_server.app",
-        "penstock_server.cli",
-        "penstock_server.prepare",
-        "penstock_server.importing.run",
-        "penstock_server.opening",
-        "penstock_server.sample",
-        "penstock_server.serving.server",
-        "pydantic.dataclasses",
-        "pydantic.v1",  # FastAPI imports it for its first route
-        "uvicorn.lifespan.off",
-        "uvicorn.loops.uvloop",
-        "uvicorn.protocols.http.httptools_impl",
-    ]
-)
+PRELOADED = [
+    "anyio._backends._asyncio",
+    "penstock.cli",
+    "penstock.cli.bench",
+    "penstock.dataset",
+    "penstock_server.app",
+    "penstock_server.cli",
+    "penstock_server.prepare",
+    "penstock_server.importing.run",
+    "penstock_server.sample",
+    "penstock_server.serving.server",
+    "pydantic.dataclasses",
+    "pydantic.v1",  # FastAPI imports it for its first route
+    "uvicorn.lifespan.off",
+    "uvicorn.loops.uvloop",
+    "uvicorn.protocols.http.httptools_impl",
+]
+_CONTEXT.set_forkserver_preload(PRELOADED)
 _SECONDS = 60.0  # for what takes a moment unless it hangs
 MIB = 1 << 20
 
@@ -88,6 +86,11 @@ class Fork:
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+
+    def is_alive(self) -> bool:
+        """Whether it runs; fails with its stderr if it has ended."""
+        assert self._process.exitcode is None, self.errors()
+        return True
 
     def kill(self) -> None:
         """SIGKILL: no chance to say goodbye. It is gone, and its ports are free."""

@@ -1,10 +1,12 @@
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import penstock
 import penstock_server
+from support.processes import PRELOADED
 
 ROOTS = {"penstock": Path(penstock.__file__).parent, "penstock_server": Path(penstock_server.__file__).parent}
 
@@ -26,6 +28,10 @@ def test_modules_of_the_server_import_one_another_in_one_direction() -> None:
 
     stages = "catalog/snapshot blocks/store index/index batches/plan catalog/catalog api/batches app".split()
     assert [path for path in order if path.removesuffix(".py") in stages] == [f"{stage}.py" for stage in stages]
+
+
+def test_modules_that_tests_preload_exist() -> None:
+    assert all(map(find_spec, PRELOADED))
 
 
 def test_pure_modules_import_no_framework_and_no_reader() -> None:
