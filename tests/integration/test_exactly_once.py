@@ -127,7 +127,7 @@ def test_persistent_workers_see_a_new_epoch(server: Server) -> None:
         assert rows_of(loader) == rows_of(alone)
 
 
-@pytest.mark.parametrize(("context", "num_workers"), [("fork", 4), ("forkserver", 2)])
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 4), ("forkserver", 2), ("spawn", 1)])
 def test_workers_can_be_forked_or_pickled(server: Server, context: str, num_workers: int) -> None:
     data = dataset(server, 0, 1, "window")
     expected = rows_of(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,23 @@ def test_mixture_resumes_at_every_step_on_other_ranks(server: Server) -> None:
         assert both == whole[step:]
     with pytest.raises(StateMismatch, match="mix: "):
         dataset(server, mix="few:1,many:1,some:1").load_state_dict(state)
+
+
+@pytest.mark.parametrize("packing", ["rows", "best_fit"])
+def test_schedule_agrees_with_provenance_in_a_mixture(server: Server, packing: str) -> None:
+    spec: dict[str, Any] = {"mix": MIX, "stopping_strategy": "all_exhausted", "packing": packing, "seq_len": 8}
+    spec |= {"batch_size": 12, "window": 40, "world_size": 2}
+    num_steps = server.json_when_ready("/v1/datasets/few/spec", **spec)["num_steps"]
+    found = defaultdict(set)
+    for rank, step in product(range(2), range(num_steps)):
+        answer = server.json(f"/v1/datasets/few/epochs/1/ranks/{rank}/batches/{step}/provenance", **spec)
+        for sample in answer["samples"]:
+            for source in sample["sources"]:
+                found[source["dataset"], 32 * source["row_group"] + source["row"]].add((step, rank, sample["index"]))
+    assert {name for name, _ in found} == {*SIZES}
+    for (name, row), places in list(found.items())[::11]:
+        occurrences = server.json(f"/v1/datasets/{name}/rows/{row}/schedule", epoch=1, **spec)["occurrences"]
+        assert [(o["step"], o["rank"], o["index"]) for o in occurrences] == sorted(places)
 
 
 def test_mixture_weights_change_at_a_sample(server: Server) -> None:

@@ -92,7 +92,7 @@ def wait_until_each_serves(server: Server, pids: list[int]) -> None:
 
 
 @linux
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_the_supervisor(serve: Serve, data: Path, how: signal.Signals) -> None:
     with serve(data, "--processes", "2") as server:
         pids = children(server, 2)

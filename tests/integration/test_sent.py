@@ -109,7 +109,9 @@ def test_replay_sends_each_batch_once(server: Server, places: Counter[tuple[int,
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # of torch, that it traces what is cached,
 @pytest.mark.filterwarnings("ignore:Guards may run slower")  # and of Python 3.13.0
-@pytest.mark.parametrize(("device", "dataset", "packing"), [("cuda", "many", "best_fit"), (None, "pairs", "rows")])
+@pytest.mark.parametrize(
+    ("device", "dataset", "packing"), [("cuda", "many", "best_fit"), (None, "many", "best_fit"), (None, "pairs", "rows")]
+)
 def test_compiled_function_takes_batches(
     server: Server, monkeypatch: pytest.MonkeyPatch, device: str | None, dataset: str, packing: Packing
 ) -> None:
