@@ -81,6 +81,13 @@ def test_pieces_are_joined_at_their_offsets(
     assert not body.readonly
 
 
+def test_pieces_are_cast_when_their_sources_are_longer_than_a_body_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_module, "_REACH", 100)
+    pieces, numbers = Pieces(), np.arange(100, dtype=np.uint32)
+    pieces.copy(lists(numbers), UINT8, *columns((0, 0, 0, 60), (60, 0, 60, 40)))
+    assert bytes(pieces.join(100)) == numbers.astype(np.uint8).tobytes()
+
+
 def test_pieces_list_their_copied_spans() -> None:
     pieces, numbers = Pieces(), lists(np.arange(10, dtype=np.uint16))
     pieces.fill(7, UINT32, *columns((0, 2), width=2))
