@@ -49,7 +49,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "an environment variable: --cache-dir as PENSTOCK_CACHE_DIR, and so on.",
     )
     _add_settings(serve, "host", "port", "inflight_bytes", "decoded_bytes", "processes", "poll_seconds")
-    set_run(serve, _serve, Problem)
+    set_run(serve, _serve, Problem, only_prints=False)
 
     inspect = commands.add_parser(
         "inspect",
@@ -76,7 +76,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_dataset(prepare)
     also = "also pack for best_fit with this seq_len"
     prepare.add_argument("--pack-seq-len", metavar="SEQ_LEN", type=int, action="append", default=[], help=also)
-    set_run(prepare, _prepare, Problem)
+    set_run(prepare, _prepare, Problem, only_prints=False)
 
     sample = commands.add_parser(
         "sample",
@@ -87,7 +87,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     sample.add_argument("out_dir", metavar="OUT_DIR", type=Path)
     sample.add_argument("--rows", type=int, default=24_000, help="rows of each dataset (default: 24000)")
     sample.add_argument("--seed", type=int, default=0)
-    set_run(sample, _sample)
+    set_run(sample, _sample, only_prints=False)
 
     add_import(commands)
 

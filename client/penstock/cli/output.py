@@ -22,8 +22,16 @@ class CommandError(Exception):
     """A command cannot do what it was asked to do. The message says why."""
 
 
-def set_run(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *errors: type[Exception]) -> None:
-    """Set what a command runs. Its `errors`, PenstockError and CommandError become one line on stderr, and status 2."""
+def set_run(
+    command: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    *errors: type[Exception],
+    only_prints: bool = True,
+) -> None:
+    """Set what a command runs. Its `errors`, PenstockError and CommandError become one line on stderr, and status 2.
+
+    A command that `only_prints` ends without an error when the reader of its output, such as head, closes the pipe.
+    """
     name = command.prog.rpartition(" ")[2]
     refusals: tuple[type[Exception], ...] = (PenstockError, CommandError, *errors)
 
@@ -31,8 +39,11 @@ def set_run(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace]
         status = 0
         try:
             status = run(arguments)
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as head, has closed the pipe
+            if only_prints:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            if not only_prints:  # the pipe may be another one, and the work unfinished
+                raise
             _discard_stdout()
         except refusals as error:
             complain(name, error)

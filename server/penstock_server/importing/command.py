@@ -61,7 +61,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR once all rows are written"
     )
-    set_run(parser, _import)
+    set_run(parser, _import, only_prints=False)
 
 
 def _names(text: str) -> list[str]:
