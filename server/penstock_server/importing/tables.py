@@ -216,13 +216,13 @@ class JsonReader:
 
     def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of a file, in the types of `schemas`."""
-        chosen = [name for name in names if name in self._columns]
-        if not chosen:
-            return
+        chosen = [name for name in names if name in self._columns] or names[:1]  # without a column DuckDB reads no rows
         values = ", ".join(_quoted(name) + (f" ->> '$' AS {_quoted(name)}" if name in self._text else "") for name in chosen)
         options: dict[str, Any] = {"format": "newline_delimited", "records": "true", "maximum_object_size": _MAX_ROW_BYTES}
         try:
-            rows = self._database.read_json(_name(path), columns={name: self._columns[name] for name in chosen}, **options)
+            rows = self._database.read_json(
+                _name(path), columns={name: self._columns.get(name, "JSON") for name in chosen}, **options
+            )
             for batch in rows.project(values).to_arrow_reader(256):
                 yield pa.Table.from_batches([batch])
         except duckdb.Error as error:

@@ -62,6 +62,13 @@ def test_columns_are_selected_in_the_order_given(tmp_path: Path) -> None:
         assert [list(row.items()) for row in read.to_pylist()] == [[("c", "x,y"), ("a.b", 2)]]
 
 
+def test_json_rows_are_null_when_no_json_file_has_a_chosen_column(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    (tmp_path / "b.csv").write_text("b\n3\n")
+    read = imported(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.csv", columns=["b"])
+    assert read.to_pylist() == [{"b": None}, {"b": None}, {"b": 3}]
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
