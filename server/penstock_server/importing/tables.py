@@ -6,6 +6,7 @@ meets the end of a buffer. JSON is read by DuckDB, Arrow and Parquet by pyarrow.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import io
@@ -223,10 +224,18 @@ class JsonReader:
             rows = self._database.read_json(
                 _name(path), columns={name: self._columns.get(name, "JSON") for name in chosen}, **options
             )
+            num_rows = 0
             for batch in rows.project(values).to_arrow_reader(256):
                 yield pa.Table.from_batches([batch])
+                num_rows += batch.num_rows
         except duckdb.Error as error:
             raise ImportRefused(f"{path} cannot be imported: {_first_line(error)}. Nothing was written.") from error
+        # Not of compressed files: another pass over one takes 12 to 20 % of the import, and over others 3 to 6 %.
+        if path.suffix.lower() not in (".gz", ".zst") and num_rows != (num_lines := _num_lines(path)):
+            raise ImportRefused(
+                f"{path} has {num_lines:,} lines that are not blank, but {num_rows:,} rows were read. Nothing was written. If "
+                f"the file changed meanwhile, import it again; otherwise split it into smaller files."
+            )
 
     def _check_objects(self) -> None:
         """Raise ImportRefused if a line is not a JSON object, with its number."""
@@ -241,6 +250,14 @@ class JsonReader:
                             f"{path}, line {number:,}: {one_line(error)}. Nothing was written. Each line must be one JSON "
                             f"object: correct the line."
                         ) from error
+
+
+def _num_lines(path: Path) -> int:
+    """Count the lines that are not blank."""
+    with refusing(path), path.open("rb", buffering=1 << 20) as file:
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
+        return sum(map(bool, map(bytes.strip, file)))
 
 
 def _column(structure: Any, depth: int = 0) -> tuple[str, pa.DataType]:

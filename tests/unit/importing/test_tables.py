@@ -275,6 +275,20 @@ def test_json_ending_compression_and_line_ends_do_not_matter(tmp_path: Path, nam
     assert imported(tmp_path / "out", tmp_path / name)["a"].to_pylist() == [1, 2, 3]
 
 
+def test_json_file_is_refused_when_its_rows_are_not_as_many_as_its_lines(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "x.jsonl", [{"a": 1}, {"a": 2}])
+    reader = tables.JsonReader([path], [])
+    reader.schemas()
+    rows = reader.tables(path, ["a"])
+    assert next(rows).num_rows == 2
+    with path.open("a") as file:
+        file.write('\n \n{"a": 3}\n')
+    with pytest.raises(
+        ImportRefused, match=r"x.jsonl has 3 lines that are not blank, but 2 rows were read. Nothing was written"
+    ):
+        next(rows)
+
+
 def test_json_columns_in_different_case_are_not_mixed_up(tmp_path: Path) -> None:
     path = write_json(tmp_path / "x.jsonl", [{"Text": "x", "text": "y"}])
     with pytest.raises(ImportRefused, match="Duplicate"):
