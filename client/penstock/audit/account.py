@@ -80,7 +80,7 @@ def account_for(segments: Sequence[Segment], last: Segment | None, present: Sequ
 
 
 def _account(segments: list[Segment], present: Sequence[int] | None) -> Epoch:
-    """Account for one epoch; `present` is None if the run continued after it."""
+    """Account for one epoch; `present`: the ranks with a ledger; None if the run continued after the epoch."""
     last, kept = segments[-1], dict[Slicing, dict[int, IntArray]]()
     for segment in segments:
         by_rank = kept.setdefault(segment.slicing, {})

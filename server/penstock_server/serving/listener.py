@@ -7,7 +7,7 @@ import socket
 
 from penstock_server.settings import Settings, SettingsError
 
-STALLED_SECONDS = 300  # a client that reads nothing for so long is disconnected
+STALLED_SECONDS = 300  # a client that reads nothing for that long is disconnected
 _BACKLOG = 2048
 
 
