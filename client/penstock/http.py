@@ -16,6 +16,7 @@ from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from ipaddress import ip_address, ip_network
 from itertools import accumulate
+from multiprocessing.connection import wait as wait_for
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -33,6 +34,7 @@ _KEPT_BUFFERS = 12  # one receives, the others hold frames that wait for the loo
 _SPARE_BYTES = 32 << 20  # kept between epochs: a loop that waits for data cycles through three ranges
 _READ_BYTES = 1 << 20  # per read: small enough that the next reader finds the bytes in the CPU cache
 _CONNECT_SECONDS = 4.0  # less than a loop that ends waits for its thread
+_SILENT_SECONDS = 0.01  # without a response for this long, a server reads or tokenizes; a refusal comes sooner
 _PAUSE_SECONDS = 60.0  # without requests ahead, after one failed
 _HEADERS = {
     "Accept": "*/*",
@@ -75,8 +77,8 @@ class HttpClient:
         url = server + target.partition("?")[0]
         response: HTTPResponse | None = None
         try:
-            connection, response = self._respond(server, target)
-            if response.status == 200 and then:
+            connection, response = self._respond(server, target, then)
+            if response.status == 200 and then and not self._ahead:
                 self._send_ahead(server, then)
             body = _receive(response, self._allocate)
         except BaseException as error:
@@ -123,11 +125,13 @@ class HttpClient:
             opened.close()
         self._sockets = []
 
-    def _respond(self, server: str, target: str) -> tuple[HTTPConnection, HTTPResponse]:
-        """Return the head of the response, and its connection."""
+    def _respond(self, server: str, target: str, then: str | None) -> tuple[HTTPConnection, HTTPResponse]:
+        """Return the head of the response, and its connection. While the server is silent, it gets `then` to work on, too."""
         (ahead_url, ahead), self._ahead = self._ahead or ("", None), None
         if ahead:
             if ahead_url == server + target:
+                if then and not wait_for([ahead.sock], _SILENT_SECONDS):
+                    self._send_ahead(server, then)
                 with suppress(ConnectionError):
                     response = ahead.getresponse()
                     # Retry-After: 0 means that the server prepares this response. Any other failure may be due to the response
