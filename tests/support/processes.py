@@ -55,6 +55,12 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+def with_support() -> dict[str, str]:
+    """The environment of a new process of Python that imports `support`: pytest puts it on sys.path alone."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": paths.rstrip(os.pathsep)}
+
+
 class Fork:
     """The command `penstock`, or a script of Python's, with pipes for stdin and stdout and a file for stderr.
 
@@ -190,9 +196,7 @@ class Trainers:
         with theirs:
             # Who forks beside threads is warned by Python 3.12.
             command = [sys.executable, "-W", "error", "-W", "ignore:This process", __file__, str(theirs.fileno())]
-            paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # for `support`
-            environment = os.environ | {"PYTHONPATH": paths.rstrip(os.pathsep)}
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=with_support())
 
     def run(self, code: str) -> Trainer:
         """Runs what is to be the text of a script."""

@@ -24,7 +24,7 @@ import torch.distributed
 
 from penstock import RemoteDataset
 from penstock.tensors import Batch
-from support.processes import Fork
+from support.processes import Fork, with_support
 
 # That of the examples, but that lines are no longer than rows: all but a few of their 128 tokens would be padding.
 SPEC: dict[str, Any] = {"batch_size": 16, "seq_len": 8, "seed": 7}
@@ -95,9 +95,10 @@ def run_example(out: Path, name: str, *arguments: object, num_ranks: int = 0, on
     """
     out.mkdir()
     command: list[str | Path] = [str(num_ranks), out, EXAMPLES / name, *map(str, arguments)]
-    # A machine may have fewer GPUs than there are ranks, and forks may use none.
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if num_ranks or on_cpu else {}
-    with closing(Fork(*command, script=Path(__file__), environment={**os.environ, **hidden})) as process:
+    environment = with_support()  # Lightning starts its other ranks as new processes of Python
+    if num_ranks or on_cpu:  # a machine may have fewer GPUs than there are ranks, and forks may use none
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with closing(Fork(*command, script=Path(__file__), environment=environment)) as process:
         status, said, errors = process.communicate(timeout=240)
     assert status == 0, said + errors
     return [Given(**json.loads(line)) for path in sorted(out.glob("*.jsonl")) for line in path.read_text().splitlines()]
