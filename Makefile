@@ -33,7 +33,7 @@ demo: install  ## train a tiny GPT on a generated corpus, kill the server and th
 # imports torch and the frameworks once more.
 # Bytecode is kept, or else each of some hundred processes would compile anew what it imports.
 test: $(FRAMEWORKS)  ## the test suite without the slow tests, training frameworks included; needs no Docker engine
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow and not docker" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 slow-test: $(FRAMEWORKS)  ## the slow tests: several ranks, many kills, the tests of random examples with a hundred each
 	PYTHONDONTWRITEBYTECODE= PENSTOCK_TEST_EXAMPLES=100 $(BIN)/python -m pytest -m "slow or hypothesis" --numprocesses 3
