@@ -48,6 +48,21 @@ class Resolved:
     advice: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of one epoch, sliced as their numbers are. `spec` must be resolved."""
+
+    spec: Spec
+    epoch: int
+    numbers: range
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, part: slice) -> Steps:
+        return replace(self, numbers=self.numbers[part])
+
+
 class Client:
     """One dataset on servers that hold the same data. Raises SpecError: an address is invalid."""
 
@@ -86,23 +101,23 @@ class Client:
         with closing(Transport(servers, retry_seconds=self._retry_seconds, first_contact=True)) as transport:
             return transport.get(target, partial(_decode_resolved, spec))
 
-    def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range, then: range = range(0)) -> list[wire.Frame]:
-        """Fetch the frames of `steps` in order: all, or the first few, but at least one. `spec` must be resolved.
+    def frames(self, transport: Transport, steps: Steps, then: Steps | None = None) -> list[wire.Frame]:
+        """Fetch the frames of `steps` in order: all, or the first few, but at least one.
 
         `then` are the steps of the next request if all of these arrive.
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
         """
-        path = batches_path(self.dataset, epoch, self._rank)
         if len(steps) > 1 or then:
-            ahead = path + _query(spec, then) if then else None
-            runs = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
+            ahead = self._target(then) if then else None
+            runs = transport.get_some(self._target(steps), self._decoder(steps), then=ahead)
             if runs:
                 return list(chain.from_iterable(runs))
         # A late step failed, and a response that has begun cannot say why. A request for the first step alone succeeds, or its
         # refusal has the reason.
-        decode = self._decoder(spec, epoch, steps[:1])
-        return transport.get(path + _query(spec, steps[:1]), lambda body: list(chain.from_iterable(decode(body))))
+        first = steps[:1]
+        decode = self._decoder(first)
+        return transport.get(self._target(first), lambda body: list(chain.from_iterable(decode(body))))
 
     def sample_lengths(self, spec: Spec, epoch: int) -> list[RowLength]:
         """Return the uncut lengths of an epoch's first rows; empty if the server does not answer within a second."""
@@ -128,15 +143,21 @@ class Client:
         path = batches_path(self.dataset, epoch, self._rank)
         return transport.get(f"{path}/{step}/provenance?{_query_of(spec)}", decode_object)
 
-    def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[list[wire.Frame]]]:
-        expected = wire.Address(self.dataset, str(spec.snapshot), spec.digest, epoch, self._rank, 0)
+    def _target(self, steps: Steps) -> str:
+        path, numbers = batches_path(self.dataset, steps.epoch, self._rank), steps.numbers
+        # A slice of a strided range may end past the epoch's last step.
+        return f"{path}?start={numbers[0]}&stop={numbers[-1] + 1}&stride={numbers.step}&{_query_of(steps.spec)}"
+
+    def _decoder(self, steps: Steps) -> Callable[[memoryview], Iterator[list[wire.Frame]]]:
+        spec, numbers = steps.spec, steps.numbers
+        expected = wire.Address(self.dataset, str(spec.snapshot), spec.digest, steps.epoch, self._rank, 0)
 
         def decode(body: memoryview) -> Iterator[list[wire.Frame]]:
             """Yield the requested frames. Raises WireError after the last valid ones."""
-            missing = steps
-            for frames in wire.decode_groups(body, steps):
+            missing = numbers
+            for frames in wire.decode_groups(body, numbers):
                 if not missing:
-                    raise WireError(f"the response has more than the requested steps {steps[0]} to {steps[-1]}")
+                    raise WireError(f"the response has more than the requested steps {numbers[0]} to {numbers[-1]}")
                 address = frames[0].address
                 if address != expected._replace(step=missing[0]):
                     why = "" if address.spec_digest == spec.digest else ", of other parameters"
@@ -147,11 +168,6 @@ class Client:
                 raise WireError(f"expected the batch of step {missing[0]}, but the response ends before it")
 
         return decode
-
-
-def _query(spec: Spec, steps: range) -> str:
-    # A slice of a strided range may end past the epoch's last step.
-    return f"?start={steps[0]}&stop={steps[-1] + 1}&stride={steps.step}&{_query_of(spec)}"
 
 
 @lru_cache(maxsize=8)  # all requests of an epoch have the same spec

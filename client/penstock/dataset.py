@@ -7,12 +7,12 @@ import sys
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
 
-from penstock.client import Client
+from penstock.client import Client, Steps
 from penstock.cuda import check_device, find_destination
 from penstock.distributed import (
     LoaderWorker,
@@ -44,11 +44,12 @@ from penstock.spec import (
     Task,
     describe,
 )
-from penstock.state import resume, write_state
+from penstock.state import Cursor, resume, write_state
 from penstock.stats import Stats, StatsAggregator
 from penstock.tensors import ALL, Batch, names_of
 
 _SPEC_PARAMETERS = {parameter["name"] for parameter in describe()} - {"world_size", "offset", "mix"}  # passed on unchanged
+_ENDLESS = MAX_COUNT  # epochs
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -57,6 +58,8 @@ class RemoteDataset(IterableDataset[Batch]):
     servers            address of a server, "http://host:8000" or "host:8000", or a list of servers that hold the same data
     dataset            its name on the server
     rank, world_size   which slice of the epoch; default: from torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
+    epochs             a number, or "endless": an iteration goes from epoch to epoch, and the next one goes on at the batch
+                       after the last; default: an iteration is one epoch, that of set_epoch
     prefetch_bytes     host memory for batches fetched ahead, in bytes, as they travelled; with device="cuda" it is pinned
     tensors            the tensors that a batch has, such as ["input_ids"]; default: all
     device             "cuda" gives batches on the GPU, copied and expanded there during the step before
@@ -132,6 +135,7 @@ class RemoteDataset(IterableDataset[Batch]):
         snapshot: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        epochs: int | Literal["endless"] | None = None,
         prefetch_bytes: int = PREFETCH_BYTES,
         tensors: Collection[str] | None = None,
         device: str | int | torch.device | None = None,
@@ -145,6 +149,7 @@ class RemoteDataset(IterableDataset[Batch]):
         replay = None if replay is None else check_whole("replay", replay, 1)
         if replay is not None and ledger is not None:
             raise SpecError("replay repeats the same batches: leave the ledger out", ("replay", "ledger"))
+        self._epochs = None if epochs is None else _check_epochs(epochs)
         self._device, self._replay = check_device(device), replay
         self._rank, self._world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
@@ -164,7 +169,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 warn(text)
         self._resolved = resolved
         self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors))
-        self._progress = Progress(self.steps_per_epoch, f"{dataset}/{resolved.spec.digest}")
+        self._progress = Progress(self.steps_per_epoch, f"{dataset}/{resolved.spec.digest}", self._epochs)
         self._has_checked_rows = False  # how long rows are: once is enough
         self._stats = StatsAggregator()
 
@@ -205,8 +210,13 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._resolved.vocab_size
 
     @property
+    def epochs(self) -> int | Literal["endless"] | None:
+        """How many epochs iterations go through; None: each iteration is one epoch."""
+        return "endless" if self._epochs == _ENDLESS else self._epochs
+
+    @property
     def epoch(self) -> int:
-        """The epoch that the next iteration gives."""
+        """The epoch that the next iteration gives, or begins with."""
         return self._progress.epoch
 
     @property
@@ -228,13 +238,15 @@ class RemoteDataset(IterableDataset[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the next iteration's epoch. It starts at its first step; where a state of it was loaded, it goes on there.
 
+        With `epochs`, an iteration that is in this epoch already goes on.
+
         Raises PenstockError: the rank has changed.
         """
         epoch = check_whole("epoch", epoch, 0, MAX_COUNT)
         self._check_rank()
         self._progress.confirm_epoch(epoch)
         warn_of_epoch(self._progress, self.spec, epoch)
-        if epoch != self.epoch:
+        if not self._progress.is_in(epoch):
             self._progress.set_epoch(epoch)
 
     def rewind(self, epoch: int = 0) -> None:
@@ -245,11 +257,18 @@ class RemoteDataset(IterableDataset[Batch]):
         self._progress.rewind(check_whole("epoch", epoch, 0, MAX_COUNT))
 
     def __len__(self) -> int:
-        """Batches of the next iteration: a whole epoch's, or what load_state_dict left of it."""
+        """Batches of the next iteration: a whole epoch's, or what load_state_dict left of it; with `epochs`, of all epochs.
+
+        Raises TypeError: an iteration is endless.
+        """
+        if self._epochs == _ENDLESS:
+            raise TypeError("an endless dataset has no length; steps_per_epoch is the number of batches of an epoch")
         return self._progress.num_left
 
     def __iter__(self) -> Iterator[Batch]:
         """One epoch from its first step, or from where load_state_dict put it. Leaving the loop stops the fetching.
+
+        With `epochs`, it goes from epoch to epoch, and begins after the last batch that the loop was given.
 
         So does `close()`, for an iterator that something still refers to, such as the traceback of an error.
 
@@ -261,21 +280,22 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def _batches(self, worker: LoaderWorker | None, begun: Pass | None) -> Generator[Batch, object, None]:
         name_rank(self._rank, self._world_size)  # in a loader worker, too
+        if self._progress.goes_on and not worker and not self._progress.is_with_workers:
+            self.load_state_dict(self._state())
         this = begun or self._progress.begin(worker)
         self._check_rank()
         if self._consensus and not worker:
             self._consensus.settle(self.snapshot)
         at = this.cursor
-        spec = replace(self.spec, offset=at.offset)
+        spec = self._spec_at(at)
         trains = self._replay is None and is_trained_on(spec)
         if trains:
             warn_of_pass(this)
-        record = self._recorder.open(spec, self._resolved.num_samples, this) if self._recorder else None
+        record = self._recorder.open(self.spec, self._resolved.num_samples, this) if self._recorder else None
         batches = BatchIterator(
             self._client,
-            spec,
-            at.epoch,
-            this.steps,
+            (Steps(self._spec_at(at), at.epoch, steps) for at, steps in this.epochs()),
+            this.num_batches,
             prefetch_bytes=self._prefetch_bytes,
             destination=find_destination(self._device, worker),
             replay=self._replay,
@@ -286,13 +306,13 @@ class RemoteDataset(IterableDataset[Batch]):
             self._has_checked_rows = True
             is_shared = self._rank_was_found and self.world_size > 1 and not worker  # a named rank may have others in this job
             peers = PeerCheck(self.dataset, spec, at.epoch, at.step, self.rank) if trains and is_shared else None
-            advice = Advice(self._client if checks_rows else None, spec, at.epoch, peers, len(this.steps))
+            advice = Advice(self._client if checks_rows else None, spec, at.epoch, peers, this.num_batches)
             for number, item in enumerate(batches, start=1):
                 if number == 1:
                     self._progress.take(this)
                 advice.look_at(item.batch, number, has_place=self._progress.counts(this))
                 if record:
-                    record.record(item.step, item.digest)
+                    record.record(item.epoch, item.step, item.digest)
                 if self._replay is None:  # last of all: what fails before has yielded nothing
                     self._progress.count(this, number)
                 if (yield item.batch) is NOT_GIVEN:
@@ -302,6 +322,9 @@ class RemoteDataset(IterableDataset[Batch]):
             self._progress.finish(this)
             if record:
                 record.finish()
+
+    def _spec_at(self, at: Cursor) -> Spec:
+        return replace(self.spec, offset=at.offset)
 
     def _check_rank(self) -> None:
         """Whether this is the rank that it was made for, on the snapshot of the others. Raises PenstockError.
@@ -348,6 +371,9 @@ class RemoteDataset(IterableDataset[Batch]):
                 f"replay={self._replay} repeats the same batches, so it consumes nothing of the epoch: this state resumes "
                 f"where the replay started."
             )
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         return write_state(self.dataset, self.spec, self._progress.cursor, *self._progress.ids)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -363,6 +389,15 @@ class RemoteDataset(IterableDataset[Batch]):
         worker = find_worker()
         cursor, origin = resume(state_dict, self._client, self._resolved, worker, strict=strict)
         self._progress.load(cursor, origin, worker)
+
+
+def _check_epochs(epochs: object) -> int:
+    """Raises SpecError: it is neither a number of epochs nor "endless"."""
+    if epochs == "endless":
+        return _ENDLESS
+    if isinstance(epochs, str):
+        raise SpecError(f'epochs must be a number, or "endless", not {epochs!r}', ("epochs",))
+    return check_whole("epochs", epochs, 1, _ENDLESS - 1)
 
 
 def _check_tensors(tensors: Collection[str], known: list[str]) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Callable, Container, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import closing, suppress
 from functools import partial, wraps
 from inspect import GEN_CLOSED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
@@ -14,11 +14,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from penstock.client import Client
+from penstock.client import Client, Steps
 from penstock.cuda import Destination, OnDevice, allocate_pinned
 from penstock.errors import PenstockError
 from penstock.prefetch import fetch_ahead
-from penstock.spec import Spec
 from penstock.stats import Stats
 from penstock.tensors import CPU, Batch, Item, expand
 from penstock.wire import Frame
@@ -74,7 +73,7 @@ class Iteration(Iterator[Batch]):
 
 
 class BatchIterator:
-    """Iterator over the batches of `steps`; with `replay`, the first `replay` batches repeat for len(steps) steps.
+    """Iterator over the batches of some epochs' steps; with `replay`, the first `replay` of `num_batches` repeat.
 
     It opens connections and starts a thread; `close` ends them, and an exit of the interpreter calls it.
     Raises what Client.frames raises.
@@ -83,16 +82,15 @@ class BatchIterator:
     def __init__(
         self,
         client: Client,
-        spec: Spec,
-        epoch: int,
-        steps: range,
+        epochs: Iterable[Steps],
+        num_batches: int,
         *,
         prefetch_bytes: int,
         destination: Destination,
         replay: int | None,
         tensors: Container[str],
     ) -> None:
-        self._destination, self._num_steps, self._replay = destination, len(steps), replay
+        self._destination, self._num_steps, self._replay = destination, num_batches, replay
         self._tensors = tensors
         self._num_batches = self._num_tokens = 0
         self._compute_seconds = 0.0
@@ -101,7 +99,8 @@ class BatchIterator:
         device = destination.device
         self._client = client
         self._transport = client.connect(None if device == CPU else partial(allocate_pinned, device))
-        self._frames = fetch_ahead(client, self._transport, spec, epoch, steps[:replay], prefetch_bytes)
+        steps = epochs if replay is None else _first(epochs, replay)
+        self._frames = fetch_ahead(client, self._transport, steps, prefetch_bytes)
         # Without atexit, an iterator that is still referenced is closed only when the interpreter clears modules. Daemon
         # threads no longer run then: a wait for one never ends.
         self.is_left = False
@@ -136,7 +135,7 @@ class BatchIterator:
             return items
         # Copy the dict: a loop that removes tensors from its batch must find them again in the next repeat.
         again = (item._replace(batch=dict(item.batch)) for item in cycle(items))
-        return islice(again, self._num_steps)
+        return islice(again, min(self._num_steps, sys.maxsize))
 
     def _expanded(self, frame: Frame) -> Item:
         # Expand as late as possible: the loop then reads from the CPU cache, and waiting batches stay as small as on the wire.
@@ -166,6 +165,15 @@ class BatchIterator:
     def _leave(self) -> None:
         self.is_left = True
         self.close()
+
+
+def _first(epochs: Iterable[Steps], num_batches: int) -> Iterator[Steps]:
+    """Yield the first steps of some epochs."""
+    for epoch in epochs:
+        yield epoch[:num_batches]
+        num_batches -= min(num_batches, len(epoch))
+        if not num_batches:
+            return
 
 
 def _next(batches: Iterator[Batch]) -> Batch:

@@ -125,4 +125,6 @@ def _data_of(trainer: Trainer) -> RemoteDataLoader:
     data = trainer.train_dataloader
     if not isinstance(data, RemoteDataLoader):
         raise SpecError(f"train_dataloader must return a RemoteDataLoader as it is, not a {type(data).__name__}")
+    if data.epochs is not None:
+        raise SpecError("leave epochs out: Lightning counts them, and the callback sets each one (max_epochs)", ("epochs",))
     return data

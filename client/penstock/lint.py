@@ -52,7 +52,7 @@ class Advice:
         if self._had_place and not has_place:
             self._had_place = False
             warn(
-                f"a loop continues with batch {number:,} of epoch {self._epoch} after set_epoch, load_state_dict or another "
+                f"a loop continues with batch {number:,} of its iteration after set_epoch, load_state_dict or another "
                 f"iteration of this dataset: state_dict returns their position, not this loop's. Call them between two "
                 f"loops, and look at single batches with a second RemoteDataset."
             )
@@ -107,6 +107,8 @@ def is_trained_on(spec: Spec) -> bool:
 
 def warn_of_epoch(progress: Progress, spec: Spec, epoch: int) -> None:
     """Warn if set_epoch(epoch) discards a loaded place, or restarts an epoch that the loop left or continued."""
+    if progress.goes_on and progress.is_in(epoch):
+        return
     if num_left := 0 if epoch == progress.epoch else progress.discards:
         warn(
             f"set_epoch({epoch}) discards the position that load_state_dict set, with "

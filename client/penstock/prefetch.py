@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from itertools import chain, pairwise
 from multiprocessing import current_process
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from penstock.client import Client
+from penstock.client import Client, Steps
 from penstock.errors import PenstockError
-from penstock.spec import Spec
 from penstock.transport import Transport
 from penstock.wire import Frame
 
@@ -153,24 +153,22 @@ class Prefetch(Generic[T]):
                 self._ready.put(error)
 
 
-def fetch_ahead(
-    client: Client, transport: Transport, spec: Spec, epoch: int, steps: range, budget_bytes: int
-) -> Prefetch[Frame]:
-    """Fetch the frames of `steps` in order, by a thread, within a budget of bytes. Raises what Client.frames raises.
+def fetch_ahead(client: Client, transport: Transport, epochs: Iterable[Steps], budget_bytes: int) -> Prefetch[Frame]:
+    """Fetch the frames of all steps in order, by a thread, within a budget of bytes. Raises what Client.frames raises.
 
     `close` of the returned Prefetch interrupts the transport; the caller must close the transport.
     """
     range_bytes = min(RANGE_BYTES, budget_bytes // _MIN_RANGES)
     ahead: Prefetch[Frame] | None = None
 
-    def fetch(steps: range, then: range) -> Sequence[Frame]:
+    def fetch(steps: Steps, then: Steps | None) -> Sequence[Frame]:
         # While the buffer is low, request the next range ahead: the server prepares it while this one is read. With a full
         # buffer the next range would stay unread, and the server would have to hold it.
         is_short = ahead is None or ahead.buffered_bytes < (_MIN_RANGES - 2) * range_bytes
-        return client.frames(transport, spec, epoch, steps, then if is_short else range(0))
+        return client.frames(transport, steps, then if is_short else None)
 
     ahead = Prefetch(
-        fetch_ranges(fetch, steps, range_bytes),
+        fetch_ranges(fetch, epochs, range_bytes),
         nbytes=_nbytes,
         budget_bytes=budget_bytes,
         interrupt=transport.interrupt,
@@ -179,25 +177,29 @@ def fetch_ahead(
 
 
 def fetch_ranges(
-    fetch: Callable[[range, range], Sequence[Frame]], steps: range, target_bytes: int
+    fetch: Callable[[Steps, Steps | None], Sequence[Frame]], epochs: Iterable[Steps], target_bytes: int
 ) -> Generator[Sequence[Frame], None, None]:
-    """Yield the frames of `steps` in order, in ranges that double from one frame up to `target_bytes`.
+    """Yield the frames of the steps of some epochs in order, in ranges that double from one frame up to `target_bytes`.
 
     `fetch(steps, then)` returns the frames of `steps`, or only the first few, but at least one. If it returns all, the next
-    call is for `then`. Raises what `fetch` raises.
+    call is for `then`; None after the last steps. Raises what `fetch` raises.
     """
-    start = 0
     size = following = 1  # the first batch comes alone, so that the loop starts at once
-    while start < len(steps):
-        end = start + size
-        frames = fetch(steps[start:end], steps[end : end + following])
-        yield frames
-        start += len(frames)
-        largest = max(1, target_bytes * len(frames) // _nbytes(frames))
-        if start < end:  # the range is incomplete: begin with a small one again
-            size = following = min(len(frames), largest)
-        else:
-            size, following = following, min(2 * following, largest)
+    wanted: Iterator[Steps | None] = chain((epoch for epoch in epochs if len(epoch)), [None])
+    for epoch, after in pairwise(wanted):
+        assert epoch
+        start, stop = 0, len(epoch)
+        while start < stop:
+            end = min(start + size, stop)
+            then = epoch[end : end + following] if end < stop else after and after[:following]
+            frames = fetch(epoch[start:end], then)
+            yield frames
+            start += len(frames)
+            largest = max(1, target_bytes * len(frames) // _nbytes(frames))
+            if start < end:  # the range is incomplete: begin with a small one again
+                size = following = min(len(frames), largest)
+            else:
+                size, following = following, min(2 * following, largest)
 
 
 def _nbytes(frames: Sequence[Frame]) -> int:

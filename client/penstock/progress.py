@@ -3,12 +3,15 @@
 The process of the loop and its workers share a few integers: the steps of the next pass, the pass that took them, and the ids
 of the start. A pass is one iteration of the loop, in this process or in its workers. The first pass that yields a batch takes
 the steps that were set; later passes repeat their epoch from its first step.
+
+With a number of epochs, a pass goes from epoch to epoch, and later passes go on after the batches that the loop consumed.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -27,7 +30,7 @@ _STUCK_LOOKS = 2  # one-batch iterations before the third
 class Pass:
     """One iteration of this process, from a cursor on.
 
-    steps          those that this process yields: in a loader worker a part of the pass
+    later          epochs that it goes on with after that of the cursor, of `steps_per_epoch` steps each
     name           equal for all workers of a pass and positive; negative in the loop's process
     num_sets       number of times that steps were set before it
     start, origin  id of the start, and the state that the start loaded
@@ -40,7 +43,8 @@ class Pass:
 
     worker: LoaderWorker | None
     cursor: Cursor
-    steps: range
+    later: range = range(0)
+    steps_per_epoch: int
     name: int
     num_sets: int
     start: str
@@ -49,12 +53,52 @@ class Pass:
     is_repetition: bool = False
     is_stuck: bool = False
 
+    @property
+    def stride(self) -> int:
+        """Steps of the pass for each batch of this process: a loader worker takes a part of them."""
+        return self.worker.stride if self.worker else 1
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches that this process yields."""
+        first = self.worker.first if self.worker else 0
+        return max(0, -(-(self._num_steps - first) // self.stride))
+
+    def epochs(self) -> Iterator[tuple[Cursor, range]]:
+        """Yield where the pass begins in each epoch, and the steps that this process takes of that epoch."""
+        at, first = self.cursor, self.worker.first if self.worker else 0
+        yield at, range(at.step + first, at.num_steps, self.stride)
+        for epoch in self.later:
+            first = (first - at.num_left) % self.stride  # workers take turns across the border
+            at = Cursor(epoch=epoch, num_steps=self.steps_per_epoch)
+            yield at, range(first, at.num_steps, self.stride)
+
+    def after(self, num_batches: int) -> Cursor:
+        """Return the place after the consumed batches of this process.
+
+        A worker yields every `stride`th step. It counts `stride` steps per batch, and adds its worker number when it resumes.
+        The last turn of the workers may be short.
+        """
+        at, num_steps = self.cursor, min(num_batches * self.stride, self._num_steps)
+        if num_steps <= at.num_left:
+            return replace(at, step=at.step + num_steps)
+        # After an epoch's last step the place is still in that epoch: a loop may choose it once more.
+        num_epochs, step = divmod(num_steps - at.num_left - 1, self.steps_per_epoch)
+        return Cursor(epoch=self.later[num_epochs], step=step + 1, num_steps=self.steps_per_epoch)
+
+    @property
+    def _num_steps(self) -> int:
+        return self.cursor.num_left + len(self.later) * self.steps_per_epoch
+
 
 class Progress:
-    """Place of the loop, as far as this process knows. `name` is equal for the ranks that share an epoch."""
+    """Place of the loop, as far as this process knows. `name` is equal for the ranks that share an epoch.
 
-    def __init__(self, steps_per_epoch: int, name: str = "") -> None:
-        self._steps_per_epoch, self._name = steps_per_epoch, name
+    num_epochs  epochs that iterations go through, one after the other; None: an iteration is one epoch
+    """
+
+    def __init__(self, steps_per_epoch: int, name: str = "", num_epochs: int | None = None) -> None:
+        self._steps_per_epoch, self._name, self._num_epochs = steps_per_epoch, name, num_epochs
         self._cells = SharedCells()
         self._num_passes = 0
         self._pass: Pass | None = None  # the latest pass, unless this process has set steps since then
@@ -78,14 +122,29 @@ class Progress:
         return bool(self._cells["taken_by"])
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the next iteration goes on after the batches of the last one."""
+        return self._num_epochs is not None and self._is_taken
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next iteration."""
-        return self._cells["epoch"]
+        if self._num_epochs is None:
+            return self._cells["epoch"]
+        at = self.cursor
+        return at.epoch + 1 if not at.num_left and self._later(at) else at.epoch
+
+    def is_in(self, epoch: int) -> bool:
+        """Whether the next iteration begins in this epoch, or goes on right after its last step."""
+        return epoch == self.epoch or (self._num_epochs is not None and epoch == self.cursor.epoch)
 
     @property
     def num_left(self) -> int:
         """Number of steps of the next iteration."""
-        return self._steps_per_epoch if self._is_taken else self._next.num_left
+        if self._num_epochs is None:
+            return self._steps_per_epoch if self._is_taken else self._next.num_left
+        at = self.cursor
+        return at.num_left + len(self._later(at)) * self._steps_per_epoch
 
     @property
     def discards(self) -> int:
@@ -106,7 +165,7 @@ class Progress:
     @property
     def is_left(self) -> bool:
         """Whether the last iteration yielded more than one batch, but not all of its batches."""
-        return self._is_taken and self._came_far and self._pass is not None and self._num_steps < self._pass.cursor.num_left
+        return self._is_taken and self._came_far and self.cursor.num_left > 0
 
     @property
     def is_with_workers(self) -> bool:
@@ -121,16 +180,7 @@ class Progress:
             return self._loaded[1]
         if not last or last.num_sets != num_sets:
             return self._next
-        return replace(last.cursor, step=last.cursor.step + self._num_steps)
-
-    @property
-    def _num_steps(self) -> int:
-        """Number of steps that the consumed batches of the latest pass cover.
-
-        A worker yields every `stride`th step. It counts `stride` steps per batch, and adds its worker number when it resumes.
-        The last turn of the workers may be short.
-        """
-        return min(self._num_batches * self._pass.steps.step, self._pass.cursor.num_left) if self._pass else 0
+        return last.after(self._num_batches)
 
     @property
     def _came_far(self) -> bool:
@@ -138,7 +188,8 @@ class Progress:
         last = self._pass
         if not last or last.num_sets != self._cells["num_sets"]:
             return False
-        return last.cursor.offset > 0 or last.cursor.step + self._num_steps > min(1, self._steps_per_epoch - 1)
+        at = last.after(self._num_batches)
+        return last.cursor.offset > 0 or at.epoch > last.cursor.epoch or at.step > min(1, self._steps_per_epoch - 1)
 
     @property
     def start(self) -> str:
@@ -177,10 +228,10 @@ class Progress:
         Loaders pass a state on only when the loop begins an iteration. The loop may have chosen a later epoch by then; a state
         from the end of an epoch does not know that.
         """
-        chosen = self.epoch if self._cells["chosen"] else None
+        chosen = self._cells["epoch"] if self._cells["chosen"] else None
         if worker:
             is_behind = chosen is not None and at.epoch < chosen
-            if (_steps_of(at, worker) or at.epoch > self.epoch) and not is_behind:
+            if (at.num_left > worker.first or at.epoch > self.epoch) and not is_behind:
                 self._move(self._whole(at.epoch), by_state=True)
             self._loaded = (self._cells["num_sets"], at, origin)
             return
@@ -188,7 +239,7 @@ class Progress:
         if at.num_left or chosen == at.epoch:
             self._set(at, by_state=True)
         elif chosen is None or chosen < at.epoch:
-            self._set(self._whole(at.epoch + 1), by_state=True)
+            self._set(self._whole(at.epoch + 1) if self._num_epochs is None else at, by_state=True)
             self._ended_epoch = at.epoch
 
     def confirm_epoch(self, epoch: int) -> None:
@@ -201,7 +252,8 @@ class Progress:
     def begin(self, worker: LoaderWorker | None) -> Pass:
         """Begin an iteration at the place that was set, or at the epoch's first step if a pass took that place.
 
-        Raises PenstockError: no memory is shared, so the loop's process and other workers would not see this worker's pass.
+        Raises PenstockError: no memory is shared, so the loop's process and other workers would not see this worker's pass; or
+        the iteration would go on after one of loader workers.
         """
         if worker and not self._cells.is_shared:
             raise PenstockError(
@@ -212,12 +264,19 @@ class Progress:
         name = (worker.loader << 32) + self._num_passes if worker else -self._num_passes
         num_sets, first = self._cells["num_sets"], self._cells["first"]
         has_begun = self._cells["taken_by"] not in (0, name)
+        is_loaded = worker is not None and self._loaded is not None and self._loaded[0] == num_sets
+        if has_begun and self._num_epochs is not None and not is_loaded:
+            raise PenstockError(
+                "with epochs=, an iteration goes on after the batches that the loop was given. But the loader workers of the "
+                "last one ran ahead of the loop, so their number is not known. Take num_workers=0: a thread fetches ahead "
+                "anyway. Or take torchdata's StatefulDataLoader and load its state, or call set_epoch or load_state_dict."
+            )
         cursor, start, origin = self._whole(self.epoch) if has_begun else self._next, self.start, self.origin
         is_again = has_begun and not worker
         was_look = is_again and not self._came_far and self._num_batches == 1 and self._is_at(cursor, num_sets)
         self._num_looks = self._num_looks + 1 if was_look else 0
         is_repetition = is_again and self._came_far and not self._is_meant
-        if worker and self._loaded and self._loaded[0] == num_sets:
+        if worker and self._loaded and is_loaded:
             _, cursor, origin = self._loaded
             start = _derived_id(self._drawn, origin, name)
             self._write_ids(start, origin)
@@ -231,7 +290,8 @@ class Progress:
         self._pass = Pass(
             worker=worker,
             cursor=cursor,
-            steps=_steps_of(cursor, worker),
+            later=self._later(cursor),
+            steps_per_epoch=self._steps_per_epoch,
             name=name,
             num_sets=num_sets,
             start=start,
@@ -293,6 +353,10 @@ class Progress:
 
     def _whole(self, epoch: int) -> Cursor:
         return Cursor(epoch=epoch, num_steps=self._steps_per_epoch)
+
+    def _later(self, at: Cursor) -> range:
+        """Return the epochs that an iteration from this place goes on with."""
+        return range(at.epoch + 1, self._num_epochs if self._num_epochs and self._steps_per_epoch else 0)
 
 
 class SharedCells:
@@ -366,12 +430,6 @@ class SharedCells:
         copied._memory = self._now
         copied._separate()
         return copied
-
-
-def _steps_of(at: Cursor, worker: LoaderWorker | None) -> range:
-    """Return the steps that are left for a worker; all of them without a worker."""
-    first, stride = (worker.first, worker.stride) if worker else (0, 1)
-    return range(at.step + first, at.num_steps, stride)
 
 
 def _draw_id() -> str:

@@ -23,9 +23,10 @@ _WIDENED = {"uint16": np.int32, "uint32": np.int64}
 
 
 class Item(NamedTuple):
-    """A batch with the step, checksum and number of tokens of its frame. It does not keep the frame's memory."""
+    """A batch with the place, checksum and number of tokens of its frame. It does not keep the frame's memory."""
 
     batch: Batch
+    epoch: int
     step: int
     digest: str
     num_tokens: int
@@ -33,7 +34,7 @@ class Item(NamedTuple):
     @classmethod
     def of(cls, frame: Frame, batch: Batch) -> Item:
         """Build the item of a frame and the batch made from it."""
-        return cls(batch, frame.step, frame.digest, frame.num_tokens)
+        return cls(batch, frame.address.epoch, frame.step, frame.digest, frame.num_tokens)
 
 
 class _All(Container[str]):

@@ -244,19 +244,20 @@ def test_validation_of_a_checkpoint_does_not_move_training(url: str, tmp_path: P
     assert [batch for batch in given if len(batch.rows) == 16] == whole_run(url, 4)
 
 
-def test_loader_that_is_not_a_remote_data_loader_is_refused(url: str, tmp_path: Path) -> None:
+def test_loader_that_lightning_cannot_count_is_refused(url: str, tmp_path: Path) -> None:
     import lightning
 
-    from penstock.lightning import ResumeCallback
+    from penstock.lightning import RemoteDataLoader, ResumeCallback
     from train_lightning import Data, Model
 
     model, data = Model(), Data(url, "numbers")
     trainer = lightning.Trainer(default_root_dir=tmp_path, callbacks=[ResumeCallback()], logger=False, max_steps=1)
-    with (
-        patch.object(data, "train_dataloader", lambda: RemoteDataset(url, "numbers", **SPEC)),
-        pytest.raises(SpecError, match="must return a RemoteDataLoader as it is, not a RemoteDataset"),
+    for wrong, why in (
+        (RemoteDataset(url, "numbers", **SPEC), "must return a RemoteDataLoader as it is, not a RemoteDataset"),
+        (RemoteDataLoader(url, "numbers", epochs=2, **SPEC), "leave epochs out"),
     ):
-        trainer.fit(model, datamodule=data)
+        with patch.object(data, "train_dataloader", lambda wrong=wrong: wrong), pytest.raises(SpecError, match=why):
+            trainer.fit(model, datamodule=data)
 
 
 @pytest.mark.slow

@@ -26,10 +26,10 @@ with_any_workers = pytest.mark.parametrize(
 )
 
 
-def loader_of(url: str, ledger: Path | None = None, **options: Any) -> Any:
+def loader_of(url: str, ledger: Path | None = None, epochs: int | None = None, **options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    data = RemoteDataset(url, "numbers", ledger=ledger, tensors=["input_ids"], **SPEC)
+    data = RemoteDataset(url, "numbers", epochs=epochs, ledger=ledger, tensors=["input_ids"], **SPEC)
     return StatefulDataLoader(data, batch_size=None, **options)
 
 
@@ -239,6 +239,21 @@ def test_loader_warns_when_set_epoch_would_repeat_the_resumed_epoch(url: str, nu
     with pytest.warns(UserWarning, match=r"continued epoch 1 .* set_epoch\(1\) starts it again from its first batch"):
         resumed.dataset.set_epoch(1)
     resumed.dataset.set_epoch(2)
+
+
+@pytest.mark.parametrize(("num_workers", "num_batches"), [(0, 27), (2, 27), (3, 27), (3, 20), (2, 11)])
+def test_loader_state_goes_on_across_epochs(url: str, tmp_path: Path, num_workers: int, num_batches: int) -> None:
+    """Each process gives the loop so many batches, and the last one what is left of three epochs."""
+    data, rows, state = RemoteDataset(url, "numbers", epochs=3, **SPEC), list[list[int]](), None
+    while len(rows) < len(data):
+        loader = loader_of(url, tmp_path / "run.ledger", epochs=3, num_workers=num_workers)
+        if state:
+            loader.load_state_dict(state)
+        for batch in itertools.islice(loader, num_batches):
+            rows += rows_of([batch])
+            state = loader.state_dict()
+    assert rows == rows_of(data)
+    assert audit(find_ledgers(tmp_path / "run.ledger")).is_proven
 
 
 @pytest.mark.parametrize("num_batches", [1, 19, 20, 39, 40])

@@ -95,7 +95,7 @@ def test_loop_warns_when_all_labels_are_masked(server: Server) -> None:
 
 def test_stats_add_up_concurrent_loops(server: Server) -> None:
     data = dataset(server)
-    with pytest.warns(UserWarning, match="a loop continues with batch 2 of epoch 0"):
+    with pytest.warns(UserWarning, match="a loop continues with batch 2 of its iteration"):
         for _ in zip(data, data, strict=True):
             pass
     assert data.stats().num_batches == 2 * NUM_ROWS // BATCH_SIZE

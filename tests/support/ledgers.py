@@ -28,7 +28,7 @@ SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
 def pass_at(epoch: int = 0, step: int = 0, worker: LoaderWorker | None = None, *, is_first: bool = True) -> Pass:
     """A pass of a thousand steps that begins there."""
     return Pass(
-        worker=worker, cursor=Cursor(epoch=epoch, step=step, num_steps=1000), steps=range(step, 1000),
+        worker=worker, cursor=Cursor(epoch=epoch, step=step, num_steps=1000), steps_per_epoch=1000,
         name=1, num_sets=1, start=id_of(0), origin=StateOrigin(), is_first=is_first,
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def open_at(path: Path, epoch: int = 0) -> IterationRecord:
 
 def record(opened: IterationRecord, *steps: int) -> None:
     for step in steps:
-        opened.record(step, digest(step))
+        opened.record(opened.epoch, step, digest(step))
 
 
 def open_files(folder: Path) -> list[Path]:

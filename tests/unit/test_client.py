@@ -15,7 +15,7 @@ import pytest
 import penstock.transport
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, Spec, SpecError, VersionMismatch, wire
 from penstock.audit.compare import compare
-from penstock.client import Client
+from penstock.client import Client, Steps
 from penstock.http import HttpClient
 from penstock.ledger.recorder import Recorder
 from penstock.responses import TransientError
@@ -49,7 +49,7 @@ def frames(*answers: bytes, steps: range = STEPS) -> tuple[list[int], int, int]:
     with server(*answers) as url:
         client = Client(url, "docs", rank=0, retry_seconds=9)
         with closing(client.connect()) as transport:
-            found = client.frames(transport, SPEC, 1, steps)
+            found = client.frames(transport, Steps(SPEC, 1, steps))
             return [frame.step for frame in found], transport.num_retries, transport.num_corrupted
 
 
@@ -99,7 +99,7 @@ def test_frame_of_another_address_suspects_a_cache(other: bytes, reason: str) ->
     with pages(lambda _: (200, other)) as url:
         client = Client(url, "docs", rank=0, retry_seconds=0)
         with closing(client.connect()) as transport, pytest.raises(ServerUnavailable, match=reason):
-            client.frames(transport, SPEC, 1, range(4, 5))
+            client.frames(transport, Steps(SPEC, 1, range(4, 5)))
 
 
 def test_later_transports_avoid_a_failed_home_server() -> None:
@@ -117,7 +117,7 @@ def test_later_transports_avoid_a_failed_home_server() -> None:
         client.resolve(SPEC)
         for _ in range(2):
             with closing(client.connect()) as transport:
-                assert len(client.frames(transport, SPEC, 1, STEPS)) == len(STEPS)
+                assert len(client.frames(transport, Steps(SPEC, 1, STEPS))) == len(STEPS)
                 assert transport.num_retries == 0
     assert asked == ["/v1/datasets/docs/spec"]
 
@@ -179,7 +179,7 @@ def test_compare_continues_after_a_refused_step(tmp_path: Path) -> None:
     record = Recorder(path, "docs", 0).open(SPEC, 100, pass_at(epoch=1))
     assert record
     for given in wire.decode(run(range(4, 8))):
-        record.record(given.step, given.digest)
+        record.record(1, given.step, given.digest)
     cut = response(run([4, 5]))[:-1]
     refused = problem("bad-row", 500)
     with server(cut, refused, refused, response(run([6, 7]))) as url:
@@ -198,7 +198,7 @@ def test_unavailable_data_is_awaited_by_a_running_loop_only() -> None:
             closing(client.connect(first_contact=True)) as transport,
             pytest.raises(DataError, match="this is dataset-unavailable"),
         ):
-            client.frames(transport, SPEC, 1, range(4, 5))
+            client.frames(transport, Steps(SPEC, 1, range(4, 5)))
 
 
 def test_content_digest_is_checked() -> None:
@@ -240,7 +240,7 @@ def test_http_may_be_omitted_from_an_address() -> None:
     with server(response(frame(4))) as url:
         client = Client([url.removeprefix("http://"), url], "docs", rank=0, retry_seconds=9)
         with closing(client.connect()) as transport:
-            assert len(client.frames(transport, SPEC, 1, range(4, 5))) == 1
+            assert len(client.frames(transport, Steps(SPEC, 1, range(4, 5)))) == 1
             assert transport.num_retries == 0
 
 

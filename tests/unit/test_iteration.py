@@ -15,7 +15,7 @@ import torch
 
 import penstock.iteration
 from penstock import Spec, wire
-from penstock.client import Client
+from penstock.client import Client, Steps
 from penstock.cuda import Destination
 from penstock.errors import PenstockError
 from penstock.iteration import NOT_GIVEN, BatchIterator, Iteration
@@ -34,10 +34,10 @@ class StepClient:
     def connect(self, _allocate: None) -> Transport:
         return cast(Transport, self)
 
-    def frames(self, _transport: Transport, _spec: Spec, _epoch: int, steps: range, _then: range) -> list[wire.Frame]:
+    def frames(self, _transport: Transport, steps: Steps, _then: Steps | None) -> list[wire.Frame]:
         return [
             wire.Frame(wire.FrameGroup(ADDRESS, [step], [""], 8, {"input_ids": np.full((1, 1, 4), step, np.uint16)}), 0)
-            for step in steps
+            for step in steps.numbers
         ]
 
     def interrupt(self) -> None: ...
@@ -72,9 +72,8 @@ def fail_at(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def iterator(num_steps: int, replay: int | None = None, client: StepClient | None = None) -> BatchIterator:
     return BatchIterator(
         cast(Client, client or StepClient()),
-        Spec(),
-        0,
-        range(num_steps),
+        [Steps(Spec(), 0, range(num_steps))],
+        num_steps,
         prefetch_bytes=1 << 20,
         destination=PINNED,
         replay=replay,

@@ -20,7 +20,7 @@ import pytest
 
 import penstock.prefetch
 from penstock import PenstockError, Spec
-from penstock.client import Client
+from penstock.client import Client, Steps
 from penstock.prefetch import OBJECT_BYTES, Prefetch, fetch_ahead, fetch_ranges
 from penstock.transport import Transport
 from penstock.wire import Frame
@@ -269,44 +269,51 @@ class Step:
     nbytes: int = KIB
 
 
-def frames(steps: range, then: range = range(0), *, nbytes: int = KIB) -> list[Frame]:
-    return [cast(Frame, Step(step, nbytes)) for step in steps]
+def frames(steps: Steps, then: Steps | None = None, *, nbytes: int = KIB) -> list[Frame]:
+    return [cast(Frame, Step(step, nbytes)) for step in steps.numbers]
+
+
+def epoch(numbers: range, number: int = 0) -> Steps:
+    return Steps(Spec(), number, numbers)
 
 
 def test_ranges_grow_from_one_frame_to_the_target() -> None:
-    steps = range(3, 500, 7)
-    ranges = list(fetch_ranges(frames, steps, TARGET))
+    steps = epoch(range(3, 500, 7))
+    ranges = list(fetch_ranges(frames, [steps], TARGET))
     assert [len(each) for each in ranges] == [1, 1, 2, 4, 8, 16, 16, 16, 7]
     assert [frame for each in ranges for frame in each] == frames(steps)
 
 
 def test_range_has_at_least_one_frame() -> None:
     large = partial(frames, nbytes=64 * KIB)
-    assert [len(each) for each in fetch_ranges(large, range(4), TARGET)] == [1] * 4
-    assert [len(each) for each in fetch_ranges(frames, range(3), 0)] == [1] * 3
-    assert list(fetch_ranges(frames, range(0), KIB)) == []
+    assert [len(each) for each in fetch_ranges(large, [epoch(range(4))], TARGET)] == [1] * 4
+    assert [len(each) for each in fetch_ranges(frames, [epoch(range(3))], 0)] == [1] * 3
+    assert list(fetch_ranges(frames, [epoch(range(0))], KIB)) == []
 
 
-def test_next_range_is_announced() -> None:
-    asked: list[tuple[range, range]] = []
+def test_next_range_is_announced_across_epochs() -> None:
+    asked: list[tuple[Steps, Steps | None]] = []
 
-    def fetch(steps: range, then: range) -> list[Frame]:
+    def fetch(steps: Steps, then: Steps | None) -> list[Frame]:
         asked.append((steps, then))
         return frames(steps)
 
-    list(fetch_ranges(fetch, range(3, 500, 7), TARGET))
-    assert [then for _, then in asked] == [*(steps for steps, _ in asked[1:]), range(500, 500, 7)]
+    epochs = [epoch(range(3, 150, 7)), epoch(range(0), 1), epoch(range(2, 100, 7), 2), epoch(range(5), 3)]
+    given = [frame for each in fetch_ranges(fetch, epochs, TARGET) for frame in each]
+    assert given == [frame for each in epochs for frame in frames(each)]
+    assert [then for _, then in asked] == [*(steps for steps, _ in asked[1:]), None]
+    assert [(steps.epoch, len(steps)) for steps, _ in asked] == [(0, n) for n in (1, 1, 2, 4, 8, 5)] + [(2, 14), (3, 5)]
 
 
 def test_ranges_begin_small_again_after_an_incomplete_one() -> None:
     asked: list[int] = []
 
-    def fetch(steps: range, then: range) -> list[Frame]:
+    def fetch(steps: Steps, then: Steps | None) -> list[Frame]:
         asked.append(len(steps))
         return frames(steps[: 1 if len(asked) == 5 else None])
 
-    ranges = list(fetch_ranges(fetch, range(40), TARGET))
-    assert [frame for each in ranges for frame in each] == frames(range(40))
+    ranges = list(fetch_ranges(fetch, [epoch(range(40))], TARGET))
+    assert [frame for each in ranges for frame in each] == frames(epoch(range(40)))
     assert asked[:8] == [1, 1, 2, 4, 8, 1, 1, 2]
 
 
@@ -314,11 +321,11 @@ class Recorded:
     """A client and a transport that record the requested steps."""
 
     def __init__(self, nbytes: int = KIB) -> None:
-        self.steps: list[tuple[range, range]] = []
+        self.steps: list[tuple[Steps, Steps | None]] = []
         self.is_interrupted = False
         self._nbytes = nbytes
 
-    def frames(self, _transport: Transport, _spec: Spec, _epoch: int, steps: range, then: range) -> list[Frame]:
+    def frames(self, _transport: Transport, steps: Steps, then: Steps | None) -> list[Frame]:
         time.sleep(0.002)  # as any response takes
         self.steps.append((steps, then))
         return frames(steps, nbytes=self._nbytes)
@@ -326,10 +333,13 @@ class Recorded:
     def interrupt(self) -> None:
         self.is_interrupted = True
 
+    def ahead(self, num_steps: int, budget_bytes: int) -> closing[Prefetch[Frame]]:
+        return closing(fetch_ahead(cast(Client, self), cast(Transport, self), [epoch(range(num_steps))], budget_bytes))
+
 
 def test_next_range_is_requested_ahead_while_the_buffer_is_low() -> None:
     recorded = Recorded()
-    with closing(fetch_ahead(cast(Client, recorded), cast(Transport, recorded), Spec(), 0, range(10_000), 4 * TARGET)) as ahead:
+    with recorded.ahead(10_000, 4 * TARGET) as ahead:
         for turn in range(2):
             while ahead.buffered_bytes < 4 * TARGET:
                 time.sleep(0.001)
@@ -337,13 +347,13 @@ def test_next_range_is_requested_ahead_while_the_buffer_is_low() -> None:
             begun = len(recorded.steps)
             assert [cast(Step, next(ahead)).number for _ in range(500)] == list(range(500 * turn, 500 * turn + 500))
             assert any(then for _, then in recorded.steps[begun:])
-        assert recorded.steps[0] == (range(1), range(1, 2))
+        assert recorded.steps[0] == (epoch(range(1)), epoch(range(1, 2)))
         assert not recorded.is_interrupted
     assert recorded.is_interrupted
 
 
 def test_range_is_a_few_mib_however_large_the_budget() -> None:
     recorded = Recorded(1 << 20)
-    with closing(fetch_ahead(cast(Client, recorded), cast(Transport, recorded), Spec(), 0, range(64), 1 << 40)) as ahead:
+    with recorded.ahead(64, 1 << 40) as ahead:
         assert len(list(ahead)) == 64
     assert max(len(steps) for steps, _ in recorded.steps) == 7

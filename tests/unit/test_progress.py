@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import replace
+from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkServerContext
@@ -35,6 +36,11 @@ def take(progress: Progress, worker: LoaderWorker | None = None) -> Pass:
     return begun
 
 
+def steps_of(this: Pass) -> range:
+    [(_, steps)] = this.epochs()
+    return steps
+
+
 def resumed() -> Progress:
     progress = Progress(50)
     progress.load(RESUMED, ORIGIN, None)
@@ -44,9 +50,9 @@ def resumed() -> Progress:
 def test_set_steps_are_taken_once() -> None:
     progress = resumed()
     assert (progress.cursor, progress.num_left, progress.has_loaded) == (RESUMED, 43, True)
-    assert take(progress).steps == range(7, 50)
+    assert steps_of(take(progress)) == range(7, 50)
     assert (progress.num_left, progress.has_loaded, progress.is_resumed) == (50, False, True)
-    assert take(progress).steps == range(50)
+    assert steps_of(take(progress)) == range(50)
     progress.set_epoch(3)
     assert (progress.num_left, progress.is_resumed, take(progress).cursor) == (50, False, Cursor(epoch=3, num_steps=50))
 
@@ -54,8 +60,8 @@ def test_set_steps_are_taken_once() -> None:
 def test_pass_takes_nothing_when_it_fails_before_its_first_batch() -> None:
     progress = resumed()
     for _ in range(2):
-        assert progress.begin(None).steps == range(7, 50)
-        assert progress.begin(worker(0)).steps == range(7, 50, 3)
+        assert steps_of(progress.begin(None)) == range(7, 50)
+        assert steps_of(progress.begin(worker(0))) == range(7, 50, 3)
 
 
 def test_progress_made_or_copied_in_inference_mode_can_be_set_afterwards() -> None:
@@ -71,7 +77,7 @@ def test_state_is_taken_by_all_workers_of_one_pass() -> None:
     progress = resumed()
 
     def steps(number: int, loader: int) -> range:
-        return take(copy(progress), worker(number, loader)).steps  # each in a process that shares the cells
+        return steps_of(take(copy(progress), worker(number, loader)))  # each in a process that shares the cells
 
     assert [steps(number, loader=1) for number in (2, 0)] == [range(9, 50, 3), range(7, 50, 3)]
     # The loop was left before worker 1 began; the next loader's worker 1 must not do otherwise than its others.
@@ -85,10 +91,10 @@ def test_passes_of_persistent_workers_are_distinguished() -> None:
     loop = resumed()
     workers = [copy(loop) for _ in range(3)]
     for first in (7, 0, 0):
-        steps = [take(own, worker(number)).steps for number, own in enumerate(workers)]
+        steps = [steps_of(take(own, worker(number))) for number, own in enumerate(workers)]
         assert steps == [range(first + number, 50, 3) for number in range(3)]
     loop.load(RESUMED, ORIGIN, None)
-    assert take(workers[0], worker(0)).steps == range(7, 50, 3)
+    assert steps_of(take(workers[0], worker(0))) == range(7, 50, 3)
 
 
 def test_copy_is_independent_and_has_another_start() -> None:
@@ -107,7 +113,7 @@ def test_state_is_not_taken_by_workers_started_before_it() -> None:
     progress.load(RESUMED, ORIGIN, None)
     progress.take(left)
     assert (progress.has_loaded, progress.num_left) == (True, 43)
-    assert progress.begin(worker(0, loader=4)).steps == range(7, 50, 3)
+    assert steps_of(progress.begin(worker(0, loader=4))) == range(7, 50, 3)
 
 
 def test_state_of_a_worker_is_for_its_next_pass_unless_the_loop_chooses_an_epoch() -> None:
@@ -118,10 +124,10 @@ def test_state_of_a_worker_is_for_its_next_pass_unless_the_loop_chooses_an_epoch
         assert progress.cursor == RESUMED
         for epoch, steps in ((2, range(8, 50, 3)), (then, range(1, 50, 3)), (then, range(1, 50, 3))):
             begun = take(progress, own)
-            assert (begun.cursor.epoch, begun.steps) == (epoch, steps)
+            assert (begun.cursor.epoch, steps_of(begun)) == (epoch, steps)
         progress.load(RESUMED, ORIGIN, own)
         progress.set_epoch(3)
-        assert progress.begin(own).steps == range(1, 50, 3)
+        assert steps_of(progress.begin(own)) == range(1, 50, 3)
 
 
 @pytest.mark.parametrize(("epoch", "step", "expected"), [(0, 7, 2), (0, 50, 2), (3, 7, 3), (3, 50, 3)])
@@ -241,6 +247,83 @@ def test_workers_are_refused_without_shared_memory(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
     progress = resumed()
-    assert take(progress).steps == range(7, 50)
+    assert steps_of(take(progress)) == range(7, 50)
     with pytest.raises(PenstockError, match=r"Give /dev/shm more room"):
         progress.begin(worker(0))
+
+
+class Loop:
+    """A loop of a progress whose epochs have ten steps, and what it was given: pairs of epoch and step."""
+
+    def __init__(self, num_epochs: int) -> None:
+        self.progress = Progress(10, num_epochs=num_epochs)
+        self.given: list[tuple[int, int]] = []
+
+    def take(self, num_batches: int) -> None:
+        """Another iteration, which the loop leaves after so many batches."""
+        if self.progress.goes_on:
+            self.progress.load(self.progress.cursor, ORIGIN, None)
+        this = self.progress.begin(None)
+        batches = ((at.epoch, step) for at, steps in this.epochs() for step in steps)
+        for number, batch in enumerate(islice(batches, num_batches), start=1):
+            self.progress.take(this)
+            self.progress.count(this, number)
+            self.given.append(batch)
+        if len(self.given) == 10 * 3:
+            self.progress.finish(this)
+
+
+def test_iterations_of_several_epochs_go_on_after_the_last_batch() -> None:
+    for num_batches in (1, 3, 7, 10, 11, 25, 40):
+        loop = Loop(3)
+        while loop.progress.num_left:
+            before = loop.progress.num_left
+            loop.take(num_batches)
+            assert loop.progress.num_left == max(0, before - num_batches)
+        assert loop.given == [(epoch, step) for epoch in range(3) for step in range(10)]
+        loop.take(1)
+        assert (len(loop.given), loop.progress.epoch) == (30, 2)
+
+
+def test_place_after_an_epochs_last_step_is_in_that_epoch_and_goes_on_with_the_next() -> None:
+    loop = Loop(3)
+    loop.take(10)
+    assert loop.progress.cursor == Cursor(epoch=0, step=10, num_steps=10)
+    assert (loop.progress.epoch, loop.progress.is_in(0), loop.progress.is_in(1), loop.progress.is_in(2)) == (
+        1,
+        True,
+        True,
+        False,
+    )
+    other = Loop(3)
+    other.progress.load(loop.progress.cursor, ORIGIN, None)
+    other.take(2)
+    assert other.given == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 7, 12, 31])
+def test_workers_take_turns_across_epochs(stride: int) -> None:
+    progress = Progress(10, num_epochs=4)
+    progress.load(Cursor(epoch=1, step=3, num_steps=10), ORIGIN, None)
+    expected = [(1, step) for step in range(3, 10)] + [(epoch, step) for epoch in (2, 3) for step in range(10)]
+    passes = [take(copy(progress), LoaderWorker(first, stride, 0)) for first in range(stride)]
+    assert [this.num_batches for this in passes] == [len(expected[first::stride]) for first in range(stride)]
+    for first, this in enumerate(passes):
+        assert [(at.epoch, step) for at, steps in this.epochs() for step in steps] == expected[first::stride]
+        # All workers that yielded as many batches count to the same place, from which each goes on with its own.
+        for number in range(this.num_batches + 1):
+            resumed = replace(this, cursor=this.after(number))
+            resumed = replace(resumed, later=range(resumed.cursor.epoch + 1, 4))
+            rest = [(at.epoch, step) for at, steps in resumed.epochs() for step in steps]
+            assert rest == expected[first::stride][number:]
+
+
+def test_iteration_does_not_go_on_after_one_of_loader_workers() -> None:
+    progress = Progress(10, num_epochs=3)
+    for number in range(2):
+        take(copy(progress), LoaderWorker(number, 2, 1))
+    for later in (None, LoaderWorker(0, 2, 3)):
+        with pytest.raises(PenstockError, match="ran ahead of the loop"):
+            copy(progress).begin(later)
+    progress.set_epoch(1)
+    take(progress)

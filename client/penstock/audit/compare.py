@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.audit.reading import IntArray, read_ledger
 from penstock.audit.report import Report
-from penstock.client import Client
+from penstock.client import Client, Steps
 from penstock.errors import DataError, OutOfRange, SnapshotGone, UnknownDataset
 from penstock.ledger.begin import Begin
 
@@ -111,7 +111,7 @@ def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) ->
         while steps:
             is_refused = True
             try:
-                frames = client.frames(transport, begin.spec, begin.epoch, steps)
+                frames = client.frames(transport, Steps(begin.spec, begin.epoch, steps))
                 found, is_refused = {frame.step: frame.digest for frame in frames}, False
             except DataError as error:  # of the first step, and perhaps of no other
                 found = {steps[0]: str(error)}

@@ -252,14 +252,27 @@ def _lost_segments(kept: Sequence[Start], epochs: set[int]) -> Iterator[Segment]
 
 def _cut(steps: IntArray, segment: Segment, later: Start, rank: int) -> IntArray:
     """Return the steps that remain after a later start resumed."""
+
+    def firsts(epoch: int) -> dict[int, int]:
+        resumed = later.segments.get((epoch, segment.slicing))
+        return resumed.firsts.get(rank, {}) if resumed else {}
+
     assert later.place
     epoch, position = later.places.get(rank, later.place)
-    if segment.epoch != epoch:
-        return steps if segment.epoch < epoch else NONE
-    resumed = later.segments.get((epoch, segment.slicing))
-    firsts = resumed.firsts.get(rank, {}) if resumed else {}
-    first = min(firsts.values(), default=segment.slicing.num_steps_before(position))
-    # Each loader worker resumed at its own step: some had yielded steps after the first step of the slowest.
-    stride = resumed.begin.num_workers if resumed else 1
-    ahead = intervals((at + worker, at + worker + 1) for worker, stop in firsts.items() for at in range(first, stop, stride))
+    begun = firsts(segment.epoch)
+    if not begun:
+        if segment.epoch != epoch:
+            return steps if segment.epoch < epoch else NONE
+        return clip(steps, 0, segment.slicing.num_steps_before(position))
+    # Each loader worker resumed at its own step: some had yielded steps after the first step of the slowest. Where the workers'
+    # turn crosses the border of two epochs, some resumed before it and the others after it.
+    num_steps, stride = segment.slicing.num_steps, later.segments[segment.epoch, segment.slicing].begin.num_workers
+    some_ended = max(begun.values()) >= num_steps or firsts(segment.epoch + 1)
+    stops = [0 if epoch < segment.epoch else num_steps if some_ended else min(begun.values())] * stride
+    for worker, step in begun.items():
+        if step < num_steps:
+            stops[(step + worker) % stride] = step + worker
+    first = min(stops)
+    turns = (range(first + (number - first) % stride, stop, stride) for number, stop in enumerate(stops))
+    ahead = intervals((at, at + 1) for turn in turns for at in turn)
     return join([clip(steps, 0, first), *(clip(steps, start, stop) for start, stop in ahead.tolist())])

@@ -18,7 +18,7 @@ from rich.text import Text
 from penstock.cli.arguments import add_batch_options, amount
 from penstock.cli.connection import connected, dataset_of, describe_dataset, parse_address
 from penstock.cli.output import set_run, stdout_console
-from penstock.client import Client
+from penstock.client import Client, Steps
 from penstock.errors import PenstockError, SpecError
 from penstock.logs import StatusLine
 from penstock.prefetch import PREFETCH_BYTES, fetch_ahead
@@ -111,11 +111,10 @@ def frames(server: str, dataset: str, spec: Spec, rank: int, epoch: int) -> Supp
     transports: list[Transport] = []
 
     def batches() -> Generator[Frame, None, None]:
-        for number in count(epoch):
-            transports.append(transport := client.connect())
-            ahead = fetch_ahead(client, transport, resolved.spec, number, range(resolved.num_steps), PREFETCH_BYTES)
-            with closing(transport), closing(ahead):
-                yield from ahead
+        epochs = (Steps(resolved.spec, number, range(resolved.num_steps)) for number in count(epoch))
+        transports.append(transport := client.connect())
+        with closing(transport), closing(fetch_ahead(client, transport, epochs, PREFETCH_BYTES)) as ahead:
+            yield from ahead
 
     return Supply(
         spec=resolved.spec,

@@ -18,7 +18,7 @@ from rich.text import Text
 from penstock import __version__, wire
 from penstock.cli.connection import RETRY_SECONDS, connected, describe_dataset, get_json, greet, parse_address
 from penstock.cli.output import set_run, stdout_console
-from penstock.client import Client
+from penstock.client import Client, Steps
 from penstock.errors import PenstockError
 from penstock.http import proxy_of
 from penstock.prefetch import RANGE_BYTES
@@ -253,14 +253,14 @@ def _pull(server: str, transport: Transport, dataset: str) -> Check:
     if not resolved.num_steps:
         return Check("warn", "bandwidth", f"{dataset} holds no sample", "check its filter and its shards")
     began = time.perf_counter()
-    [frame] = client.frames(transport, resolved.spec, 0, range(1))
+    [frame] = client.frames(transport, Steps(resolved.spec, 0, range(1)))
     first = time.perf_counter() - began
-    steps = range(min(resolved.num_steps, max(2, RANGE_BYTES // max(frame.nbytes, 1))))
-    client.frames(transport, resolved.spec, 0, steps, steps)  # warms the server's cache
+    steps = Steps(resolved.spec, 0, range(min(resolved.num_steps, max(2, RANGE_BYTES // max(frame.nbytes, 1)))))
+    client.frames(transport, steps, steps)  # warms the server's cache
     before, began = transport.num_bytes, time.perf_counter()
     pulled, elapsed = 0, 0.0
     while pulled < _PULLED_BYTES and elapsed < _PULLED_SECONDS:
-        client.frames(transport, resolved.spec, 0, steps, steps)
+        client.frames(transport, steps, steps)
         pulled, elapsed = transport.num_bytes - before, time.perf_counter() - began
     text = f"{pulled / elapsed / 1e6:,.0f} MB/s: {size(pulled)} of {dataset} in {elapsed:.2f} s; first batch {first:.1f} s"
     if pulled / elapsed < _SLOW_BYTES_PER_SECOND:

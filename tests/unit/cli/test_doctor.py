@@ -15,6 +15,7 @@ import pytest
 from penstock import __version__, wire
 from penstock.cli import connection, doctor
 from penstock.cli.doctor import Check, check_bandwidth, check_cache, check_datasets, check_machine, checks
+from penstock.client import Steps
 from penstock.transport import Servers, Transport
 from support.servers import pages
 
@@ -184,7 +185,7 @@ def test_dataset_check_reports_bad_rows_and_unserved_data(monkeypatch: pytest.Mo
 
 def test_bandwidth_check_measures_warm_ranges_and_names_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, now = chain([5.0], repeat(0.5)), [0.0]
-    asked: list[tuple[range, range]] = []
+    asked: list[tuple[range, range | None]] = []
     transport = SimpleNamespace(num_bytes=0)
 
     class Pulled:
@@ -193,8 +194,8 @@ def test_bandwidth_check_measures_warm_ranges_and_names_the_first_batch(monkeypa
         def resolve(self, spec: Any) -> Any:
             return SimpleNamespace(spec=spec, num_steps=100)
 
-        def frames(self, transport: Any, _spec: Any, _epoch: int, steps: range, then: range = range(0)) -> list[Any]:
-            asked.append((steps, then))
+        def frames(self, transport: Any, steps: Steps, then: Steps | None = None) -> list[Any]:
+            asked.append((steps.numbers, then.numbers if then else None))
             now[0] += next(seconds)
             transport.num_bytes += len(steps) << 20
             return [SimpleNamespace(nbytes=1 << 20)] * len(steps)
