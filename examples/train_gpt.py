@@ -136,7 +136,7 @@ def first_dataset(server: str) -> str:
 
 def vocab_size_of(data: RemoteDataset) -> int:
     if data.vocab_size is None:
-        raise SystemExit(f"{data.dataset} has no known vocabulary size: set vocab_size in its penstock.toml")
+        raise SystemExit(f"{data.dataset_name} has no known vocabulary size: set vocab_size in its penstock.toml")
     return data.vocab_size
 
 

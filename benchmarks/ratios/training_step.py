@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, repeat
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 import data
 from corpus import SEQ_LEN
 from penstock import RemoteDataset
-from penstock.tensors import Batch
 from ratios import Ratio, Scale, in_turn, seconds
 from servers import penstock
 
 # So little is fetched ahead that the server is asked all the while, as in the long run.
 _PREFETCH_BYTES = 4 << 20
 
-Step = Callable[[Batch], None]
+Step = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ class Model(nn.Module):
 def _training_step(model: Model, device: torch.device) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step(batch: Batch) -> None:
+    def step(batch: dict[str, Any]) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):  # processors may have to emulate it
             loss = model(batch["input_ids"], batch["labels"])
         optimizer.zero_grad(set_to_none=True)
@@ -102,23 +102,23 @@ def _training_step(model: Model, device: torch.device) -> Step:
     return step
 
 
-def _epochs(dataset: RemoteDataset) -> Generator[Batch, None, None]:
+def _epochs(dataset: RemoteDataset) -> Generator[dict[str, Any], None, None]:
     for epoch in count():
         dataset.set_epoch(epoch)
         yield from dataset
 
 
-def _train(step: Step, batches: Iterator[Batch], num_steps: int, device: torch.device) -> None:
+def _train(step: Step, batches: Iterator[dict[str, Any]], num_steps: int, device: torch.device) -> None:
     for batch in islice(batches, num_steps):
         step(batch)
     getattr(torch, device.type).synchronize()
 
 
-def _seconds_a_step(step: Step, batches: Iterator[Batch], num_steps: int, device: torch.device) -> float:
+def _seconds_a_step(step: Step, batches: Iterator[dict[str, Any]], num_steps: int, device: torch.device) -> float:
     return seconds(partial(_train, step, batches, num_steps, device)) / num_steps
 
 
-def _num_waits(step: Step, batches: Iterator[Batch], num_steps: int, device: torch.device) -> int:
+def _num_waits(step: Step, batches: Iterator[dict[str, Any]], num_steps: int, device: torch.device) -> int:
     """Calls for which the host waits until the GPU has done what it was given."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities, acc_events=True) as profiler:

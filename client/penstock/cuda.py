@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -104,7 +104,7 @@ def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor | None:
     return owner[begin : begin + array.nbytes].view(dtype).view(array.shape)
 
 
-def pack(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> Batch:
+def pack(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> dict[str, Any]:
     """Return the received arrays that `tensors` need, as tensors over the receive buffer if torch can copy from it.
 
     Otherwise, for example after a proxy, they are copies, pinned if `pin_memory`.
@@ -121,9 +121,9 @@ def _on_host(array: npt.NDArray[Any], pin_memory: bool) -> torch.Tensor:
     return as_tensor(array, pin_memory) if received is None else received
 
 
-def unpack(packed: Batch, tensors: Container[str] = ALL) -> Batch:
+def unpack(packed: Mapping[str, Any], tensors: Container[str] = ALL) -> dict[str, Any]:
     """Expand packed tensors on their device, as penstock.tensors.expand does. It never synchronizes with a GPU."""
-    kind, made = kind_of(tuple(packed)), Batch()
+    kind, made = kind_of(tuple(packed)), dict[str, Any]()
     for side in kind.sides:
         parts = Side(side, packed, lambda ids: torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device))
         ids, labels = (tensor.to(torch.int64, copy=True) for tensor in (parts.ids, parts.targets))

@@ -32,6 +32,7 @@ from penstock.mix import spell_mix
 from penstock.numbers import check_amount, check_whole, plain
 from penstock.prefetch import PREFETCH_BYTES
 from penstock.progress import Pass, Progress
+from penstock.skip import position_after
 from penstock.spec import (
     MAX_COUNT,
     LossOn,
@@ -174,15 +175,20 @@ class RemoteDataset(IterableDataset[Batch]):
         self._stats = StatsAggregator()
 
     @property
-    def dataset(self) -> str:
+    def dataset_name(self) -> str:
         """The name of the data on the server."""
         return self._client.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of one rank."""
+        return self.spec.batch_size
 
     @property
     def datasets(self) -> tuple[str, ...]:
         """Names of the batches' datasets, in alphabetical order: dataset_index is an index into them."""
         mix = self.spec.mixed()
-        return mix.datasets if mix else (self.dataset,)
+        return mix.datasets if mix else (self.dataset_name,)
 
     @property
     def spec(self) -> Spec:
@@ -305,14 +311,14 @@ class RemoteDataset(IterableDataset[Batch]):
             checks_rows = self.rank == 0 and (not worker or worker.first == 0) and not self._has_checked_rows
             self._has_checked_rows = True
             is_shared = self._rank_was_found and self.world_size > 1 and not worker  # a named rank may have others in this job
-            peers = PeerCheck(self.dataset, spec, at.epoch, at.step, self.rank) if trains and is_shared else None
+            peers = PeerCheck(self.dataset_name, spec, at.epoch, at.step, self.rank) if trains and is_shared else None
             advice = Advice(self._client if checks_rows else None, spec, at.epoch, peers, this.num_batches)
             for number, item in enumerate(batches, start=1):
                 if number == 1:
                     self._progress.take(this)
                 advice.look_at(item.batch, number, has_place=self._progress.counts(this))
                 if record:
-                    record.record(item.epoch, item.step, item.digest)
+                    record.record(item.address.epoch, item.step, item.digest)
                 if self._replay is None:  # last of all: what fails before has yielded nothing
                     self._progress.count(this, number)
                 if (yield item.batch) is NOT_GIVEN:
@@ -340,7 +346,7 @@ class RemoteDataset(IterableDataset[Batch]):
     def __repr__(self) -> str:
         at = self._progress.cursor
         place = f"epoch {at.epoch}, at step {at.step} of {self.steps_per_epoch}"
-        return f"RemoteDataset({self.dataset!r}, rank {self.rank} of {self.world_size}, {place})"
+        return f"RemoteDataset({self.dataset_name!r}, rank {self.rank} of {self.world_size}, {place})"
 
     def stats(self) -> Stats:
         """Batches, tokens, retries and waiting times of all iterations in this process."""
@@ -355,8 +361,10 @@ class RemoteDataset(IterableDataset[Batch]):
         """Return a deep copy: a shallow copy would share the position."""
         return deepcopy(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """The training loop's place: it counts batches given, not batches fetched ahead. Plain integers and strings.
+
+        Arguments change nothing: some trainers pass a number of samples, and this dataset counts them.
 
         Raises PenstockError: loader workers iterate; they run ahead of the loop, so this process does not know its place.
         """
@@ -373,8 +381,48 @@ class RemoteDataset(IterableDataset[Batch]):
             )
         return self._state()
 
-    def _state(self) -> dict[str, Any]:
-        return write_state(self.dataset, self.spec, self._progress.cursor, *self._progress.ids)
+    def _state(self, at: Cursor | None = None) -> dict[str, Any]:
+        return write_state(self.dataset_name, self.spec, at or self._progress.cursor, *self._progress.ids)
+
+    def state_after(self, batch: Batch) -> dict[str, Any]:
+        """The state after a batch of this dataset: for loops that were given more batches than they trained on.
+
+        It also works in the process of a loop with loader workers, where state_dict does not know the place.
+
+        Raises PenstockError: it is no batch of this dataset, or other code made it from one, without its address.
+        """
+        address = getattr(batch, "address", None)
+        if address is None:
+            raise PenstockError(
+                "this batch has no address: something made a new dict from a batch of the dataset. Call state_after with the "
+                "batch itself."
+            )
+        for offset in {0, self._progress.offset}:
+            at = Cursor(epoch=address.epoch, offset=offset, step=address.step + 1)
+            digest = self._spec_at(at).digest
+            if address[:3] == (self.dataset_name, self.snapshot, digest) and address.rank == self.rank:
+                return self._state(at)
+        raise PenstockError(f"this is no batch of this dataset since its last state: its address is {address}")
+
+    def seek(self, samples: int) -> None:
+        """Starts the next iteration after this number of samples of the run, over all ranks, as Megatron's consumed_samples.
+
+        The samples may have come in batches of any size. An epoch counts as the samples of its steps.
+
+        Raises SpecError: it is no number of samples, or the dataset has no batch.
+        Raises ServerUnavailable, or the error of a refusal: see load_state_dict.
+        """
+        samples = check_whole("samples", samples, 0, MAX_COUNT)
+        per_step, spec = self.spec.samples_per_step, self.spec
+        if not self.steps_per_epoch:
+            raise SpecError("seek needs a dataset of at least one step", ("samples",))
+        epoch, rest = divmod(samples, self.steps_per_epoch * per_step)
+        if rest % per_step:
+            at = Cursor(epoch=epoch, offset=position_after(spec.skipped(), 0, rest))
+        else:  # the batches keep their addresses
+            at = Cursor(epoch=epoch, step=rest // per_step)
+        state = write_state(self.dataset_name, spec, at)
+        self._progress.load(*resume(state, self._client, self._resolved, None, strict=True), None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Starts the next iteration where state_dict was taken; at the same sample, if world_size or batch_size changed.

@@ -30,7 +30,6 @@ from transformers import (
 from penstock.dataset import RemoteDataset
 from penstock.errors import SpecError, StateMismatch
 from penstock.logs import warn
-from penstock.tensors import Batch
 
 _KEY = "penstock"  # key of the data's state in trainer_state.json
 _SHARED_DATASET = (
@@ -170,7 +169,7 @@ class RemoteTrainer(Trainer):
         taken, self._signature_columns = frozenset([*declared, *self._signature_columns]), declared
         return taken
 
-    def _for_the_model(self, batch: Batch) -> Batch:
+    def _for_the_model(self, batch: dict[str, Any]) -> dict[str, Any]:
         if "position_ids" in batch:  # with an attention_mask, too, transformers lets a row attend to earlier rows
             self._check_that_rows_stay_apart()
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
@@ -238,7 +237,7 @@ def _counted(state: TrainerState, args: TrainingArguments, data: RemoteDataset) 
 class _Loader(DataLoader[Any]):
     """Loader of a RemoteDataset for Trainer; its length is the number of steps of an epoch."""
 
-    def __init__(self, data: RemoteDataset, select: Callable[[Batch], Batch]) -> None:
+    def __init__(self, data: RemoteDataset, select: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.data = data
         super().__init__(_Steps(data, select), batch_size=None)
 
@@ -250,13 +249,13 @@ class _Loader(DataLoader[Any]):
         self.data.set_epoch(epoch)
 
 
-class _Steps(IterableDataset[Batch | None]):
+class _Steps(IterableDataset[dict[str, Any] | None]):
     """Batches for Trainer, with None for those before the checkpoint: Trainer draws and drops them to resume."""
 
-    def __init__(self, data: RemoteDataset, select: Callable[[Batch], Batch]) -> None:
+    def __init__(self, data: RemoteDataset, select: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._data, self._select = data, select
 
-    def __iter__(self) -> Iterator[Batch | None]:
+    def __iter__(self) -> Iterator[dict[str, Any] | None]:
         yield from repeat(None, self._data.steps_per_epoch - len(self._data))
         for batch in self._data:
             yield self._select(batch)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import closing, suppress
+from copy import copy
 from functools import partial, wraps
 from inspect import GEN_CLOSED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from itertools import cycle, islice, repeat
@@ -134,7 +135,7 @@ class BatchIterator:
         if self._replay is None:
             return items
         # Copy the dict: a loop that removes tensors from its batch must find them again in the next repeat.
-        again = (item._replace(batch=dict(item.batch)) for item in cycle(items))
+        again = (item._replace(batch=copy(item.batch)) for item in cycle(items))
         return islice(again, min(self._num_steps, sys.maxsize))
 
     def _expanded(self, frame: Frame) -> Item:

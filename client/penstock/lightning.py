@@ -34,7 +34,7 @@ class RemoteDataLoader(RemoteDataset):
     def __len__(self) -> int:
         return self.steps_per_epoch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return the state of RemoteDataset; in a replay one that cannot resume: only Lightning counts its batches."""
         return {"replay": self.replay} if self.replay else super().state_dict()
 

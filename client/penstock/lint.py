@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from penstock.client import Client
@@ -10,7 +13,6 @@ from penstock.logs import warn
 from penstock.progress import Pass, Progress
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, prompt_remedy
 from penstock.spec import Spec
-from penstock.tensors import Batch
 from penstock.text import counted
 from penstock.wire.names import IGNORED, SIDES
 
@@ -35,7 +37,7 @@ class Advice:
         self._checked = min(2, num_batches)
         self._had_labels = self._had_place = True
 
-    def look_at(self, batch: Batch, number: int, *, has_place: bool) -> None:
+    def look_at(self, batch: Mapping[str, Any], number: int, *, has_place: bool) -> None:
         """Check batch `number` of the iteration; `has_place`: state_dict returns the position of this loop."""
         if self._had_labels and number <= _MAX_CHECKED:
             self._check_labels(batch, number)
@@ -57,7 +59,7 @@ class Advice:
                 f"loops, and look at single batches with a second RemoteDataset."
             )
 
-    def _check_labels(self, batch: Batch, number: int) -> None:
+    def _check_labels(self, batch: Mapping[str, Any], number: int) -> None:
         """Warn if no token of a batch has loss. Labels on a GPU pass: reading them would block."""
         labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
         self._had_labels = not labels or any(value.is_cuda or (value != IGNORED).any() for value in labels)
@@ -68,7 +70,7 @@ class Advice:
                 f"{prompt_remedy(batch.keys())}"
             )
 
-    def _check_rows(self, client: Client, batch: Batch) -> None:
+    def _check_rows(self, client: Client, batch: Mapping[str, Any]) -> None:
         spec = self._spec
         if not spec.cuts_rows:
             return
@@ -81,7 +83,7 @@ class Advice:
         for text in told:
             warn(f"{data}: {text}")
 
-    def _check_runs(self, batch: Batch) -> None:
+    def _check_runs(self, batch: Mapping[str, Any]) -> None:
         """Warn if tokens repeat: the model would learn padding that was stored with the rows."""
         labels = next((value for side in SIDES if (value := batch.get(f"{side}labels")) is not None), None)
         if not isinstance(labels, torch.Tensor) or labels.is_cuda:  # reading labels on a GPU would block

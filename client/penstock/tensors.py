@@ -9,32 +9,58 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils import _pytree
 
 from penstock.errors import SpecError
-from penstock.wire import Frame
+from penstock.wire import Address, Frame
 from penstock.wire.names import IGNORED, SIDES, Parts
 
 CPU = torch.device("cpu")
-Batch = dict[str, Any]  # tensors, and lists of texts or bytes
 Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
 # Torch has no arithmetic on these types. It has none on uint64 either, but no wider type can hold all its values.
 _WIDENED = {"uint16": np.int32, "uint32": np.int64}
 
 
+class Batch(dict[str, Any]):
+    """A batch: tensors, and lists of texts or bytes, by their names.
+
+    address   its dataset, snapshot, epoch, rank and step; None if other code made this batch from another one
+    """
+
+    __slots__ = ("address",)
+
+    def __init__(self, *args: Any, address: Address | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.address = address
+
+
+# Without this, torch's tree_map would take a batch for a single value.
+_pytree.register_pytree_node(
+    Batch,
+    lambda batch: (list(batch.values()), (list(batch), batch.address)),
+    lambda values, context: Batch(zip(context[0], values, strict=True), address=context[1]),
+)
+
+
 class Item(NamedTuple):
-    """A batch with the place, checksum and number of tokens of its frame. It does not keep the frame's memory."""
+    """A batch with the address, checksum and number of tokens of its frame. It does not keep the frame's memory."""
 
     batch: Batch
-    epoch: int
-    step: int
+    address: Address
     digest: str
     num_tokens: int
 
+    @property
+    def step(self) -> int:
+        """Step of the address."""
+        return self.address.step
+
     @classmethod
-    def of(cls, frame: Frame, batch: Batch) -> Item:
-        """Build the item of a frame and the batch made from it."""
-        return cls(batch, frame.address.epoch, frame.step, frame.digest, frame.num_tokens)
+    def of(cls, frame: Frame, made: Mapping[str, Any]) -> Item:
+        """Build the item of a frame and the tensors made from it."""
+        address = frame.address
+        return cls(Batch(made, address=address), address, frame.digest, frame.num_tokens)
 
 
 class _All(Container[str]):
@@ -45,7 +71,7 @@ class _All(Container[str]):
 ALL: Container[str] = _All()  # contains every tensor name
 
 
-def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> Batch:
+def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> dict[str, Any]:
     """Build the tensors of a batch that are in `tensors`: int64 unless stated otherwise, pinned if `pin_memory`.
 
     input_ids       [batch_size, width]
@@ -64,7 +90,7 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
     On a GPU, penstock.cuda.unpack builds the same tensors.
     """
     kind = kind_of(frame.group.names)
-    arrays, made = received_arrays(frame, kind), Batch()
+    arrays, made = received_arrays(frame, kind), dict[str, Any]()
     for side in kind.sides:
         ids, mask, labels = side.names
         if ids in tensors:
@@ -231,7 +257,7 @@ def _numbers(count: int) -> npt.NDArray[np.int32]:
     return np.broadcast_to(np.arange(count, dtype=np.int32), count)
 
 
-def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+def document_mask(batch: Mapping[str, Any], dtype: torch.dtype = torch.bool) -> torch.Tensor:
     """Build a causal attention mask per document, [batch_size, 1, width, width], for models that take a 4-D mask.
 
     A token may attend to itself and to earlier tokens of its document. With torch.bool the mask is True there, for torch's

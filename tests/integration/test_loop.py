@@ -314,8 +314,8 @@ def test_gpu_batches_are_the_same_and_the_loop_never_waits(server: Server) -> No
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(tensor.is_cuda for batch in seen for tensor in batch.values())
-    for found, batch in zip(seen, expected, strict=True):
-        assert all(torch.equal(found[name].cpu(), batch[name]) for name in batch)
+    for found, wanted in zip(seen, expected, strict=True):
+        assert all(torch.equal(found[name].cpu(), wanted[name]) for name in wanted)
     assert [b["input_ids"].tolist() for b in dataset(server, device="cuda", replay=2)][:2] == [
         b["input_ids"].tolist() for b in expected[:2]
     ]

@@ -464,3 +464,50 @@ def test_second_iterator_in_mid_loop_warns_that_the_position_moves(server: Serve
     with pytest.warns(UserWarning, match="state_dict returns their position"):
         loop()
     assert data.state_dict()["step"] == 1
+
+
+@pytest.mark.parametrize(("num_workers", "epochs"), [(0, None), (0, 2), (2, None)])
+def test_state_after_a_batch_resumes_with_the_next_one(server: Server, num_workers: int, epochs: int | None) -> None:
+    """Also one that the loop was given before the last, and one that came from a loader worker."""
+    data = dataset(server, epochs=epochs)
+    data.load_state_dict(dataset(server).state_dict() | {"step": 3, "batch_size": 5, "offset": 2})
+    batches = iter(DataLoader(data, batch_size=None, num_workers=num_workers))
+    given = [next(batches) for _ in range(6)]
+    state = pickle.loads(pickle.dumps(data.state_after(given[3])))
+    del batches
+    resumed = dataset(server)
+    resumed.load_state_dict(state)
+    assert rows_of(itertools.islice(resumed, 2)) == rows_of(given[4:])
+    if not num_workers:
+        assert data.state_after(given[-1]) == data.state_dict()
+
+
+def test_batch_of_another_dataset_or_without_its_address_has_no_state(server: Server) -> None:
+    data = dataset(server)
+    batch = next(iter(data))
+    with pytest.raises(PenstockError, match="no address: something made a new dict"):
+        data.state_after({**batch})  # type: ignore[arg-type]
+    with pytest.raises(PenstockError, match="no batch of this dataset since its last state"):
+        dataset(server, seed=99).state_after(batch)
+
+
+def test_seek_counts_samples_over_epochs_ranks_and_batch_sizes(server: Server) -> None:
+    """As consumed_samples of a run whose batches become larger."""
+    one = dataset(server, batch_size=1, epochs=3)
+    order = [row for rows in rows_of(one) for row in rows]
+    for samples, batch_size, world_size in ((0, 4, 1), (12, 4, 1), (13, 4, 1), (NUM_ROWS - 8, 4, 2), (NUM_ROWS + 4, 2, 2)):
+        of_ranks = []
+        for rank in range(world_size):
+            data = dataset(server, batch_size=batch_size, rank=rank, world_size=world_size, epochs=3)
+            data.seek(samples=samples)
+            of_ranks.append(rows_of(itertools.islice(data, 2)))
+        found = [row for step in zip(*of_ranks, strict=True) for rows in step for row in rows]
+        assert found == order[samples : samples + 2 * batch_size * world_size]
+    with pytest.raises(SpecError, match="samples must be a whole number"):
+        one.seek(-1)
+
+
+def test_state_dict_takes_the_arguments_of_trainers(server: Server) -> None:
+    data = dataset(server)
+    assert data.state_dict(160, from_beginning=True) == data.state_dict()
+    assert (data.batch_size, data.dataset_name) == (data.spec.batch_size, "numbers")

@@ -22,7 +22,7 @@ from penstock.cuda import Destination, OnDevice, allocate_pinned, check_device, 
 from penstock.distributed import LoaderWorker
 from penstock.http import MAX_BUFFER
 from penstock.prefetch import Prefetch
-from penstock.tensors import CPU, Batch, Item, expand, names_of
+from penstock.tensors import CPU, Item, expand, names_of
 from penstock.wire.layout import DTYPES, Layout, TensorLayout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
@@ -73,7 +73,7 @@ def frames(draw: st.DrawFn) -> wire.Frame:
     return frame_of(tensors)
 
 
-def assert_equal(found: Batch, expected: Batch) -> None:
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
@@ -169,7 +169,7 @@ def test_batch_copied_in_inference_mode_can_be_trained_on() -> None:
 
 
 def test_batch_is_given_before_the_failure_of_the_next_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sent(frame: wire.Frame, **settings: Any) -> Batch:
+    def sent(frame: wire.Frame, **settings: Any) -> dict[str, Any]:
         if frame.step == 2:
             raise torch.OutOfMemoryError("no more")
         return pack(frame, **settings)
@@ -259,7 +259,7 @@ def test_late_gpu_reads_the_same_batches_without_synchronization(late: str) -> N
         for begin in range(0, 60, 3):
             yield received(range(begin, begin + 3), allocate)
 
-    seen: list[Batch] = []
+    seen: list[dict[str, Any]] = []
     with closing(ahead(groups())) as frames:
         batches = OnDevice(frames, gpu)
         for _ in range(60):

@@ -61,7 +61,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
 
 def fail_at(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def expanded(frame: wire.Frame, *, pin_memory: bool, tensors: Container[str]) -> Batch:
+    def expanded(frame: wire.Frame, *, pin_memory: bool, tensors: Container[str]) -> dict[str, Any]:
         if frame.step == last:
             raise RuntimeError("CUDA error: out of memory")
         return expand(frame, pin_memory=pin_memory, tensors=tensors)
@@ -133,7 +133,7 @@ def test_replay_repeats_tensors_that_the_loop_removed() -> None:
 
 def test_closed_iteration_raises_and_an_ended_one_stays_ended() -> None:
     def batches() -> Generator[Batch, object, None]:
-        yield {"number": [1]}
+        yield Batch({"number": [1]})
 
     closed, ended = Iteration(batches()), Iteration(batches())
     assert next(closed) == {"number": [1]}
@@ -147,7 +147,7 @@ def test_closed_iteration_raises_and_an_ended_one_stays_ended() -> None:
 
 def test_penstock_error_hides_inner_frames_and_a_fault_shows_them() -> None:
     def batches(error: Exception) -> Generator[Batch, object, None]:
-        yield {"number": [1]}
+        yield Batch({"number": [1]})
         raise error
 
     shown = []
@@ -164,8 +164,8 @@ def test_second_thread_is_refused_and_ends_nothing() -> None:
     def batches() -> Generator[Batch, object, None]:
         asked.set()
         assert may_go_on.wait(60)
-        yield {"number": [1]}
-        yield {"number": [2]}
+        yield Batch({"number": [1]})
+        yield Batch({"number": [2]})
 
     iteration, given = Iteration(batches()), list[Batch]()
     thread = threading.Thread(target=lambda: given.append(next(iteration)))
@@ -194,14 +194,14 @@ def test_generator_learns_of_a_batch_that_did_not_reach_the_loop(monkeypatch: py
 
     def batches() -> Generator[Batch, object, None]:
         for number in range(9):
-            if (yield {"number": [number]}) is NOT_GIVEN:
+            if (yield Batch({"number": [number]})) is NOT_GIVEN:
                 lost.append(number)
                 return
 
     def interrupted(of: Generator[Batch, object, None]) -> Batch:
         if next(of) == {"number": [2]}:
             raise KeyboardInterrupt
-        return {}
+        return Batch()
 
     monkeypatch.setattr("penstock.iteration.next", interrupted, raising=False)
     iteration = Iteration(batches())

@@ -11,7 +11,6 @@ from penstock import Spec
 from penstock.client import Client
 from penstock.lint import Advice, is_trained_on
 from penstock.row_lengths import RowLength
-from penstock.tensors import Batch
 from penstock.wire.names import IGNORED
 
 LEARNED, NOT_LEARNED = torch.tensor([[3, IGNORED]]), torch.tensor([[IGNORED, IGNORED]])
@@ -50,8 +49,7 @@ def said_of(
 
     def loop() -> None:
         for number, batch in enumerate(batches, 1):
-            made: Batch = dict(batch)
-            advice.look_at(made, number, has_place=True)
+            advice.look_at(batch, number, has_place=True)
 
     return said_by(loop)
 

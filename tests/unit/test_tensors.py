@@ -1,9 +1,14 @@
+import pickle
+from copy import copy
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_convert
 
 from penstock import SpecError, wire
-from penstock.tensors import document_mask, expand, names_of
+from penstock.tensors import Batch, document_mask, expand, names_of
 
 
 def frame(**tensors: object) -> wire.Frame:
@@ -125,3 +130,12 @@ def test_num_tokens_excludes_padding() -> None:
     pair = frame(chosen_input_ids=[[5, 6]], chosen_lengths=[1], rejected_input_ids=[[5]], rejected_lengths=[1])
     assert pair.num_tokens == 2
     assert frame(input_ids=[[5, 6, 7], [8, 9, 1]]).num_tokens == 6
+
+
+def test_batch_keeps_its_address_through_copies_workers_and_trees() -> None:
+    batch = Batch({"input_ids": torch.zeros(2)}, address=wire.Address("d", "s", "p", 1, 2, 3))
+    moved = tree_map(lambda tensor: tensor + 1, batch)
+    for one in (copy(batch), pickle.loads(pickle.dumps(batch)), default_convert(batch), moved):  # type: ignore[no-untyped-call]
+        assert (type(one), one.address) == (Batch, batch.address)
+    assert moved["input_ids"].tolist() == [1, 1]
+    assert Batch(batch).address is None
