@@ -13,9 +13,10 @@ import torch
 
 from penstock.distributed import LoaderWorker
 from penstock.errors import PenstockError, SpecError
+from penstock.forms import Form
 from penstock.http import MAX_BUFFER
 from penstock.prefetch import Prefetch
-from penstock.tensors import ALL, CPU, Batch, Item, Side, as_tensor, kind_of, received_arrays
+from penstock.tensors import ALL, CPU, DEFAULT_FORM, Batch, Item, Side, as_tensor, kind_of, received_arrays
 from penstock.text import counted
 from penstock.wire import Frame
 from penstock.wire.names import IGNORED
@@ -148,8 +149,10 @@ class OnDevice:
     On a GPU the copy overlaps with the loop's computation. The loop's stream waits for the copy; the loop itself does not.
     """
 
-    def __init__(self, frames: Prefetch[Frame], device: torch.device, tensors: Container[str] = ALL) -> None:
-        self._frames, self._device, self._tensors = frames, device, tensors
+    def __init__(
+        self, frames: Prefetch[Frame], device: torch.device, tensors: Container[str] = ALL, form: Form = DEFAULT_FORM
+    ) -> None:
+        self._frames, self._device, self._tensors, self._form = frames, device, tensors, form
         self._stream = _side_stream(device) if device.type == "cuda" else None
         self._ahead: Item | Exception | None = None
 
@@ -173,17 +176,28 @@ class OnDevice:
     def _send(self, frame: Frame) -> Item:
         # The loop may evaluate now, and train on this batch later: backward does not work on inference tensors.
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
-            sent = {
-                name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-                for name, value in pack(frame, pin_memory=self._stream is not None, tensors=self._tensors).items()
-            }
-            return Item.of(frame, unpack(sent, self._tensors))
+            if self._form == DEFAULT_FORM:
+                return Item.of(frame, unpack(self._sent(self._packed(frame)), self._tensors))
+            # All of them, as a finished tensor may depend on others.
+            places = {name: as_tensor(array, self._stream is not None) for name, array in self._form.places(frame).items()}
+            made = self._form.shape(unpack(self._sent(self._packed(frame))), self._sent(places))
+            made |= {name: places[name] for name in places if name == "max_seqlen"}  # kernels take it from the host
+            return Item.of(frame, {name: value for name, value in made.items() if name in self._tensors})
+
+    def _packed(self, frame: Frame) -> dict[str, Any]:
+        return pack(frame, pin_memory=self._stream is not None, tensors=self._tensors)
+
+    def _sent(self, packed: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in packed.items()
+        }
 
     def _hand_over(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         loop = torch.cuda.current_stream(self._device)
         loop.wait_stream(stream)
         for value in batch.values():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.is_cuda:
                 # The tensor was allocated on the copy stream. Without this call the allocator could reuse it for the next
                 # copy after the loop drops it, while queued kernels still read it.
                 value.record_stream(loop)

@@ -24,6 +24,7 @@ from penstock.distributed import (
     find_worker,
 )
 from penstock.errors import PenstockError, SpecError
+from penstock.forms import Form
 from penstock.iteration import NOT_GIVEN, BatchIterator, Iteration, hide_internal_traceback
 from penstock.ledger.recorder import Recorder
 from penstock.lint import Advice, is_trained_on, warn_of_epoch, warn_of_pass
@@ -35,6 +36,7 @@ from penstock.progress import Pass, Progress
 from penstock.skip import position_after
 from penstock.spec import (
     MAX_COUNT,
+    Labels,
     LossOn,
     Overflow,
     Packing,
@@ -63,6 +65,8 @@ class RemoteDataset(IterableDataset[Batch]):
                        after the last; default: an iteration is one epoch, that of set_epoch
     prefetch_bytes     host memory for batches fetched ahead, in bytes, as they travelled; with device="cuda" it is pinned
     tensors            the tensors that a batch has, such as ["input_ids"]; default: all
+    pad_side           "left" puts the padding before the tokens, as generation needs it (packing=rows)
+    flatten            true gives all samples of a batch in one line without padding, with cu_seqlens, for varlen attention
     device             "cuda" gives batches on the GPU, copied and expanded there during the step before
     replay             fetch this many batches and repeat them from memory, to see the loop's speed if data costs nothing
     retry_seconds      how long to keep trying while no server answers, in seconds
@@ -84,6 +88,10 @@ class RemoteDataset(IterableDataset[Batch]):
     pad                seq_len: pad to seq_len; longest: to the batch's longest sample; a number: to that, rounded up to a
                        multiple of it (packing=rows)
     length_bucket_size put this many samples of similar length side by side (packing=rows), such as a global batch; 0: off
+    labels             aligned: each token is its own label, as Hugging Face's models expect; shifted: the next token is, and
+                       samples have seq_len + 1 tokens
+    overlap            tokens that a sample shares with the one before it (packing=concat); 1: every token is the target of
+                       another
     mark_documents     mark where documents begin in a sample (packing=concat; best_fit always does)
     task               causal: one stream of tokens; seq2seq: prompt in, response out
     target_seq_len     tokens in a response (task=seq2seq); default: seq_len
@@ -124,6 +132,8 @@ class RemoteDataset(IterableDataset[Batch]):
         overflow: Overflow = "truncate",
         pad: str | int = "seq_len",
         length_bucket_size: int = 0,
+        labels: Labels = "aligned",
+        overlap: int = 0,
         mark_documents: bool = False,
         task: Task = "causal",
         target_seq_len: int | None = None,
@@ -139,6 +149,8 @@ class RemoteDataset(IterableDataset[Batch]):
         epochs: int | Literal["endless"] | None = None,
         prefetch_bytes: int = PREFETCH_BYTES,
         tensors: Collection[str] | None = None,
+        pad_side: Literal["right", "left"] = "right",
+        flatten: bool = False,
         device: str | int | torch.device | None = None,
         replay: int | None = None,
         retry_seconds: float = 600.0,
@@ -158,6 +170,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._client = Client(servers, dataset, rank=self._rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
         given |= {"world_size": self._world_size, "pad": pad if isinstance(pad, str) else str(plain(pad))}
+        _check_form(pad_side, flatten, packing, task)
         requested = Spec(**given, mix=spell_mix(mix) if isinstance(mix, Mapping) else mix)
         # Before the server is asked, which may be away, or have rows to count: either may take minutes.
         self._recorder = None if ledger is None else Recorder(ledger, dataset, self.rank)
@@ -169,7 +182,10 @@ class RemoteDataset(IterableDataset[Batch]):
             for text in resolved.advice:
                 warn(text)
         self._resolved = resolved
-        self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors))
+        self._form = Form(shifted=labels == "shifted", flat=flatten, pads_left=pad_side == "left")
+        if flatten and "input_ids" not in resolved.tensors:
+            raise SpecError("flatten needs single samples: preference pairs have two lines each", ("flatten",))
+        self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors, self._form))
         self._progress = Progress(self.steps_per_epoch, f"{dataset}/{resolved.spec.digest}", self._epochs)
         self._has_checked_rows = False  # how long rows are: once is enough
         self._stats = StatsAggregator()
@@ -306,6 +322,7 @@ class RemoteDataset(IterableDataset[Batch]):
             destination=find_destination(self._device, worker),
             replay=self._replay,
             tensors=self._tensors,
+            form=self._form,
         )
         with self._stats.counting(batches):
             checks_rows = self.rank == 0 and (not worker or worker.first == 0) and not self._has_checked_rows
@@ -446,6 +463,18 @@ def _check_epochs(epochs: object) -> int:
     if isinstance(epochs, str):
         raise SpecError(f'epochs must be a number, or "endless", not {epochs!r}', ("epochs",))
     return check_whole("epochs", epochs, 1, _ENDLESS - 1)
+
+
+def _check_form(pad_side: object, flatten: object, packing: str, task: str) -> None:
+    """Raises SpecError: the batches cannot have this form."""
+    if pad_side not in ("right", "left"):
+        raise SpecError(f'pad_side must be "right" or "left", not {pad_side!r}', ("pad_side",))
+    if not isinstance(flatten, bool):
+        raise SpecError(f"flatten must be true or false, not {flatten!r}", ("flatten",))
+    if pad_side == "left" and (flatten or packing != "rows" or task != "causal"):
+        raise SpecError("pad_side='left' needs packing='rows', task='causal' and no flatten", ("pad_side",))
+    if flatten and task != "causal":
+        raise SpecError("flatten needs task='causal': a response is a line beside its prompt", ("flatten", "task"))
 
 
 def _check_tensors(tensors: Collection[str], known: list[str]) -> frozenset[str]:

@@ -115,6 +115,8 @@ class RemoteTrainer(Trainer):
                 raise SpecError(
                     f"leave {name} out: the dataset decides batch size, order (shuffle, length_bucket_size) and how to resume"
                 )
+        if data.spec.labels == "shifted":
+            raise SpecError("leave labels='shifted' out: transformers' models shift the labels", ("labels",))
         if data.epochs is not None:
             raise SpecError("leave epochs out: Trainer counts them, and sets each one (num_train_epochs)", ("epochs",))
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]

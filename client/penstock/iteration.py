@@ -18,9 +18,10 @@ import torch
 from penstock.client import Client, Steps
 from penstock.cuda import Destination, OnDevice, allocate_pinned
 from penstock.errors import PenstockError
+from penstock.forms import Form
 from penstock.prefetch import fetch_ahead
 from penstock.stats import Stats
-from penstock.tensors import CPU, Batch, Item, expand
+from penstock.tensors import CPU, DEFAULT_FORM, Batch, Item, expand
 from penstock.wire import Frame
 
 P = ParamSpec("P")
@@ -90,9 +91,10 @@ class BatchIterator:
         destination: Destination,
         replay: int | None,
         tensors: Container[str],
+        form: Form = DEFAULT_FORM,
     ) -> None:
         self._destination, self._num_steps, self._replay = destination, num_batches, replay
-        self._tensors = tensors
+        self._tensors, self._form = tensors, form
         self._num_batches = self._num_tokens = 0
         self._compute_seconds = 0.0
         # (seconds waited so far, start of the current wait or None). One tuple: another thread must not count a wait twice.
@@ -131,7 +133,7 @@ class BatchIterator:
         if device == CPU:
             items = map(self._expanded, self._frames)
         else:
-            items = map(next, repeat(OnDevice(self._frames, device, self._tensors)))
+            items = map(next, repeat(OnDevice(self._frames, device, self._tensors, self._form)))
         if self._replay is None:
             return items
         # Copy the dict: a loop that removes tensors from its batch must find them again in the next repeat.
@@ -140,7 +142,8 @@ class BatchIterator:
 
     def _expanded(self, frame: Frame) -> Item:
         # Expand as late as possible: the loop then reads from the CPU cache, and waiting batches stay as small as on the wire.
-        return Item.of(frame, expand(frame, pin_memory=self._destination.pin_memory, tensors=self._tensors))
+        pin_memory = self._destination.pin_memory
+        return Item.of(frame, expand(frame, pin_memory=pin_memory, tensors=self._tensors, form=self._form))
 
     def stats(self) -> Stats:
         """Return the statistics so far. Any thread may call it, such as one that detects hangs of the loop."""

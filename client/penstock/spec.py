@@ -25,6 +25,7 @@ Packing = Literal["rows", "concat", "best_fit"]
 Overflow = Literal["truncate", "split"]
 Task = Literal["causal", "seq2seq"]
 LossOn = Literal["response", "all"]
+Labels = Literal["aligned", "shifted"]
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "never"]
 
 MAX_SEED = 2**63 - 1
@@ -98,6 +99,20 @@ class Spec:
         "put this many samples of similar length side by side (packing=rows), such as a global batch; 0: off",
         orders=True,
     )
+    labels: Labels = _choice(
+        "aligned",
+        Labels,
+        "aligned: each token is its own label, as Hugging Face's models expect; "
+        "shifted: the next token is, and samples have seq_len + 1 tokens",
+        orders=True,
+    )
+    overlap: int = _count(
+        0,
+        0,
+        MAX_SEQ_LEN,
+        "tokens that a sample shares with the one before it (packing=concat); 1: every token is the target of another",
+        orders=True,
+    )
     mark_documents: bool = _flag(False, "mark where documents begin in a sample (packing=concat; best_fit always does)")
     task: Task = _choice("causal", Task, "causal: one stream of tokens; seq2seq: prompt in, response out", orders=True)
     target_seq_len: int | None = _count(None, 1, MAX_SEQ_LEN, "tokens in a response (task=seq2seq); default: seq_len")
@@ -150,6 +165,12 @@ class Spec:
                 "mark_documents",
                 "mark_documents=true needs packing=concat or best_fit: with packing=rows a sample is one row",
             )
+        if self.task == "seq2seq" and self.labels == "shifted":
+            yield "labels", "labels=shifted needs task=causal: a response has its labels, and a decoder shifts them"
+        if self.overlap and self.packing != "concat":
+            yield "overlap", f"overlap needs packing=concat: with packing={self.packing} samples share no tokens"
+        if self.overlap >= self.sample_len:
+            yield "overlap", f"overlap={self.overlap} must be below the {self.sample_len} token(s) of a sample"
         if self.length_bucket_size and self.shuffle != "window":
             yield "length_bucket_size", "length_bucket_size needs shuffle=window: it sorts the samples of a window"
         if self.overflow == "split" and self.task == "seq2seq":
@@ -171,6 +192,11 @@ class Spec:
     def cuts_rows(self) -> bool:
         """Whether rows are truncated at seq_len."""
         return (self.packing, self.overflow) == ("rows", "truncate")
+
+    @property
+    def sample_len(self) -> int:
+        """Tokens that a sample takes of its rows: with labels=shifted one more than the inputs have."""
+        return self.seq_len + (self.labels == "shifted")
 
     @property
     def samples_per_step(self) -> int:

@@ -22,8 +22,10 @@ _VERSION = 3
 _DECIDES: Mapping[str, Callable[[Spec], object]] = {
     "window": lambda spec: spec.shuffle == "window",
     "seq_len": lambda spec: not spec.cuts_rows or spec.length_bucket_size,
+    "labels": lambda spec: not spec.cuts_rows or spec.length_bucket_size,
     "task": lambda spec: spec.cuts_rows and spec.length_bucket_size,
 }
+_LATER = {"labels": "aligned", "overlap": 0}  # parameters that older states lack, and their values there
 # Parameters that may change after the consumed samples.
 OF_MIXTURES = ("mix", "snapshot")
 _COUNTS = ("epoch", "step", "offset", "batch_size", "world_size")
@@ -216,7 +218,7 @@ def _read_counts(state: Mapping[str, Any]) -> tuple[Cursor, int]:
 
 def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Describe each order parameter that differs from the state."""
-    pairs = [(name, state.get(name), value) for name, value in here.items()]
+    pairs = [(name, state.get(name, _LATER.get(name)), value) for name, value in here.items()]
     # If only one side has None, another parameter causes the difference, or it has no effect: do not list it.
     listed = [(n, then, now) for n, then, now in pairs if then != now and not (n in _DECIDES and None in (then, now))]
     return [f"{name}: {then!r} then, {now!r} now" for name, then, now in listed]

@@ -12,10 +12,12 @@ import torch
 from torch.utils import _pytree
 
 from penstock.errors import SpecError
+from penstock.forms import Form, offsets_of, starts_in
 from penstock.wire import Address, Frame
 from penstock.wire.names import IGNORED, SIDES, Parts
 
 CPU = torch.device("cpu")
+DEFAULT_FORM = Form()
 Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
 # Torch has no arithmetic on these types. It has none on uint64 either, but no wider type can hold all its values.
@@ -71,13 +73,14 @@ class _All(Container[str]):
 ALL: Container[str] = _All()  # contains every tensor name
 
 
-def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> dict[str, Any]:
+def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL, form: Form = DEFAULT_FORM) -> dict[str, Any]:
     """Build the tensors of a batch that are in `tensors`: int64 unless stated otherwise, pinned if `pin_memory`.
 
     input_ids       [batch_size, width]
     attention_mask  [batch_size, width], 1 on tokens and 0 on padding
     labels          [batch_size, width], the ids of the tokens that have loss and -100 elsewhere; not shifted, as Hugging
-                    Face's models expect. In seq2seq batches they are the response's, [batch_size, target width]
+                    Face's models expect, unless labels=shifted. In seq2seq batches they are the response's, [batch_size,
+                    target width]
     position_ids    [batch_size, width], from 0 in each document and in the padding, if documents are marked (best_fit)
     cu_seqlens      int32 [documents and paddings + 1]: where each begins in the flattened batch, then the size of that
 
@@ -87,8 +90,18 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
     names and values: tensors [batch_size, ...], and lists of str or bytes. Torch cannot calculate with uint16 and uint32, so
     they become int32 and int64. uint64 stays: convert small numbers with `.to(torch.int64)`.
 
+    A flat batch has no attention_mask: its input_ids, labels and position_ids are [1, tokens], without padding. max_seqlen,
+    int64 [], is the longest document, and stays on the host.
+
     On a GPU, penstock.cuda.unpack builds the same tensors.
     """
+    if form != DEFAULT_FORM:
+        places = {name: torch.from_numpy(array) for name, array in form.places(frame).items()}
+        made = form.shape(expand(frame, pin_memory=False), places)
+        wanted = {name: value for name, value in made.items() if name in tensors}
+        if not pin_memory:
+            return wanted
+        return {n: as_tensor(v.numpy(), pin_memory) if isinstance(v, torch.Tensor) else v for n, v in wanted.items()}
     kind = kind_of(frame.group.names)
     arrays, made = received_arrays(frame, kind), dict[str, Any]()
     for side in kind.sides:
@@ -124,11 +137,13 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL) -> 
     return made
 
 
-def names_of(names: Collection[str]) -> list[str]:
+def names_of(names: Collection[str], form: Form = DEFAULT_FORM) -> list[str]:
     """Return the names of the tensors that `expand` builds from a frame with these tensors."""
     kind = kind_of(tuple(names))
     made = [name for side in kind.sides for name in side.names]
-    if "document_starts" in names:
+    if form.flat:
+        made = ["input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen"]
+    elif "document_starts" in names:
         made += ["cu_seqlens", "position_ids"]
     return [*made, *kind.columns]
 
@@ -213,10 +228,8 @@ def received_arrays(frame: Frame, kind: Kind) -> dict[str, npt.NDArray[Any]]:
         if lengths and frame.total(lengths) == arrays[side.parts.input_ids].size:
             del arrays[lengths]
     if "document_starts" in arrays:
-        starts = _unpacked(arrays.pop("document_starts"), arrays["input_ids"].shape[1])
-        begins = np.flatnonzero(starts)
-        arrays["cu_seqlens"] = offsets = np.empty(len(begins) + 1, np.int32)
-        offsets[:-1], offsets[-1] = begins, starts.size
+        arrays["cu_seqlens"] = offsets_of(starts_in(arrays))
+        del arrays["document_starts"]
     for name in kind.columns:
         if arrays[name].dtype.name in _WIDENED:
             arrays[name] = arrays[name].astype(_WIDENED[arrays[name].dtype.name])
@@ -272,10 +285,3 @@ def document_mask(batch: Mapping[str, Any], dtype: torch.dtype = torch.bool) -> 
     same = document[:, :, None] == document[:, None, :]
     mask = torch.tril(same)[:, None]
     return mask if dtype == torch.bool else torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-
-
-def _unpacked(bits: npt.NDArray[Any], width: int) -> npt.NDArray[np.bool_]:
-    """Unpack the starts of documents and padding, bool [batch_size, width]; each sample begins one."""
-    starts = np.unpackbits(bits, axis=1, count=width, bitorder="little").view(np.bool_)
-    starts[:, :1] = True
-    return starts

@@ -182,6 +182,8 @@ def test_arguments_that_contradict_the_data_are_refused(url: str, tmp_path: Path
     half = RemoteDataset(url, "numbers", **SPEC, rank=0, world_size=2)
     with pytest.raises(SpecError, match=r"gives each of 2 rank\(s\) 16 samples a step"):
         trainer(url, tmp_path, data=half)
+    with pytest.raises(SpecError, match="leave labels='shifted' out"):
+        trainer(url, tmp_path, data=RemoteDataset(url, "numbers", labels="shifted", **SPEC))
     with pytest.raises(SpecError, match="leave epochs out"):
         trainer(url, tmp_path, data=RemoteDataset(url, "numbers", epochs=2, **SPEC))
 

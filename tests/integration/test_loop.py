@@ -362,3 +362,23 @@ def test_run_of_one_step_warns_of_its_split_dropped_samples_and_truncation(serve
             assert len(data) == (5 if split == "all" else 1)
             assert ("drop_last=true leaves out 28 of the 60 samples" in "".join(said)) == (split != "all")
             assert "92.0% of the tokens of all are in no batch" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pad_side": "top"}, 'pad_side must be "right" or "left"'),
+        ({"pad_side": "left", "packing": "concat"}, "pad_side='left' needs packing='rows'"),
+        ({"pad_side": "left", "flatten": True}, "pad_side='left' needs .* no flatten"),
+        ({"flatten": 1}, "flatten must be true or false"),
+        ({"flatten": True, "task": "seq2seq"}, "flatten needs task='causal'"),
+        ({"labels": "shifted", "task": "seq2seq"}, "labels=shifted needs task=causal"),
+        ({"overlap": 1}, "overlap needs packing=concat"),
+        ({"overlap": 8, "packing": "concat"}, r"overlap=8 must be below the 8 token\(s\) of a sample"),
+        ({"flatten": True, "tensors": ["attention_mask"]}, "tensors must be a list of tensors of a batch"),
+    ],
+    ids=str,
+)
+def test_form_that_batches_cannot_have_is_refused(server: Server, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        dataset(server, **settings)

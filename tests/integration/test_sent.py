@@ -54,7 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.dataset, "check_device", lambda device: device)
     monkeypatch.setattr(penstock.dataset, "find_destination", lambda device, _: destinations[device])
     monkeypatch.setattr(penstock.iteration, "allocate_pinned", allocate)
-    monkeypatch.setattr(penstock.iteration, "OnDevice", lambda frames, _, columns: OnDevice(frames, CPU, columns))
+    monkeypatch.setattr(penstock.iteration, "OnDevice", lambda frames, _, *settings: OnDevice(frames, CPU, *settings))
 
 
 @pytest.fixture

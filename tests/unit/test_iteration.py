@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Container, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -61,10 +61,10 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
 
 def fail_at(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def expanded(frame: wire.Frame, *, pin_memory: bool, tensors: Container[str]) -> dict[str, Any]:
+    def expanded(frame: wire.Frame, **settings: Any) -> dict[str, Any]:
         if frame.step == last:
             raise RuntimeError("CUDA error: out of memory")
-        return expand(frame, pin_memory=pin_memory, tensors=tensors)
+        return expand(frame, **settings)
 
     monkeypatch.setattr(penstock.iteration, "expand", expanded)
 

@@ -110,7 +110,16 @@ def test_remote_dataset_passes_every_parameter_on(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Client, "resolve", resolve)
     given: list[dict[str, Any]] = [
         {"batch_size": 3, "seq_len": 64, "world_size": 2, "seed": 1, "shuffle": "none", "window": 9, "split": "train"},
-        {"packing": "concat", "mark_documents": True, "loss_on": "all", "drop_last": False, "skip": "1-2", "snapshot": "a+b"},
+        {
+            "packing": "concat",
+            "overlap": 1,
+            "labels": "shifted",
+            "mark_documents": True,
+            "loss_on": "all",
+            "drop_last": False,
+            "skip": "1-2",
+            "snapshot": "a+b",
+        },
         {
             "overflow": "split",
             "pad": "longest",

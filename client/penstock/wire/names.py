@@ -24,7 +24,7 @@ class Parts(NamedTuple):
 # Names of sent and derived tensors, which no column may have.
 TENSOR_NAMES = {
     *(side + name for side in SIDES for name in (*Parts._fields, "attention_mask", "position_ids")),
-    *("document_starts", "cu_seqlens"),
+    *("document_starts", "cu_seqlens", "max_seqlen"),
 }
 
 

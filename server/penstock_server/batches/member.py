@@ -31,11 +31,12 @@ _FEWEST = 4  # whatever their size: two jobs with ranks in two consecutive epoch
 
 
 class OrderKey(NamedTuple):
-    """Parameters of a spec that decide the order of a dataset's samples. `seq_len` limits all tokens of a row."""
+    """Parameters of a spec that decide the order of a dataset's samples. `sample_len` limits all tokens of a row."""
 
     split: str
     packing: str
-    seq_len: int
+    sample_len: int
+    overlap: int
     overflow: str
     length_bucket_size: int
     shuffle: str
@@ -51,9 +52,11 @@ class OrderKey(NamedTuple):
     def of(cls, spec: Spec) -> OrderKey:
         """Returns the key of a spec."""
         # In seq2seq, prompt and response are cut separately, each to its own length.
-        seq_len = MAX_COUNT if spec.task == "seq2seq" else spec.seq_len
-        split = spec.split or "all"
-        return cls(split, spec.packing, seq_len, spec.overflow, spec.length_bucket_size, spec.shuffle, spec.window, spec.seed)
+        return cls(
+            split=spec.split or "all",
+            sample_len=MAX_COUNT if spec.task == "seq2seq" else spec.sample_len,
+            **{name: getattr(spec, name) for name in cls._fields if name not in ("split", "sample_len")},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +128,16 @@ def _packing(member: Member, epoch: int) -> Packing:
     of, index = member.order_key, member.index
     if of.packing == "concat":
         # Stored order cuts from the first token on, as other implementations do, for comparisons.
-        shift = 0 if of.shuffle == "none" else key(of.seed, epoch, "shift") % of.seq_len
-        return Concat(index.tokens_per_block(of.split), of.seq_len, shift)
+        shift = 0 if of.shuffle == "none" else key(of.seed, epoch, "shift") % (of.sample_len - of.overlap)
+        return Concat(index.tokens_per_block(of.split), of.sample_len, shift, of.overlap)
     if of.packing == "best_fit":
-        bins, rows = index.bins(of.split, of.seq_len), index.rows_per_block(of.split)
+        bins, rows = index.bins(of.split, of.sample_len), index.rows_per_block(of.split)
         # Without a shuffle every epoch is the same: an evaluation must give the same number each time.
         draw_key = None if of.shuffle == "none" else key(of.seed, epoch, "documents")
-        return BestFit(member.snapshot.pools.starts, bins, rows, of.seq_len, draw_key)
+        return BestFit(member.snapshot.pools.starts, bins, rows, of.sample_len, draw_key)
     if of.overflow == "split":
-        return SplitRows(index.parts_per_block(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
-    return Rows(index.rows_per_block(of.split), of.seq_len)
+        return SplitRows(index.parts_per_block(of.split, of.sample_len), index.row_lengths(of.split), of.sample_len)
+    return Rows(index.rows_per_block(of.split), of.sample_len)
 
 
 def _lengths(packing: Packing, of_block: Callable[[int], IntArray], pools: IntArray, indices: IntArray) -> IntArray:

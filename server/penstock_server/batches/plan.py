@@ -141,7 +141,7 @@ class Plan:
         if self.spec.packing == "rows" or self.mixture:
             return None
         num_tokens = int(self.members[0].index.tokens_per_block(self.members[0].order_key.split).sum())
-        return 1 - num_tokens / (self.sizes[0] * self.spec.seq_len)
+        return 1 - num_tokens / (self.sizes[0] * self.spec.sample_len)
 
     @property
     def pad_id(self) -> int:
@@ -429,7 +429,9 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[TensorSpec, .
     tensors = []
     for feature in features:
         prefix = "" if feature == "tokens" else f"{feature}_"
-        tensors.append(TensorSpec(name=f"{prefix}input_ids", kind="tokens", dtype=dtype, feature=feature, longest=spec.seq_len))
+        tensors.append(
+            TensorSpec(name=f"{prefix}input_ids", kind="tokens", dtype=dtype, feature=feature, longest=spec.sample_len)
+        )
         if spec.packing != "concat":
             tensors.append(TensorSpec(name=f"{prefix}lengths", kind="count", dtype="int32", feature=feature))
         if spec.loss_on == "response" and any(recipe.has_turns for recipe in recipes):
@@ -439,10 +441,10 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[TensorSpec, .
                 tensors.append(TensorSpec(name=name, kind="count", dtype="int32", feature=feature, turn="prompt"))
             else:
                 name = f"{prefix}loss_mask"
-                tensors.append(TensorSpec(name=name, kind="mask", dtype="uint8", feature=feature, longest=spec.seq_len))
+                tensors.append(TensorSpec(name=name, kind="mask", dtype="uint8", feature=feature, longest=spec.sample_len))
     if spec.packing == "best_fit" or spec.mark_documents:
         tensors.append(
-            TensorSpec(name="document_starts", kind="starts", dtype="uint8", feature=features[0], longest=spec.seq_len)
+            TensorSpec(name="document_starts", kind="starts", dtype="uint8", feature=features[0], longest=spec.sample_len)
         )
     return (*tensors, *members, *(_columns(snapshots) if spec.packing == "rows" else ()))
 

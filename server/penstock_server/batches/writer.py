@@ -94,7 +94,9 @@ def _widths(plan: Plan, tensor: TensorSpec, samples: Samples, sizes: Sizes) -> l
     else:
         longest = samples.lengths(tensor).reshape(num_batches, -1).max(axis=1)
         multiple = int(plan.spec.pad) if plan.spec.pad.isdigit() else 1
-        widths = -(-longest // multiple) * multiple
+        # The inputs are padded to a multiple. With labels=shifted a sample has a token more than they.
+        more = plan.spec.sample_len - plan.spec.seq_len
+        widths = -((more - np.maximum(longest, 1 + more)) // multiple) * multiple + more
     of_batches: list[int] = widths.tolist()
     return of_batches
 

@@ -103,24 +103,26 @@ class SplitRows(Packing):
 
 
 class Concat(Packing):
-    """Packing of the ring of tokens, cut every `seq_len` tokens from token `shift` on, 0 <= shift < seq_len.
+    """Packing of the ring of tokens, cut every `stride` tokens from token `shift` on, 0 <= shift < stride.
 
-    Sample s is [s * seq_len + shift, (s + 1) * seq_len + shift) of the ring. Only a rest shorter than a sample is left out.
+    Sample s is [s * stride + shift, s * stride + shift + sample_len) of the ring, with stride = sample_len - overlap. Only a
+    rest shorter than the stride is left out.
     Each epoch has another shift, so the rest and the sample offsets differ between epochs.
     """
 
-    def __init__(self, tokens_per_block: IntArray, seq_len: int, shift: int) -> None:
+    def __init__(self, tokens_per_block: IntArray, sample_len: int, shift: int, overlap: int = 0) -> None:
         self._starts = starts_of(tokens_per_block)
-        self._seq_len, self._shift = seq_len, shift
-        self.num_samples = int(self._starts[-1]) // seq_len
+        self._sample_len, self._stride, self._shift = sample_len, sample_len - overlap, shift
+        total = int(self._starts[-1])
+        self.num_samples = total // self._stride if total >= sample_len else 0
         # The first sample that begins at or after each block's first token.
-        self._first = np.clip(-((shift - self._starts) // seq_len), 0, self.num_samples)
+        self._first = np.clip(-((shift - self._starts) // self._stride), 0, self.num_samples)
         self.samples_per_pool = np.diff(self._first)
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """Returns one span per block that a sample meets; on the ring the first block follows the last."""
-        begins = (self._first[pools] + indices) * self._seq_len + self._shift
-        ends = begins + self._seq_len
+        begins = (self._first[pools] + indices) * self._stride + self._shift
+        ends = begins + self._sample_len
         first, last = self._place(begins), self._place(ends - 1)
         num_spans = last - first + 1
         samples = np.repeat(np.arange(len(pools)), num_spans)
@@ -142,7 +144,8 @@ class Concat(Packing):
         """Returns the samples that the row's tokens meet, also across the ring's end; empty if they are in the rest."""
         total = int(self._starts[-1])
         begin, end = int(self._starts[block]) + start - self._shift, int(self._starts[block]) + stop - self._shift
-        ranges = [np.arange((begin + lap) // self._seq_len, -(-(end + lap) // self._seq_len)) for lap in (0, total)]
+        overlap, stride = self._sample_len - self._stride, self._stride
+        ranges = [np.arange((begin - overlap + lap) // stride, -(-(end + lap) // stride)) for lap in (0, total)]
         samples = distinct(np.concatenate(ranges))
         samples = samples[(samples >= 0) & (samples < self.num_samples)]
         pools = find(self._first, samples)

@@ -62,6 +62,10 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "split": draw(st.sampled_from(["all", "train", "validation"])),
         "seed": draw(st.integers(0, 3)),
     }
+    if draw(st.booleans()):
+        spec["labels"] = "shifted"
+    if spec["packing"] == "concat" and (spec["seq_len"] > 2 or "labels" in spec):
+        spec["overlap"] = draw(st.sampled_from([0, 1]))
     if spec["packing"] == "rows":
         spec["overflow"] = draw(st.sampled_from(["truncate", "split"]))
         if spec["shuffle"] == "window":
@@ -132,7 +136,8 @@ def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, num_rep
     served = {member.snapshot.first_row_of(i) + row for i, block in enumerate(whole) for row in block.stored_rows.tolist()}
     assert not is_filtered or all(lengths[row][1] for row in served)
     tokens = {row: [TOKENS_A_ROW * row + t for t in range(lengths[row][0])] for row in served}
-    found = Counter(token for sample in order for token in sample)
+    stride = plan.spec.sample_len - plan.spec.overlap
+    found = Counter(token for sample in order for token in sample[:stride])
     if plan.spec.packing == "rows" and plan.spec.overflow == "truncate":
         assert len(order) == len(served)
         starts = Counter(sample[0] // TOKENS_A_ROW for sample in order)
@@ -140,12 +145,12 @@ def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, num_rep
         assert set(starts) == good
         assert sum(starts.values()) - len(good) == len(served) - len(good)  # a neighbour for each bad row
         assert num_replaced == len(served) - len(good)
-        assert all(list(s) == tokens[s[0] // TOKENS_A_ROW][: plan.spec.seq_len] for s in order)
+        assert all(list(s) == tokens[s[0] // TOKENS_A_ROW][: plan.spec.sample_len] for s in order)
         return
     assert num_replaced == 0
     expected = Counter(token for row in served for token in tokens[row])
     assert not found - expected
-    assert sum((expected - found).values()) < (plan.spec.seq_len if plan.spec.packing == "concat" else 1)
+    assert sum((expected - found).values()) < (stride if plan.spec.packing == "concat" else 1)
 
 
 @examples(20)

@@ -32,19 +32,22 @@ def ring_positions(packing: Concat, tokens_per_block: npt.NDArray[np.int64]) -> 
 
 @given(block_tokens, st.integers(1, 40), st.data())
 def test_concat_cuts_the_ring_of_tokens(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
-    shift = data.draw(st.integers(0, seq_len - 1))
-    packing, total = Concat(tokens, seq_len, shift), int(tokens.sum())
-    assert packing.samples_per_pool.sum() == packing.num_samples == total // seq_len
+    overlap = data.draw(st.integers(0, seq_len - 1))
+    stride = seq_len - overlap
+    shift = data.draw(st.integers(0, stride - 1))
+    packing, total = Concat(tokens, seq_len, shift, overlap), int(tokens.sum())
+    assert packing.samples_per_pool.sum() == packing.num_samples == (total // stride if total >= seq_len else 0)
     samples = ring_positions(packing, tokens) if packing.num_samples else []
-    assert all(len(sample) == seq_len for sample in samples)
-    flat = [position for sample in samples for position in sample]
-    assert flat == [(shift + n) % total for n in range(len(flat))]
-    assert len(set(flat)) == len(flat) > total - seq_len
+    assert samples == [[(shift + s * stride + n) % total for n in range(seq_len)] for s in range(packing.num_samples)]
+    once = [position for sample in samples for position in sample[:stride]]
+    assert len(set(once)) == len(once)
+    assert len(once) > total - stride or total < seq_len
 
 
 @given(block_tokens.filter(any), st.integers(1, 9), st.data())
 def test_packing_spans_of_a_subset_equal_those_of_all(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
-    packing = Concat(tokens, seq_len, seq_len // 2)
+    overlap = data.draw(st.integers(0, seq_len - 1))
+    packing = Concat(tokens, seq_len, (seq_len - overlap) // 2, overlap)
     blocks = np.repeat(np.arange(len(tokens)), packing.samples_per_pool)
     indices = np.concatenate([np.arange(n) for n in packing.samples_per_pool.tolist()])
     chosen = np.array(data.draw(st.lists(st.integers(0, max(len(blocks) - 1, 0)), max_size=5)), np.int64)
@@ -62,7 +65,8 @@ def test_packing_spans_of_a_subset_equal_those_of_all(tokens: npt.NDArray[np.int
 
 @given(block_tokens.filter(any), st.integers(1, 9), st.data())
 def test_packing_holding_is_the_inverse_of_spans(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
-    packing = Concat(tokens, seq_len, data.draw(st.integers(0, seq_len - 1)))
+    overlap = data.draw(st.integers(0, seq_len - 1))
+    packing = Concat(tokens, seq_len, data.draw(st.integers(0, seq_len - overlap - 1)), overlap)
     blocks = np.repeat(np.arange(len(tokens)), packing.samples_per_pool)
     indices = np.concatenate([np.arange(n) for n in packing.samples_per_pool.tolist()])
     block = data.draw(st.sampled_from(np.flatnonzero(tokens).tolist()))
