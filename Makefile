@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test trl-test bench clean
+.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test trl-test trainers-test bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -45,6 +45,19 @@ trl-test: $(FRAMEWORKS)  ## the example on TRL's SFTTrainer; installs trl and pe
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,trl]' || \
 		echo "trl cannot be installed; its test is skipped" >&2
 	$(BIN)/python -m pytest tests/frameworks/test_trl.py -rs
+
+# Each trainer has an environment of its own in .venv/trainers: they need different versions of the same libraries.
+TRAINERS := torchtitan olmo-core composer litgpt torchtune
+trainers-test: $(TRAINERS:%=trainer-test-%)  ## the adapters with the real trainers; installs each trainer, some gigabytes
+
+trainer-test-%: $(VENV)/trainers/%/.installed
+	[ ! -e $< ] || $(VENV)/trainers/$*/bin/python -m pytest tests/frameworks/test_$(subst -,_,$*).py -rs
+
+.PRECIOUS: $(VENV)/trainers/%/.installed
+$(VENV)/trainers/%/.installed: tests/frameworks/requirements/%.txt pyproject.toml $(INSTALLED)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $< --editable '.[server,torch]' hypothesis httpx2 pytest && touch $@ || \
+		echo "$* cannot be installed; its tests are skipped" >&2
 
 lint: install  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from support.recorded import TINIER, Given, recording, with_short_lines
 from support.servers import Serve
 from train_gpt import TinyGPT
 
+TRAINERS = ("composer", "litgpt", "olmo_core", "torchtitan", "torchtune")  # each has an environment of its own
 NUM_ROWS = 320  # twenty steps of sixteen
 
 
@@ -50,4 +51,5 @@ def _library(request: pytest.FixtureRequest) -> None:
     """Skips the tests of a module whose LIBRARY is missing."""
     library = getattr(request.module, "LIBRARY", "torch")
     if not find_spec(library):
-        pytest.skip(f"{library} is not installed; make {'trl-test' if library == 'trl' else 'test'} installs it")
+        target = {"trl": "trl-test"} | dict.fromkeys(TRAINERS, "trainers-test")
+        pytest.skip(f"{library} is not installed; make {target.get(library, 'test')} installs it")
