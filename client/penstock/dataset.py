@@ -96,6 +96,7 @@ class RemoteDataset(IterableDataset[Batch]):
     task               causal: one stream of tokens; seq2seq: prompt in, response out
     target_seq_len     tokens in a response (task=seq2seq); default: seq_len
     loss_on            which tokens have a label, where a prompt or a mask leaves some out: the response's, or all
+    repeat             how often each sample comes, side by side, such as a prompt for several generations
     drop_last          drop the last, incomplete step; false: fill it with samples from the epoch's start
     skip               steps to leave out, such as 41000-41200,50000-50010, by their numbers in the epoch, skipped ones counted;
                        or samples:1000-1999, over all ranks
@@ -138,6 +139,7 @@ class RemoteDataset(IterableDataset[Batch]):
         task: Task = "causal",
         target_seq_len: int | None = None,
         loss_on: LossOn = "response",
+        repeat: int = 1,
         drop_last: bool = True,
         skip: str | None = None,
         mix: str | Mapping[str, float] | None = None,

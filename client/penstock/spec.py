@@ -121,6 +121,9 @@ class Spec:
         LossOn,
         "which tokens have a label, where a prompt or a mask leaves some out: the response's, or all",
     )
+    repeat: int = _count(
+        1, 1, 65_536, "how often each sample comes, side by side, such as a prompt for several generations", orders=True
+    )
     drop_last: bool = _flag(True, "drop the last, incomplete step; false: fill it with samples from the epoch's start")
     offset: int = _count(0, 0, MAX_COUNT, "samples to leave out at the epoch's start, over all ranks")
     skip: str | None = _text(
@@ -169,6 +172,8 @@ class Spec:
             yield "labels", "labels=shifted needs task=causal: a response has its labels, and a decoder shifts them"
         if self.overlap and self.packing != "concat":
             yield "overlap", f"overlap needs packing=concat: with packing={self.packing} samples share no tokens"
+        if self.repeat > 1 and self.mix:
+            yield "repeat", f"repeat={self.repeat} needs a single dataset: a mixture has other samples between them"
         if self.overlap >= self.sample_len:
             yield "overlap", f"overlap={self.overlap} must be below the {self.sample_len} token(s) of a sample"
         if self.length_bucket_size and self.shuffle != "window":

@@ -25,7 +25,7 @@ _DECIDES: Mapping[str, Callable[[Spec], object]] = {
     "labels": lambda spec: not spec.cuts_rows or spec.length_bucket_size,
     "task": lambda spec: spec.cuts_rows and spec.length_bucket_size,
 }
-_LATER = {"labels": "aligned", "overlap": 0}  # parameters that older states lack, and their values there
+_LATER = {"labels": "aligned", "overlap": 0, "repeat": 1}  # parameters that older states lack, and their values there
 # Parameters that may change after the consumed samples.
 OF_MIXTURES = ("mix", "snapshot")
 _COUNTS = ("epoch", "step", "offset", "batch_size", "world_size")

@@ -128,7 +128,7 @@ def test_remote_dataset_passes_every_parameter_on(monkeypatch: pytest.MonkeyPatc
             "stopping_strategy": "all_exhausted",
             "dataset_index": True,
         },
-        {"task": "seq2seq", "target_seq_len": 8},
+        {"task": "seq2seq", "target_seq_len": 8, "repeat": 2},
     ]
     for spec in given:
         with pytest.raises(SpecError, match="far enough"):

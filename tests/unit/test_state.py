@@ -103,8 +103,8 @@ def test_state_has_the_same_keys_for_every_spec(packing: Packing, length_bucket_
 
 def test_order_key_of_a_dataset_has_the_marked_parameters() -> None:
     of_mixtures = {"snapshot", "mix", "stopping_strategy"}
-    decide_lengths = {"seq_len", "labels", "task"}  # together they give sample_len
-    assert {*OrderKey._fields} - {"sample_len"} | of_mixtures == {*ORDER_PARAMETERS} - decide_lengths
+    others = {"repeat", "seq_len", "labels", "task"}  # the plan repeats; the rest gives sample_len
+    assert {*OrderKey._fields} - {"sample_len"} | of_mixtures == {*ORDER_PARAMETERS} - others
     assert write_state("a", Spec(), HERE).keys() >= {*ORDER_PARAMETERS}
 
 

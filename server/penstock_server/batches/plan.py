@@ -28,7 +28,7 @@ from penstock_server.order.mixture import Mixture, mixture_of
 from penstock_server.order.packing import Spans
 from penstock_server.order.schedule import Schedule
 from penstock_server.problems import BadParameter
-from penstock_server.recipes.fields import is_bytes, is_text, numpy_type
+from penstock_server.recipes.fields import is_bytes, is_nested, is_text, numpy_type
 
 MAX_BATCH_BYTES = 1 << 30
 _MAX_BATCH_SPANS = 1 << 22  # some 300 bytes each while the batch is made
@@ -188,7 +188,8 @@ class Plan:
     def positions_of(self, member: int, epoch: int, positions: IntArray, member_epoch: int, count: int) -> IntArray:
         """Maps positions of a member's epoch to positions of an epoch; returns the first `count` that it shows, in order."""
         if self.mixture is None:
-            return self.schedule.earliest(positions if member_epoch == epoch else positions[:0], count)
+            shown_at = (positions[:, None] * self.spec.repeat + np.arange(self.spec.repeat)).reshape(-1)
+            return self.schedule.earliest(shown_at if member_epoch == epoch else shown_at[:0], count)
         numbers = member_epoch * self.sizes[member] + np.sort(positions)
         begin, size = epoch * self.schedule.num_samples, self.schedule.num_samples
         shown_first = int(self.schedule.positions([0], 0)[0, 0]) if self.schedule.num_steps else 0
@@ -213,7 +214,7 @@ class Plan:
     def _by_member(self, epoch: int, positions: IntArray) -> list[tuple[int, int, IntArray, IntArray]]:
         """Groups positions by member and member epoch: (member, its epoch, indices into `positions`, positions there)."""
         if self.mixture is None:
-            return [(0, epoch, np.arange(len(positions)), positions)]
+            return [(0, epoch, np.arange(len(positions)), positions // self.spec.repeat)]
         datasets, numbers = self.mixture.locate(epoch * self.schedule.num_samples + positions)
         parts = []
         for member, lines in by_value(datasets):
@@ -247,6 +248,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
             f"in the last phase. Use stopping_strategy=first_exhausted or stopping_strategy=never, or give that dataset a "
             f"weight."
         )
+    num_samples *= spec.repeat
     if num_samples > MAX_COUNT:
         raise BadParameter(
             f"an epoch of mix={spec.mix} with stopping_strategy={spec.stopping_strategy} would have {num_samples:,} "
@@ -471,7 +473,7 @@ def _columns(snapshots: Sequence[Snapshot]) -> list[TensorSpec]:
 
 
 def _column(name: str, type_: pa.DataType) -> TensorSpec:
-    if is_text(type_):
+    if is_text(type_) or is_nested(type_):
         return TensorSpec(name=name, kind="column", dtype="utf8")
     if pa.types.is_dictionary(type_):
         return _column(name, type_.value_type)

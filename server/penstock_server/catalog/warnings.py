@@ -113,6 +113,8 @@ def _of_recipe(dataset: OpenSnapshot | Member) -> Iterator[str]:
             f"{dataset.name}: its rows end with {first}, but {tokenizer.path} also has {', '.join(others)}. Put the model's "
             f'tokenizer_config.json beside it, or set eos = "{first}" or another in {path}.'
         )
+    if recipe.kind == "prompt":
+        return
     if chat and chat.leaves_end_out and not recipe.adds_eos_to_chats:
         yield (
             f"{dataset.name}: its chat template writes the end of an answer after {{% endgeneration %}}. It has no loss there, "

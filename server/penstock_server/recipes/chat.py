@@ -151,6 +151,18 @@ class ChatTemplate:
             raise ChatError("has a chat without messages")
         return self._rendered(partial(self._write, tools=tools or None), chat, first)
 
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+        """Render a chat that the assistant has to answer, with the text that opens its answer.
+
+        Raises ChatError: the template refuses the chat, or the last message is the assistant's.
+        """
+        if tools and self._with_tools:
+            return self._with_tools.render_prompt(messages, tools)
+        chat = [checked(number, message) for number, message in enumerate(messages)]
+        if not chat or chat[-1]["role"] == "assistant":
+            raise ChatError("has a chat that does not end with a message to answer: a prompt ends before the answer")
+        return self._write(chat, tools=tools or None, prompt=True)
+
     def _rendered(self, write: Write, chat: list[Message], first: int = 0) -> Rendered:
         in_loss = [number >= first and has_loss(message) for number, message in enumerate(chat)]
         if self._is_marked:

@@ -104,7 +104,7 @@ def _recipe(folder: Path, given: dict[str, Any], stored: pa.Schema, default_toke
         what = "the chat template does not look at any" if chat else "rows are no chats"
         raise RecipeError(f"tools are given, but {what}. Remove tools, or take a template with tools")
     # By default pre-tokenized rows stay as they are, and a chat template closes its turns.
-    is_closed = roles.kind == "tokens" or chat is not None
+    is_closed = roles.kind in ("tokens", "prompt") or chat is not None
     eos_id = special.model_eos() if "eos" not in given and not is_closed else special.declared_id("eos")
     row_filter = Filter.parse(given["filter"], stored) if "filter" in given else None
     split_by = Field.parse(given["split_by"], stored) if "split_by" in given else None

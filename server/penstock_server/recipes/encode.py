@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +13,18 @@ import pyarrow.compute as pc
 
 from penstock_server.arrow import raw_texts, take_rows
 from penstock_server.order.arrays import starts_of
-from penstock_server.recipes.fields import Column, is_bytes
+from penstock_server.recipes.fields import Column, is_bytes, json_values
 from penstock_server.recipes.recipe import Recipe, Rows
 from penstock_server.recipes.split import Place, split_hashes
-from penstock_server.recipes.text import preferences, read_chats, read_tools, tokenized, tokenized_chats, valid_texts
+from penstock_server.recipes.text import (
+    chat_prompts,
+    preferences,
+    read_chats,
+    read_tools,
+    tokenized,
+    tokenized_chats,
+    valid_texts,
+)
 from penstock_server.recipes.token_ids import Lists, pretokenized, prompted
 from penstock_server.recipes.tokenizer import Note
 
@@ -96,6 +105,8 @@ def _features(rows: Rows, bound: int) -> dict[str, Lists]:
         return pretokenized(rows, bound)
     if kind == "text":
         return {"tokens": tokenized(rows, "text", opens=True, closes=True)}
+    if kind == "prompt":
+        return {"tokens": chat_prompts(rows) if rows.recipe.chat else tokenized(rows, "prompt", opens=True)}
     if kind == "prompt_response":
         return {"tokens": prompted(tokenized(rows, "prompt", opens=True), tokenized(rows, "response", closes=True))}
     if kind == "messages":
@@ -104,8 +115,14 @@ def _features(rows: Rows, bound: int) -> dict[str, Lists]:
 
 
 def _passthrough(rows: Rows, column: Column) -> pa.Array:
-    """Return a passthrough column without nulls: NaN or "" replaces them; if the type has neither, the row is bad."""
+    """Return a passthrough column without nulls: NaN or "" replaces them; if the type has neither, the row is bad.
+
+    Structs, maps and lists become JSON.
+    """
     array, note = rows.values(column.field), rows.note_of(column.name)
+    if column.is_nested:
+        values = json_values(array, note)
+        return pa.array([json.dumps(value, ensure_ascii=False, default=str) for value in values], pa.large_string())
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_fixed_size_list(array.type):

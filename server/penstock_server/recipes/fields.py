@@ -122,7 +122,10 @@ def _values(path: _Path, rows: pa.RecordBatch) -> pa.Array:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Passthrough column of numbers, fixed-size lists of them, text or bytes, sent as one type, whatever the shards' types."""
+    """Passthrough column, sent as one type, whatever the shards' types.
+
+    Numbers and fixed-size lists of them become tensors; text and bytes stay; structs, maps and other lists become JSON.
+    """
 
     field: Field
     type: pa.DataType
@@ -136,9 +139,16 @@ class Column:
             raise FieldError(f"column {name!r} cannot be passed through: a batch has a tensor of that name. Rename it")
         item = type_.value_type if pa.types.is_fixed_size_list(type_) or pa.types.is_dictionary(type_) else type_
         number = pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item)
-        if not (number or (is_raw(item) and not pa.types.is_fixed_size_list(type_))):
-            raise FieldError(f"column {name!r} is {type_}; numbers, fixed-size lists of them, text and bytes pass through")
+        if not (number or is_raw(item) or (is_nested(type_) and not _holds_bytes(type_))):
+            raise FieldError(
+                f"column {name!r} is {type_}; numbers, text and bytes pass through, and lists, structs and maps without bytes"
+            )
         return cls(field, type_)
+
+    @property
+    def is_nested(self) -> bool:
+        """Return whether it is sent as JSON."""
+        return is_nested(self.type)
 
     @property
     def name(self) -> str:
@@ -146,8 +156,22 @@ class Column:
         return self.field.text
 
 
+def is_nested(type_: pa.DataType) -> bool:
+    """Return whether a passthrough column of this type is sent as JSON: structs, maps and lists, but vectors of numbers."""
+    if pa.types.is_fixed_size_list(type_):
+        item = type_.value_type
+        return not (pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item))
+    return bool(pa.types.is_nested(type_))
+
+
+def _holds_bytes(type_: pa.DataType) -> bool:
+    return is_bytes(type_) or any(_holds_bytes(type_.field(i).type) for i in range(type_.num_fields))
+
+
 def passthrough_type(type_: pa.DataType) -> str:
     """Return the name of the type that a passthrough column is sent as, whatever Arrow calls it."""
+    if is_nested(type_):
+        return "json"
     if pa.types.is_dictionary(type_) and not is_text(type_):
         return passthrough_type(type_.value_type)
     if is_raw(type_):

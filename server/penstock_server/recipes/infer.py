@@ -22,7 +22,7 @@ from penstock.text import listed
 from penstock_server.recipes.fields import Field, FieldError, is_list, is_messages, is_null, is_text, is_tokens
 
 FILE_NAME = "penstock.toml"
-Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
+Kind = Literal["tokens", "text", "prompt", "prompt_response", "messages", "preference"]
 Fields = tuple[tuple[str, Field], ...]  # by role
 
 ROLES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")
@@ -41,6 +41,7 @@ _OTHER = {a: b for pair in (MASKS_OF_LOSS, MASKS_OF_DOCUMENTS) for a, b in (pair
 _KINDS: Mapping[tuple[str, ...], Kind] = {
     ("tokens",): "tokens",
     ("text",): "text",
+    ("prompt",): "prompt",
     ("prompt", "response"): "prompt_response",
     ("messages",): "messages",
     ("chosen", "rejected"): "preference",
@@ -76,6 +77,7 @@ def _may_be_tools(type_: pa.DataType) -> bool:
 # The types that the columns of a kind or role may have, and their names in messages.
 _SUITABLE: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "text": (is_text, "text"),
+    "prompt": (_is_chats, "text or lists of messages"),
     "prompt_response": (is_text, "text"),
     "messages": (_is_chats, "lists of messages, each with a role and a content, or such lists as JSON texts"),
     "preference": (_is_chats, "text or lists of messages"),
@@ -129,7 +131,8 @@ class Roles:
             unused = _beside_text(schema)
         # A text of a preference pair may be anything: it is taken for a chat as JSON if a chat template is declared.
         is_pair_of_chats = kind == "preference" and ("chat_template" in given or is_messages(fields[-1][1].type(schema)))
-        are_chats = kind == "messages" or is_pair_of_chats
+        is_chat_prompt = kind == "prompt" and ("chat_template" in given or is_messages(fields[0][1].type(schema)))
+        are_chats = kind == "messages" or is_pair_of_chats or is_chat_prompt
         tools = Field.parse(given["tools"], schema) if given.get("tools") else None
         if tools:
             check_type("tools", tools, schema)
@@ -143,11 +146,14 @@ def _fields(given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
     if not named:
         return _guessed_fields(schema)
     if (kind := _KINDS.get(named)) is None:
-        known = "either tokens, or text, or prompt and response, or messages, or chosen and rejected with or without prompt"
+        known = (
+            "either tokens, or text, or prompt with or without response, or messages, or chosen and rejected with or without "
+            "prompt"
+        )
         raise FieldError(f"{FILE_NAME} names {', '.join(named)}; name {known}")
     fields = tuple((role, Field.parse(given[role], schema)) for role in named)
     types = {role: source.type(schema) for role, source in fields}
-    if kind not in ("text", "messages") and all(map(is_tokens, types.values())):
+    if kind not in ("text", "messages", "prompt") and all(map(is_tokens, types.values())):
         return "tokens", fields
     for role, source in fields:
         check_type(role, source, schema, kind)
@@ -162,6 +168,11 @@ def _guessed_fields(schema: pa.Schema) -> tuple[Kind, Fields]:
     for kind, fits, columns in _GUESSES:
         if all(column in types and fits(types[column]) for column in columns.values()):
             return kind, tuple((role, Field.parse(column, schema)) for role, column in columns.items())
+    # A prompt alone only if nothing could be its answer: a text or a list in any other column.
+    prompt = types.pop("prompt", pa.null())
+    is_answered = any(name in types for name in (*ROLES, *ANSWERS)) or any(_is_chats(t) or is_tokens(t) for t in types.values())
+    if (is_text(prompt) and not is_answered) or (is_messages(prompt) and not types.keys() & {*ROLES, *ANSWERS}):
+        return "prompt", (("prompt", Field.parse("prompt", schema)),)
     raise FieldError(
         f"no column can be used. Expected input_ids or tokens (lists of integers), text (strings), prompt and response or "
         f"completion (strings), messages (lists of role and content), or chosen and rejected; there are: "

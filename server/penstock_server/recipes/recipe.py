@@ -78,12 +78,12 @@ class Recipe:
     @property
     def has_turns(self) -> bool:
         """Return whether only parts of a row have loss: responses, not prompts."""
-        return not dict(self.fields).keys() <= {"tokens", "text"} or self.has_loss_mask
+        return not (dict(self.fields).keys() <= {"tokens", "text"} or self.kind == "prompt") or self.has_loss_mask
 
     @property
     def has_prompts(self) -> bool:
         """Return whether a row is a prompt and one or two responses to it."""
-        return "prompt" in dict(self.fields) and self.chat is None
+        return "prompt" in dict(self.fields) and self.chat is None and self.kind != "prompt"
 
     @property
     def has_many_turns(self) -> bool:
@@ -103,7 +103,7 @@ class Recipe:
     @property
     def adds_eos_to_chats(self) -> bool:
         """Return whether an EOS is appended to chats: not if their template writes it."""
-        if not (self.chat and self.tokenizer) or self.eos_id is None:
+        if not (self.chat and self.tokenizer) or self.eos_id is None or self.kind == "prompt":
             return False
         token = self.tokenizer.tokenizer.id_to_token(self.eos_id)
         return token is None or token not in self.chat.answer_end

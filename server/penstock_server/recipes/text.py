@@ -151,6 +151,22 @@ def tokenized_chats(
     return ids.with_token(recipe.eos_id, at_end=True, lists=closes, in_loss=ends_in_loss)
 
 
+def chat_prompts(rows: Rows) -> Lists:
+    """Render and tokenize chats that end with a message to answer, and the text that opens the answer."""
+    recipe, source = rows.recipe, rows.field("prompt")
+    assert recipe.tokenizer
+    assert recipe.chat
+    texts = list[str]()
+    for row, (chat, tools) in enumerate(zip(read_chats(rows, "prompt"), read_tools(rows), strict=True)):
+        try:
+            texts.append(recipe.chat.render_prompt(chat, tools))
+        except ChatError as error:
+            rows.note(row, str(error), of=source.text)
+            texts.append("")
+    ids = _without_empty(Lists(*recipe.tokenizer.encode(texts, rows.note_of(source.text))), rows, source)
+    return ids.with_token(recipe.bos_id, at_end=False, lists=ids.lacking(recipe.bos_id, at_end=False))
+
+
 def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[str, tuple[Span, ...]]:
     """Render a chat after a prompt, with the spans that have loss. Raises ChatError: no span has loss."""
     assert recipe.chat

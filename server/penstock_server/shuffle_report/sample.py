@@ -123,6 +123,7 @@ def _locate(plan: Plan, epoch: int, numbers: IntArray) -> tuple[list[Source], Sa
     """Return the samples of an epoch with these numbers, and their sources."""
     # The order does not depend on the batch size, so each sample is a batch.
     positions = replace(plan.schedule, batch_size=1, world_size=1).positions(numbers.tolist(), 0)[:, 0]
+    positions //= plan.spec.repeat
     members, epochs = np.zeros_like(positions), np.full_like(positions, epoch)
     if plan.mixture is not None:
         members, in_stream = plan.mixture.locate(epoch * plan.schedule.num_samples + positions)

@@ -61,6 +61,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "window": draw(st.sampled_from([1, 5, 1000])),
         "split": draw(st.sampled_from(["all", "train", "validation"])),
         "seed": draw(st.integers(0, 3)),
+        "repeat": draw(st.sampled_from([1, 1, 3])),
     }
     if draw(st.booleans()):
         spec["labels"] = "shifted"
@@ -71,6 +72,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         if spec["shuffle"] == "window":
             spec["length_bucket_size"] = draw(st.sampled_from([0, 3]))
     if mix := draw(st.sampled_from([None, None, "a:1,b:2", "a:1,b:1;b:3,a:1@7;a:1@40"])):
+        spec.pop("repeat")
         spec |= {"mix": mix, "stopping_strategy": draw(st.sampled_from(["first_exhausted", "all_exhausted"]))}
     return spec
 
@@ -189,8 +191,10 @@ def test_engine_serves_every_sample_for_random_data_and_specs(
         order = [sample for body in made for sample in samples_of(body)]
         assert len(order) == whole.schedule.num_samples
         if "mix" not in spec:
-            num_replaced = sum(frame.replaced for frame in wire.decode(b"".join(made)))
-            check_contents(order, whole, first, num_replaced=num_replaced, is_filtered=is_filtered)
+            repeat = spec["repeat"]
+            assert order == [sample for sample in order[::repeat] for _ in range(repeat)]
+            num_replaced = sum(frame.replaced for frame in wire.decode(b"".join(made))) // repeat
+            check_contents(order[::repeat], whole, first, num_replaced=num_replaced, is_filtered=is_filtered)
 
         # A run is a slice of that order, whatever its batch size, its ranks, and what it skips.
         skipped = plan.spec.skipped()

@@ -57,7 +57,7 @@ def test_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path) 
         ('columns = ["text", "text"]', "columns must be a list of different names, not"),
         ("validation = 1.0", r"validation must be a share from 0 to below 1, not 1\.0\.$"),
         ("validation = false", "validation must be a share from 0 to below 1, not False"),
-        ('prompt = "text"', "name either tokens, or text, or prompt and response"),
+        ('response = "text"', "name either tokens, or text, or prompt with or without response"),
         ('text = "body"', "no column 'body'; there are: text"),
         ('tokens = "text"', "'text' is string, but tokens must be lists of integers"),
         ('tokenizer = "none.json"', "none.json cannot be read: No such file"),
