@@ -10,31 +10,15 @@ continues from the last one, with the next batch. Needs trl and peft.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from penstock import RemoteDataset
-from penstock.huggingface import RemoteTrainer
-
-
-class ShownOneRow(SFTTrainer):
-    """An SFTTrainer that is shown one row of the library `datasets`, since TRL refuses other datasets."""
-
-    def __init__(self, *args: Any, train_dataset: RemoteDataset, eval_dataset: Any = None, **options: Any) -> None:
-        row = Dataset.from_list([{"input_ids": [0], "labels": [0]}])
-        shown = None if eval_dataset is None else row
-        super().__init__(*args, train_dataset=row, eval_dataset=shown, data_collator=default_data_collator, **options)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-
-
-class RemoteSFTTrainer(RemoteTrainer, ShownOneRow):
-    """SFTTrainer with its losses, metrics and LoRA, on a RemoteDataset."""
+from penstock.trl import RemoteSFTTrainer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save_steps=args.save_steps,
         logging_steps=10,
         report_to="none",
-        dataset_kwargs={"skip_prepare_dataset": True},  # the server has tokenized the rows
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         use_cpu=not torch.cuda.is_available(),
     )

@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
+    DefaultDataCollator,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -59,6 +62,7 @@ class RemoteTrainer(Trainer):
             a checkpoint although a state was loaded into the data.
     """
 
+    draws = 1  # how often Trainer draws each batch of the dataset
     _state_callback: _StateCallback
     _signature_columns: Any  # Trainer's attribute, set by _set_signature_columns_if_needed
 
@@ -76,8 +80,8 @@ class RemoteTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's batches. Trainer's own loader would collate batches and shard the rank's share again."""
         self._check_train_dataset()  # the user may have replaced it
-        self._state_callback.data = self.train_dataset
-        return _Loader(self.train_dataset, self._for_the_model)
+        self._state_callback.data, self._state_callback.draws = self.train_dataset, self.draws
+        return _Loader(self.train_dataset, self._for_the_model, self.draws)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
         """Return this rank's batches if the dataset is a RemoteDataset; otherwise Trainer's loader."""
@@ -95,7 +99,7 @@ class RemoteTrainer(Trainer):
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Return the number of samples of an epoch, over all ranks."""
         if isinstance(dataloader, _Loader):
-            return len(dataloader) * dataloader.data.spec.samples_per_step
+            return dataloader.data.steps_per_epoch * dataloader.data.spec.samples_per_step
         return int(super().num_examples(dataloader))
 
     def _held_out(self, data: Dataset[Any] | None) -> DataLoader[Any] | None:
@@ -122,21 +126,25 @@ class RemoteTrainer(Trainer):
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if any(other is data for other in evaluated):
             raise SpecError(_SHARED_DATASET)
-        is_default = self.data_collator is default_data_collator or type(self.data_collator) is DataCollatorWithPadding
-        if not is_default and all(other is None or isinstance(other, RemoteDataset) for other in evaluated):
+        if not _only_pads(self.data_collator) and all(other is None or isinstance(other, RemoteDataset) for other in evaluated):
             raise SpecError(
-                "leave data_collator out: batches come ready-made, so it would never be called. To change batches, as "
-                "masked-language modelling does, override compute_loss."
+                f"leave data_collator out: batches come ready-made, so {type(self.data_collator).__name__} would never be "
+                "called. To change batches, as masked-language modelling does, override compute_loss."
             )
-        expected = self.get_total_train_batch_size(args) // args.gradient_accumulation_steps
-        if data.spec.samples_per_step != expected:
+        expected, name = self.samples_of_batch
+        if data.spec.samples_per_step != expected * args.world_size:
             raise SpecError(
                 f"the dataset gives each of {data.spec.world_size} rank(s) {data.spec.batch_size} samples a step, but by its "
-                f"arguments Trainer counts {expected} in all, {args.train_batch_size} a rank: the length of the run would be "
-                "wrong. Make the dataset after args, with batch_size=args.train_batch_size, and start with torchrun (on CPUs "
-                "alone with use_cpu=True).",
+                f"arguments Trainer counts {expected * args.world_size} in all, {expected} a rank: the length of the run would "
+                f"be wrong. Make the dataset after args, with batch_size={name}, and start with torchrun (on CPUs alone with "
+                "use_cpu=True).",
                 ("batch_size", "world_size"),
             )
+
+    @property
+    def samples_of_batch(self) -> tuple[int, str]:
+        """Samples that Trainer takes from a batch of one rank, and the arguments that say so."""
+        return self.args.train_batch_size, "args.train_batch_size"
 
     def _warn_of_another_task(self) -> None:
         """Warn about the wrong task: an encoder would see the responses its decoder should learn; the loss looks fine."""
@@ -188,6 +196,7 @@ class _StateCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.data: RemoteDataset | None = None
+        self.draws = 1
         self._has_warned = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
@@ -197,9 +206,11 @@ class _StateCallback(TrainerCallback):
             return
         position = self.data.state_dict()
         state.stateful_callbacks[_KEY] = {"args": {}, "attributes": position}
-        counted = _counted(state, args, self.data)
+        counted, num_more = divmod(self._num_drawn(state, args), self.draws)
+        if num_more:  # the batch will be drawn again, and no state is inside a batch
+            state.stateful_callbacks.pop(_KEY)
         trained = position["epoch"] * self.data.steps_per_epoch + position["step"]
-        if counted != trained and not position["offset"] and not self._has_warned:
+        if counted + bool(num_more) != trained and not position["offset"] and not self._has_warned:
             self._has_warned = True
             warn(
                 f"Trainer counts {counted:,} batches, but train_dataset is at its batch {trained:,}. {_MISCOUNTED} Training "
@@ -219,9 +230,13 @@ class _StateCallback(TrainerCallback):
             return
         saved = state.stateful_callbacks.get(_KEY)
         if saved is None:
-            raise StateMismatch("this checkpoint holds no state of the data: no RemoteTrainer wrote it, or one in a replay")
+            raise StateMismatch(
+                "this checkpoint holds no state of the data: no RemoteTrainer wrote it, or one in a replay, or one that was to "
+                "train on the same batch once more"
+            )
         data.load_state_dict(saved["attributes"])
-        counted, trained = _counted(state, args, data), (data.epoch + 1) * data.steps_per_epoch - len(data)
+        counted = self._num_drawn(state, args) // self.draws
+        trained = (data.epoch + 1) * data.steps_per_epoch - len(data)
         if trained != counted:
             raise StateMismatch(
                 f"Trainer counts {counted:,} batches before this checkpoint, but the state of the data counts {trained:,}. "
@@ -229,22 +244,31 @@ class _StateCallback(TrainerCallback):
                 f"same: {_MISCOUNTED} Resume from an earlier checkpoint."
             )
 
+    def _num_drawn(self, state: TrainerState, args: TrainingArguments) -> int:
+        """Return the number of batches that were drawn before this update, as Trainer will count them when it resumes."""
+        assert self.data
+        per_epoch = self.data.steps_per_epoch * self.draws
+        num_epochs, num_updates = divmod(state.global_step, ceil(per_epoch / args.gradient_accumulation_steps))
+        return int(num_epochs * per_epoch + num_updates * args.gradient_accumulation_steps)
 
-def _counted(state: TrainerState, args: TrainingArguments, data: RemoteDataset) -> int:
-    """Return the number of batches before this update, as Trainer will count them when it resumes."""
-    num_epochs, num_updates = divmod(state.global_step, ceil(data.steps_per_epoch / args.gradient_accumulation_steps))
-    return int(num_epochs * data.steps_per_epoch + num_updates * args.gradient_accumulation_steps)
+
+def _only_pads(collator: Any) -> bool:
+    """Return whether a collator would leave finished batches as they are."""
+    kinds = (DataCollatorWithPadding, DataCollatorForSeq2Seq, DefaultDataCollator)
+    if isinstance(collator, DataCollatorForLanguageModeling):
+        return not collator.mlm
+    return collator is default_data_collator or type(collator) in kinds
 
 
 class _Loader(DataLoader[Any]):
-    """Loader of a RemoteDataset for Trainer; its length is the number of steps of an epoch."""
+    """Loader of a RemoteDataset for Trainer; its length is that of an epoch."""
 
-    def __init__(self, data: RemoteDataset, select: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self.data = data
-        super().__init__(_Steps(data, select), batch_size=None)
+    def __init__(self, data: RemoteDataset, select: Callable[[dict[str, Any]], Any], draws: int = 1) -> None:
+        self.data, self._draws = data, draws
+        super().__init__(_Steps(data, select, draws), batch_size=None)
 
     def __len__(self) -> int:
-        return self.data.steps_per_epoch
+        return self.data.steps_per_epoch * self._draws
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; Trainer calls this before each epoch."""
@@ -254,10 +278,10 @@ class _Loader(DataLoader[Any]):
 class _Steps(IterableDataset[dict[str, Any] | None]):
     """Batches for Trainer, with None for those before the checkpoint: Trainer draws and drops them to resume."""
 
-    def __init__(self, data: RemoteDataset, select: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self._data, self._select = data, select
+    def __init__(self, data: RemoteDataset, select: Callable[[dict[str, Any]], Any], draws: int) -> None:
+        self._data, self._select, self._draws = data, select, draws
 
     def __iter__(self) -> Iterator[dict[str, Any] | None]:
-        yield from repeat(None, self._data.steps_per_epoch - len(self._data))
+        yield from repeat(None, (self._data.steps_per_epoch - len(self._data)) * self._draws)
         for batch in self._data:
-            yield self._select(batch)
+            yield from repeat(self._select(batch), self._draws)

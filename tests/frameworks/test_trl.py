@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import RemoteDataset
+from penstock import RemoteDataset, SpecError
 from support.corpora import EOS, write, write_tokenizer
-from support.recorded import EXAMPLES, run_example
+from support.recorded import run_example
 from support.servers import Serve
 
 LIBRARY = "trl"
@@ -31,6 +31,8 @@ def chat(number: int) -> list[dict[str, str]]:
 
 
 CHATS = [chat(number) for number in range(NUM_ROWS)]
+PAIRS = [{"prompt": f"fox {n}", "chosen": " dog" * (1 + n % 5), "rejected": " jumps" * (1 + n % 3)} for n in range(NUM_ROWS)]
+PROMPTS = [{"prompt": f"fox {n} jumps", "goal": n % 4} for n in range(NUM_ROWS)]
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +59,20 @@ def url(serve: Serve, model: Path, shared: Path) -> str:
     """A server of the dataset "chats"."""
     recipe = f"tokenizer = {json.dumps(str(model / 'tokenizer.json'))}\neos = false"
     write(shared / "chats", recipe, {"messages": CHATS}, row_group_size=32)
+    tokenizer = f"tokenizer = {json.dumps(str(model / 'tokenizer.json'))}"
+    write(shared / "pairs", tokenizer, {name: [pair[name] for pair in PAIRS] for name in PAIRS[0]}, row_group_size=32)
+    asked = {name: [prompt[name] for prompt in PROMPTS] for name in PROMPTS[0]}
+    write(shared / "prompts", f'{tokenizer}\ncolumns = ["prompt", "goal"]', asked, row_group_size=32)
     return serve(shared).url
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import train_trl
-
-    return train_trl
-
-
-def test_losses_and_metrics_equal_those_of_trl(url: str, model: Path, tmp_path: Path, example: Any) -> None:
+def test_losses_and_metrics_equal_those_of_trl(url: str, model: Path, tmp_path: Path) -> None:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
+
+    from penstock.trl import RemoteSFTTrainer
 
     def logged(trainer: type, data: Any, **settings: Any) -> list[dict[str, float]]:
         args = SFTConfig(
@@ -99,10 +99,120 @@ def test_losses_and_metrics_equal_those_of_trl(url: str, model: Path, tmp_path: 
         train_sampling_strategy="sequential",
     )
     data = RemoteDataset(url, "chats", batch_size=8, seq_len=SEQ_LEN, pad="longest", shuffle="none", split="all")
-    ours = logged(example.RemoteSFTTrainer, data, dataset_kwargs={"skip_prepare_dataset": True})
+    ours = logged(RemoteSFTTrainer, data)
     assert len(ours) == 4
     for one, other in zip(ours, theirs, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
+
+
+def logs_of(trainer: Any, *names: str) -> list[dict[str, float]]:
+    return [{name: log[name] for name in names} for log in trainer.state.log_history if "loss" in log]
+
+
+def dpo(kind: str, model: Path, out: Path, data: Any, **settings: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    from penstock.trl import RemoteDPOTrainer
+
+    args = DPOConfig(
+        str(out), per_device_train_batch_size=8, gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=1,
+        max_length=SEQ_LEN, report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return {"theirs": DPOTrainer, "ours": RemoteDPOTrainer}[kind](
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        args=args,
+        train_dataset=data,
+    )
+
+
+def test_dpo_has_the_losses_and_metrics_of_trl_also_resumed(url: str, model: Path, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    names = ("loss", "grad_norm", "rewards/chosen", "rewards/margins")
+    options: dict[str, Any] = {"max_steps": 8, "save_steps": 4}
+    in_order = {"train_sampling_strategy": "sequential"}
+    theirs = dpo("theirs", model, tmp_path / "theirs", Dataset.from_list(PAIRS), **options, **in_order)
+    theirs.train()
+
+    def data() -> RemoteDataset:
+        return RemoteDataset(url, "pairs", batch_size=8, seq_len=SEQ_LEN, pad="longest", shuffle="none", split="all")
+
+    ours = dpo("ours", model, tmp_path / "ours", data(), **options)
+    ours.train()
+    assert len(logs_of(ours, *names)) == 8
+    for one, other in zip(logs_of(ours, *names), logs_of(theirs, *names), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+    again = dpo("ours", model, tmp_path / "again", data(), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
+    assert logs_of(again, *names) == logs_of(ours, *names)
+
+
+def grpo(kind: str, model: Path, out: Path, data: Any, **settings: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from penstock.trl import RemoteGRPOTrainer
+
+    def reward(completions: list[str], goal: list[int], **_: Any) -> list[float]:
+        return [len(completion) % 7 - wanted for completion, wanted in zip(completions, goal, strict=True)]
+
+    options: dict[str, Any] = {"num_generations": 4, "gradient_accumulation_steps": 2, "save_strategy": "no"} | settings
+    args = GRPOConfig(
+        str(out), per_device_train_batch_size=8, max_completion_length=6, learning_rate=1e-2, logging_steps=1, seed=3,
+        report_to="none", use_cpu=True, bf16=False, shuffle_dataset=False, disable_tqdm=True, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return {"theirs": GRPOTrainer, "ours": RemoteGRPOTrainer}[kind](
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=data,
+    )
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_grpo_has_the_losses_and_rewards_of_trl_also_resumed(url: str, model: Path, tmp_path: Path, iterations: int) -> None:
+    from datasets import Dataset
+
+    names = ("loss", "grad_norm") + ("reward",) * (iterations == 1)
+    options: dict[str, Any] = {"max_steps": 8, "num_iterations": iterations}
+    theirs = grpo("theirs", model, tmp_path / "theirs", Dataset.from_list(PROMPTS), **options)
+    theirs.train()
+
+    def data() -> RemoteDataset:
+        return RemoteDataset(url, "prompts", batch_size=16, repeat=4, seq_len=SEQ_LEN, shuffle="none", split="all")
+
+    options |= {"save_strategy": "steps", "save_steps": 4}
+    ours = grpo("ours", model, tmp_path / "ours", data(), **options)
+    ours.train()
+    assert len(logs_of(ours, *names)) == 8
+    assert logs_of(ours, *names) == logs_of(theirs, *names)
+
+    again = grpo("ours", model, tmp_path / "again", data(), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
+    assert logs_of(again, *names) == logs_of(ours, *names)
+
+
+def test_arguments_that_contradict_the_data_are_refused(url: str, model: Path, tmp_path: Path) -> None:
+    pairs = RemoteDataset(url, "pairs", batch_size=8, seq_len=SEQ_LEN, pad="longest")
+    with pytest.raises(SpecError, match="leave precompute_ref_log_probs out"):
+        dpo("ours", model, tmp_path, pairs, precompute_ref_log_probs=True)
+    chats = RemoteDataset(url, "chats", batch_size=8, seq_len=SEQ_LEN)
+    with pytest.raises(SpecError, match="DPO needs preference pairs"):
+        dpo("ours", model, tmp_path, chats, max_steps=1).train()
+    with pytest.raises(SpecError, match="the dataset needs repeat=4"):
+        grpo("ours", model, tmp_path, RemoteDataset(url, "prompts", batch_size=16, seq_len=SEQ_LEN))
+    with pytest.raises(SpecError, match=r"counts 16 in all, 16 a rank.*steps_per_generation"):
+        grpo("ours", model, tmp_path, RemoteDataset(url, "prompts", batch_size=8, repeat=4, seq_len=SEQ_LEN))
+    with pytest.raises(SpecError, match="GRPO takes prompts as texts or messages"):
+        grpo(
+            "ours", model, tmp_path, RemoteDataset(url, "chats", batch_size=16, repeat=4, seq_len=SEQ_LEN), max_steps=1
+        ).train()
 
 
 @pytest.mark.slow
