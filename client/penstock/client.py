@@ -89,6 +89,10 @@ class Client:
             allocate=allocate or self._buffers.allocate,
         )
 
+    def for_rank(self, rank: int) -> Client:
+        """Return a client of another rank for the same data."""
+        return Client(self._addresses, self.dataset, rank=rank, retry_seconds=self._retry_seconds)
+
     def trim(self) -> None:
         """Free most of the memory for bodies: an iteration has ended."""
         self._buffers.trim()

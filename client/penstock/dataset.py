@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from penstock.iteration import NOT_GIVEN, BatchIterator, Iteration, hide_interna
 from penstock.ledger.recorder import Recorder
 from penstock.lint import Advice, is_trained_on, warn_of_epoch, warn_of_pass
 from penstock.logs import name_rank, warn
+from penstock.map_style import MapStyleView
 from penstock.mix import spell_mix
 from penstock.numbers import check_amount, check_whole, plain
 from penstock.prefetch import PREFETCH_BYTES
@@ -49,7 +51,7 @@ from penstock.spec import (
 )
 from penstock.state import Cursor, resume, write_state
 from penstock.stats import Stats, StatsAggregator
-from penstock.tensors import ALL, Batch, names_of
+from penstock.tensors import ALL, Batch, expand, names_of
 
 _SPEC_PARAMETERS = {parameter["name"] for parameter in describe()} - {"world_size", "offset", "mix"}  # passed on unchanged
 _ENDLESS = MAX_COUNT  # epochs
@@ -350,6 +352,18 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def _spec_at(self, at: Cursor) -> Spec:
         return replace(self.spec, offset=at.offset)
+
+    def as_map_style(self, transform: Callable[[dict[str, Any]], Any] | None = None) -> MapStyleView:
+        """A map-style view, for trainers that take nothing else: slower, as a sampler chooses the items. All ranks see all.
+
+        Raises SpecError: flatten is set.
+        """
+        if self._form.flat:
+            raise SpecError("leave flatten out: an item of a map-style view is a single sample", ("flatten",))
+        pad = "longest" if self.spec.packing == "rows" else self.spec.pad
+        spec = replace(self.spec, batch_size=1, world_size=1, pad=pad)
+        made = partial(expand, pin_memory=False, tensors=self._tensors, form=self._form)
+        return MapStyleView(self._client.for_rank(0), spec, self._client.resolve(spec).num_steps, made, transform)
 
     def _check_rank(self) -> None:
         """Whether this is the rank that it was made for, on the snapshot of the others. Raises PenstockError.

@@ -5,7 +5,7 @@
     data = RemoteDataset("http://localhost:8000", "chats", batch_size=args.train_batch_size, packing="best_fit")
     RemoteSFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer).train()
 
-Needs trl. See penstock.huggingface for what is refused, and for resuming.
+Needs trl. RemoteTrainer of penstock.huggingface says what is refused, and how a run resumes.
 """
 
 from __future__ import annotations
