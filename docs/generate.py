@@ -1,17 +1,19 @@
-"""Writes the generated parts of the reference: the table of parameters and the help of the commands.
+"""Writes the generated parts of the docs: the table of parameters, the help of the commands, and the lines of tests.
 
-python docs/generate.py            writes docs/reference/parameters.md and cli.md
+python docs/generate.py            writes docs/reference/parameters.md and cli.md, and docs/guides/trainers.md
 python docs/generate.py --check    exits with 1 if one of them is not up to date
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 from penstock.spec import as_text, describe
 
-REFERENCE = Path(__file__).parent / "reference"
+ROOT = Path(__file__).parents[1]
 COMMANDS = ("serve", "prepare", "inspect", "import", "sample", "peek", "bench", "doctor", "audit")
 
 
@@ -44,18 +46,31 @@ def commands(page: str) -> str:
     return "\n\n".join(sections) + "\n"
 
 
+def snippets(page: str) -> str:
+    """Returns the page with the marked lines of tests: `<!-- from FILE:NAME -->` stands before a block of them."""
+
+    def block(match: re.Match[str]) -> str:
+        text = (ROOT / match["file"]).read_text()
+        start, end = (f"# --8<-- [{edge}:{match['name']}]\n" for edge in ("start", "end"))
+        lines = dedent(text.partition(start)[2].partition(end)[0].rpartition("\n")[0])
+        return f"<!-- from {match['file']}:{match['name']} -->\n```python\n{lines.strip()}\n```\n"
+
+    return re.sub(r"<!-- from (?P<file>\S+):(?P<name>\S+) -->\n```python\n.*?```\n", block, page, flags=re.DOTALL)
+
+
 def main() -> None:
     """Writes the pages, or checks them."""
     is_current = True
-    for name, render in (("parameters.md", parameters), ("cli.md", commands)):
-        path = REFERENCE / name
+    pages = {"reference/parameters.md": parameters, "reference/cli.md": commands, "guides/trainers.md": snippets}
+    for name, render in pages.items():
+        path = Path(__file__).parent / name
         page = path.read_text()
         if (new := render(page)) != page:
             is_current = False
             if "--check" not in sys.argv:
                 path.write_text(new)
     if "--check" in sys.argv and not is_current:
-        sys.exit("docs/reference is not up to date; run: make docs")
+        sys.exit("a generated page of docs is not up to date; run: make docs")
 
 
 if __name__ == "__main__":

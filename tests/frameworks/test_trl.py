@@ -151,49 +151,63 @@ def test_dpo_has_the_losses_and_metrics_of_trl_also_resumed(url: str, model: Pat
     assert logs_of(again, *names) == logs_of(ours, *names)
 
 
-def grpo(kind: str, model: Path, out: Path, data: Any, **settings: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+def reward(completions: list[str], goal: list[int], **_: Any) -> list[float]:
+    return [len(completion) % 7 - wanted for completion, wanted in zip(completions, goal, strict=True)]
 
-    from penstock.trl import RemoteGRPOTrainer
 
-    def reward(completions: list[str], goal: list[int], **_: Any) -> list[float]:
-        return [len(completion) % 7 - wanted for completion, wanted in zip(completions, goal, strict=True)]
+def policy(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def grpo_config(out: Path, **settings: Any) -> Any:
+    from trl import GRPOConfig
 
     options: dict[str, Any] = {"num_generations": 4, "gradient_accumulation_steps": 2, "save_strategy": "no"} | settings
-    args = GRPOConfig(
+    return GRPOConfig(
         str(out), per_device_train_batch_size=8, max_completion_length=6, learning_rate=1e-2, logging_steps=1, seed=3,
         report_to="none", use_cpu=True, bf16=False, shuffle_dataset=False, disable_tqdm=True, **options,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return {"theirs": GRPOTrainer, "ours": RemoteGRPOTrainer}[kind](
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        reward_funcs=reward,
-        args=args,
-        train_dataset=data,
-    )
+
+
+def grpo(url: str, model: Path, args: Any, dataset: str = "prompts", **settings: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    settings = {"seq_len": SEQ_LEN, "shuffle": "none", "split": "all"} | settings
+    # --8<-- [start:grpo]
+    from penstock.trl import RemoteGRPOTrainer
+
+    num_at_once = args.per_device_train_batch_size * args.steps_per_generation
+    settings = {"batch_size": num_at_once, "repeat": args.num_generations} | settings
+    data = RemoteDataset(url, dataset, **settings)
+    trainer = RemoteGRPOTrainer(policy(model), reward, args=args, train_dataset=data, processing_class=tokenizer)
+    # --8<-- [end:grpo]
+    return trainer  # noqa: RET504 - the docs show the line before
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_grpo_has_the_losses_and_rewards_of_trl_also_resumed(url: str, model: Path, tmp_path: Path, iterations: int) -> None:
     from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOTrainer
 
     names = ("loss", "grad_norm") + ("reward",) * (iterations == 1)
     options: dict[str, Any] = {"max_steps": 8, "num_iterations": iterations}
-    theirs = grpo("theirs", model, tmp_path / "theirs", Dataset.from_list(PROMPTS), **options)
+    rows, tokenizer = Dataset.from_list(PROMPTS), AutoTokenizer.from_pretrained(model)
+    config = grpo_config(tmp_path / "theirs", **options)
+    theirs = GRPOTrainer(policy(model), reward, args=config, train_dataset=rows, processing_class=tokenizer)
     theirs.train()
 
-    def data() -> RemoteDataset:
-        return RemoteDataset(url, "prompts", batch_size=16, repeat=4, seq_len=SEQ_LEN, shuffle="none", split="all")
-
     options |= {"save_strategy": "steps", "save_steps": 4}
-    ours = grpo("ours", model, tmp_path / "ours", data(), **options)
+    ours = grpo(url, model, grpo_config(tmp_path / "ours", **options))
     ours.train()
     assert len(logs_of(ours, *names)) == 8
     assert logs_of(ours, *names) == logs_of(theirs, *names)
 
-    again = grpo("ours", model, tmp_path / "again", data(), **options)
+    again = grpo(url, model, grpo_config(tmp_path / "again", **options))
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
     assert logs_of(again, *names) == logs_of(ours, *names)
 
@@ -205,14 +219,13 @@ def test_arguments_that_contradict_the_data_are_refused(url: str, model: Path, t
     chats = RemoteDataset(url, "chats", batch_size=8, seq_len=SEQ_LEN)
     with pytest.raises(SpecError, match="DPO needs preference pairs"):
         dpo("ours", model, tmp_path, chats, max_steps=1).train()
+    args = grpo_config(tmp_path, max_steps=1)
     with pytest.raises(SpecError, match="the dataset needs repeat=4"):
-        grpo("ours", model, tmp_path, RemoteDataset(url, "prompts", batch_size=16, seq_len=SEQ_LEN))
+        grpo(url, model, args, repeat=1)
     with pytest.raises(SpecError, match=r"counts 16 in all, 16 a rank.*steps_per_generation"):
-        grpo("ours", model, tmp_path, RemoteDataset(url, "prompts", batch_size=8, repeat=4, seq_len=SEQ_LEN))
+        grpo(url, model, args, batch_size=8)
     with pytest.raises(SpecError, match="GRPO takes prompts as texts or messages"):
-        grpo(
-            "ours", model, tmp_path, RemoteDataset(url, "chats", batch_size=16, repeat=4, seq_len=SEQ_LEN), max_steps=1
-        ).train()
+        grpo(url, model, args, "chats").train()
 
 
 @pytest.mark.slow

@@ -36,7 +36,9 @@ RUN_ELSEWHERE = ("make demo", "make test", "docker compose")  # by .ci/run and t
 
 
 def blocks(language: str) -> list[str]:
-    return [block for text in PAGES.values() for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
+    """The blocks of a language, without lines of tests, which run there."""
+    fenced = re.compile(rf"(<!-- from .*? -->\n)?```{language}\n(.*?)```", re.DOTALL)
+    return [block for text in PAGES.values() for source, block in fenced.findall(text) if not source]
 
 
 def shell_lines() -> list[str]:
