@@ -47,7 +47,7 @@ trl-test: $(FRAMEWORKS)  ## the example on TRL's SFTTrainer; installs trl and pe
 	$(BIN)/python -m pytest tests/frameworks/test_trl.py -rs
 
 # Each trainer has an environment of its own in .venv/trainers: they need different versions of the same libraries.
-TRAINERS := torchtitan olmo-core composer litgpt torchtune
+TRAINERS := torchtitan olmo-core composer litgpt torchtune verl
 trainers-test: $(TRAINERS:%=trainer-test-%)  ## the adapters with the real trainers; installs each trainer, some gigabytes
 
 trainer-test-%: $(VENV)/trainers/%/.installed

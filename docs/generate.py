@@ -53,9 +53,10 @@ def snippets(page: str) -> str:
         text = (ROOT / match["file"]).read_text()
         start, end = (f"# --8<-- [{edge}:{match['name']}]\n" for edge in ("start", "end"))
         lines = dedent(text.partition(start)[2].partition(end)[0].rpartition("\n")[0])
-        return f"<!-- from {match['file']}:{match['name']} -->\n```python\n{lines.strip()}\n```\n"
+        return f"<!-- from {match['file']}:{match['name']} -->\n```{match['language']}\n{lines.strip()}\n```\n"
 
-    return re.sub(r"<!-- from (?P<file>\S+):(?P<name>\S+) -->\n```python\n.*?```\n", block, page, flags=re.DOTALL)
+    fenced = r"<!-- from (?P<file>\S+):(?P<name>\S+) -->\n```(?P<language>\w+)\n.*?```\n"
+    return re.sub(fenced, block, page, flags=re.DOTALL)
 
 
 def main() -> None:

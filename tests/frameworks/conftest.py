@@ -11,7 +11,7 @@ from support.recorded import TINIER, Given, recording, with_short_lines
 from support.servers import Serve
 from train_gpt import TinyGPT
 
-TRAINERS = ("composer", "litgpt", "olmo_core", "torchtitan", "torchtune")  # each has an environment of its own
+TRAINERS = ("composer", "litgpt", "olmo_core", "torchtitan", "torchtune", "verl")  # each has an environment of its own
 NUM_ROWS = 320  # twenty steps of sixteen
 
 
