@@ -46,7 +46,7 @@ trl-test: $(FRAMEWORKS)  ## the example on TRL's SFTTrainer; installs trl and pe
 		echo "trl cannot be installed; its test is skipped" >&2
 	$(BIN)/python -m pytest tests/frameworks/test_trl.py -rs
 
-# Each trainer has an environment of its own in .venv/trainers: they need different versions of the same libraries.
+# Each trainer has a separate environment in .venv/trainers: they need different versions of the same libraries.
 TRAINERS := torchtitan olmo-core composer litgpt torchtune verl
 trainers-test: $(TRAINERS:%=trainer-test-%)  ## the adapters with the real trainers; installs each trainer, some gigabytes
 
