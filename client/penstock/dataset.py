@@ -191,6 +191,7 @@ class RemoteDataset(IterableDataset[Batch]):
             raise SpecError("flatten needs single samples: preference pairs have two lines each", ("flatten",))
         self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors, self._form))
         self._progress = Progress(self.steps_per_epoch, f"{dataset}/{resolved.spec.digest}", self._epochs)
+        self._offsets = {0}  # of iterations so far, whose batches state_after takes
         self._has_checked_rows = False  # how long rows are: once is enough
         self._stats = StatsAggregator()
 
@@ -266,12 +267,14 @@ class RemoteDataset(IterableDataset[Batch]):
 
         With `epochs`, an iteration that is in this epoch already goes on.
 
-        Raises PenstockError: the rank has changed.
+        Raises SpecError: there is no such epoch.  Raises PenstockError: the rank has changed.
         """
         epoch = check_whole("epoch", epoch, 0, MAX_COUNT)
         self._check_rank()
         self._progress.confirm_epoch(epoch)
         warn_of_epoch(self._progress, self.spec, epoch)
+        if self._epochs is not None and epoch >= self._epochs:
+            raise SpecError(f"epoch {epoch} does not exist: the dataset has epochs={self._epochs}, from 0", ("epoch",))
         if not self._progress.is_in(epoch):
             self._progress.set_epoch(epoch)
 
@@ -290,6 +293,9 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._epochs == _ENDLESS:
             raise TypeError("an endless dataset has no length; steps_per_epoch is the number of batches of an epoch")
         return self._progress.num_left
+
+    def __bool__(self) -> bool:
+        return True  # Python would ask for the length, which an endless dataset has not
 
     def __iter__(self) -> Iterator[Batch]:
         """One epoch from its first step, or from where load_state_dict put it. Leaving the loop stops the fetching.
@@ -313,6 +319,7 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._consensus and not worker:
             self._consensus.settle(self.snapshot)
         at = this.cursor
+        self._offsets.add(at.offset)
         spec = self._spec_at(at)
         trains = self._replay is None and is_trained_on(spec)
         if trains:
@@ -430,7 +437,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 "this batch has no address: something made a new dict from a batch of the dataset. Call state_after with the "
                 "batch itself."
             )
-        for offset in {0, self._progress.offset}:
+        for offset in self._offsets | {self._progress.offset}:
             at = Cursor(epoch=address.epoch, offset=offset, step=address.step + 1)
             digest = self._spec_at(at).digest
             if address[:3] == (self.dataset_name, self.snapshot, digest) and address.rank == self.rank:
@@ -440,7 +447,8 @@ class RemoteDataset(IterableDataset[Batch]):
     def seek(self, samples: int) -> None:
         """Starts the next iteration after this number of samples of the run, over all ranks, as Megatron's consumed_samples.
 
-        The samples may have come in batches of any size. An epoch counts as the samples of its steps.
+        The samples may have come in batches of any size. An epoch counts as the samples of its steps. From within a step on,
+        its rest has a step less, and the samples that are left are dropped.
 
         Raises SpecError: it is no number of samples, or the dataset has no batch.
         Raises ServerUnavailable, or the error of a refusal: see load_state_dict.
@@ -450,7 +458,9 @@ class RemoteDataset(IterableDataset[Batch]):
         if not self.steps_per_epoch:
             raise SpecError("seek needs a dataset of at least one step", ("samples",))
         epoch, rest = divmod(samples, self.steps_per_epoch * per_step)
-        if rest % per_step:
+        if self._epochs is not None and epoch >= self._epochs:  # the end of the run
+            at = Cursor(epoch=self._epochs - 1, step=self.steps_per_epoch)
+        elif rest % per_step:
             at = Cursor(epoch=epoch, offset=position_after(spec.skipped(), 0, rest))
         else:  # the batches keep their addresses
             at = Cursor(epoch=epoch, step=rest // per_step)

@@ -107,6 +107,7 @@ class RemoteTrainer(Trainer):
             raise SpecError(_SHARED_DATASET)
         if not isinstance(data, RemoteDataset):
             return None
+        _check_form(data)
         data.rewind(data.epoch)  # each evaluation uses the same batches on purpose: no warning
         return _Loader(data, self._for_the_model)
 
@@ -119,10 +120,7 @@ class RemoteTrainer(Trainer):
                 raise SpecError(
                     f"leave {name} out: the dataset decides batch size, order (shuffle, length_bucket_size) and how to resume"
                 )
-        if data.spec.labels == "shifted":
-            raise SpecError("leave labels='shifted' out: transformers' models shift the labels", ("labels",))
-        if data.epochs is not None:
-            raise SpecError("leave epochs out: Trainer counts them, and sets each one (num_train_epochs)", ("epochs",))
+        _check_form(data)
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if any(other is data for other in evaluated):
             raise SpecError(_SHARED_DATASET)
@@ -252,10 +250,17 @@ class _StateCallback(TrainerCallback):
         return int(num_epochs * per_epoch + num_updates * args.gradient_accumulation_steps)
 
 
+def _check_form(data: RemoteDataset) -> None:
+    if data.spec.labels == "shifted":
+        raise SpecError("leave labels='shifted' out: transformers' models shift the labels", ("labels",))
+    if data.epochs is not None:
+        raise SpecError("leave epochs out: Trainer counts them, and sets each one (num_train_epochs)", ("epochs",))
+
+
 def _only_pads(collator: Any) -> bool:
     """Return whether a collator would leave finished batches as they are."""
     kinds = (DataCollatorWithPadding, DataCollatorForSeq2Seq, DefaultDataCollator)
-    if isinstance(collator, DataCollatorForLanguageModeling):
+    if type(collator) is DataCollatorForLanguageModeling:
         return not collator.mlm
     return collator is default_data_collator or type(collator) in kinds
 

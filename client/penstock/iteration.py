@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import closing, suppress
-from copy import copy
 from functools import partial, wraps
 from inspect import GEN_CLOSED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from itertools import cycle, islice, repeat
@@ -21,7 +20,7 @@ from penstock.errors import PenstockError
 from penstock.forms import Form
 from penstock.prefetch import fetch_ahead
 from penstock.stats import Stats
-from penstock.tensors import CPU, DEFAULT_FORM, Batch, Item, expand
+from penstock.tensors import CPU, DEFAULT_FORM, Batch, Item, batch_of, expand
 from penstock.wire import Frame
 
 P = ParamSpec("P")
@@ -137,7 +136,7 @@ class BatchIterator:
         if self._replay is None:
             return items
         # Copy the dict: a loop that removes tensors from its batch must find them again in the next repeat.
-        again = (item._replace(batch=copy(item.batch)) for item in cycle(items))
+        again = (item._replace(batch=batch_of(item.batch, item.address)) for item in cycle(items))
         return islice(again, min(self._num_steps, sys.maxsize))
 
     def _expanded(self, frame: Frame) -> Item:

@@ -22,9 +22,10 @@ _KEPT_REQUESTS = 64
 class MapStyleView(Dataset[Any]):
     """Samples by their place in the order: item i is sample i of epoch 0, and item epoch * len + i is sample i of that epoch.
 
-    An item is a dict of tensors without padding and without a dimension of batches; passthrough columns are single values.
-    `transform` makes another item from it. A request fetches 64 samples that follow each other. So a sampler that goes through
-    the order, as `sampler()` does, costs one request for 64 items, and a random one costs a request for nearly each item.
+    An item is a dict of tensors without a dimension of batches, and of rows without padding; passthrough columns are single
+    values. `transform` makes another item from it. A request fetches 64 samples that follow each other, in each rank and loader
+    worker. So a sampler that goes through the order, as `sampler()` does, costs few requests, and a random one costs a request
+    for nearly each item.
 
     Raises IndexError: an item is negative.  Raises what RemoteDataset raises while it iterates.
     """
@@ -52,6 +53,10 @@ class MapStyleView(Dataset[Any]):
         frame = self._frames(epoch, number // _AT_ONCE)[number % _AT_ONCE]
         item = {name: value[0] for name, value in self._expand(frame).items() if name != "cu_seqlens"}
         return self._transform(item) if self._transform else item
+
+    def __iter__(self) -> Iterator[Any]:
+        """Items of epoch 0. Python would take items of later epochs, too, as there is one for each index."""
+        return (self[index] for index in range(len(self)))
 
     def sampler(self, rank: int | None = None, world_size: int | None = None) -> OrderSampler:
         """Return a sampler that goes through the order; the ranks share it. Default: the rank of this process."""
@@ -85,13 +90,16 @@ class OrderSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, which begins with its first sample."""
         if epoch != self._epoch:
-            self._epoch, self._is_loaded = check_whole("epoch", epoch, 0), False
+            self._epoch, self._num_given, self._is_loaded = check_whole("epoch", epoch, 0), 0, False
 
     def __len__(self) -> int:
         return self._num_samples // self._world_size
 
     def __iter__(self) -> Iterator[int]:
         self._num_given, self._is_loaded = self._num_given if self._is_loaded else 0, False
+        return self._items()
+
+    def _items(self) -> Iterator[int]:
         for number in range(self._num_given, len(self)):
             self._num_given = number + 1
             yield self._epoch * self._num_samples + number * self._world_size + self._rank

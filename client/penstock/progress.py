@@ -136,6 +136,8 @@ class Progress:
 
     def is_in(self, epoch: int) -> bool:
         """Whether the next iteration begins in this epoch, or goes on right after its last step."""
+        if self.goes_on and self.is_with_workers:  # where in it is not known
+            return False
         return epoch == self.epoch or (self._num_epochs is not None and epoch == self.cursor.epoch)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -30,19 +30,38 @@ class Batch(dict[str, Any]):
     address   its dataset, snapshot, epoch, rank and step; None if other code made this batch from another one
     """
 
-    __slots__ = ("address",)
+    address: Address | None = None
 
-    def __init__(self, *args: Any, address: Address | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.address = address
+    def __reduce__(self) -> tuple[Any, ...]:
+        return batch_of, (dict(self), self.address)  # torch.load would refuse what pickle makes of another dict
 
 
-# Without this, torch's tree_map would take a batch for a single value.
-_pytree.register_pytree_node(
-    Batch,
-    lambda batch: (list(batch.values()), (list(batch), batch.address)),
-    lambda values, context: Batch(zip(context[0], values, strict=True), address=context[1]),
-)
+def batch_of(made: Mapping[str, Any], address: Address | None) -> Batch:
+    """Build the batch of an address."""
+    batch = Batch(made)
+    batch.address = address
+    return batch
+
+
+class _Names(list[str]):
+    """Names of a batch's tensors. Trees of two batches are alike if these are, whatever the addresses."""
+
+    address: Address | None = None
+
+
+def _flatten(batch: Batch) -> tuple[list[Any], _Names]:
+    names = _Names(batch)
+    names.address = batch.address
+    return list(batch.values()), names
+
+
+def _unflatten(values: Iterable[Any], names: _Names) -> Batch:
+    return batch_of(dict(zip(names, values, strict=True)), names.address)
+
+
+# Without this, torch's tree_map would take a batch for a single value, and torch.load would refuse one that was saved.
+_pytree.register_pytree_node(Batch, _flatten, _unflatten)
+torch.serialization.add_safe_globals([batch_of, Address])
 
 
 class Item(NamedTuple):
@@ -62,7 +81,7 @@ class Item(NamedTuple):
     def of(cls, frame: Frame, made: Mapping[str, Any]) -> Item:
         """Build the item of a frame and the tensors made from it."""
         address = frame.address
-        return cls(Batch(made, address=address), address, frame.digest, frame.num_tokens)
+        return cls(batch_of(made, address), address, frame.digest, frame.num_tokens)
 
 
 class _All(Container[str]):

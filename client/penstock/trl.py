@@ -11,6 +11,7 @@ Needs trl. RemoteTrainer of penstock.huggingface says what is refused, and how a
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -99,5 +100,14 @@ class RemoteGRPOTrainer(RemoteTrainer, _OneRow, GRPOTrainer):
         if "prompt" not in batch:
             raise SpecError('GRPO takes prompts as texts or messages: set columns = ["prompt", ...] in penstock.toml')
         values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        values["prompt"] = [json.loads(text) if text.startswith('[{"') else text for text in values["prompt"]]
+        values["prompt"] = [*map(_prompt, values["prompt"])]
         return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+
+
+def _prompt(text: str) -> Any:
+    """Return the messages of a prompt that travelled as JSON, or the text."""
+    with suppress(ValueError):
+        messages = json.loads(text)
+        if isinstance(messages, list) and all(isinstance(message, dict) and "role" in message for message in messages):
+            return messages
+    return text

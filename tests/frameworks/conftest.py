@@ -46,7 +46,7 @@ def _tinier_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RemoteDataset, "__init__", with_short_lines)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _library(request: pytest.FixtureRequest) -> None:
     """Skips the tests of a module whose LIBRARY is missing."""
     library = getattr(request.module, "LIBRARY", "torch")

@@ -184,6 +184,8 @@ def test_arguments_that_contradict_the_data_are_refused(url: str, tmp_path: Path
         trainer(url, tmp_path, data=half)
     with pytest.raises(SpecError, match="leave labels='shifted' out"):
         trainer(url, tmp_path, data=RemoteDataset(url, "numbers", labels="shifted", **SPEC))
+    with pytest.raises(SpecError, match="leave labels='shifted' out"):
+        trainer(url, tmp_path).get_eval_dataloader(RemoteDataset(url, "numbers", labels="shifted", **SPEC))
     with pytest.raises(SpecError, match="leave epochs out"):
         trainer(url, tmp_path, data=RemoteDataset(url, "numbers", epochs=2, **SPEC))
 

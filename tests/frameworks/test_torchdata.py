@@ -241,7 +241,7 @@ def test_loader_warns_when_set_epoch_would_repeat_the_resumed_epoch(url: str, nu
     resumed.dataset.set_epoch(2)
 
 
-@pytest.mark.parametrize(("num_workers", "num_batches"), [(0, 27), (2, 27), (3, 27), (3, 20), (2, 11)])
+@pytest.mark.parametrize(("num_workers", "num_batches"), [(0, 27), (2, 27), (3, 27), (3, 20), (3, 21), (4, 41), (2, 11)])
 def test_loader_state_goes_on_across_epochs(url: str, tmp_path: Path, num_workers: int, num_batches: int) -> None:
     """Each process gives the loop so many batches, and the last one what is left of three epochs."""
     data, rows, state = RemoteDataset(url, "numbers", epochs=3, **SPEC), list[list[int]](), None
@@ -253,6 +253,23 @@ def test_loader_state_goes_on_across_epochs(url: str, tmp_path: Path, num_worker
             rows += rows_of([batch])
             state = loader.state_dict()
     assert rows == rows_of(data)
+    assert audit(find_ledgers(tmp_path / "run.ledger")).is_proven
+
+
+@pytest.mark.parametrize(("num_workers", "num_batches"), [(2, 21), (3, 21), (3, 41), (4, 22)])
+def test_killed_loader_is_proven_where_its_workers_turn_crosses_an_epoch(
+    url: str, tmp_path: Path, num_workers: int, num_batches: int
+) -> None:
+    killed = loader_of(url, tmp_path / "run.ledger", epochs=3, num_workers=num_workers, prefetch_factor=3)
+    batches = iter(killed)
+    rows = rows_of(next(batches) for _ in range(num_batches))
+    state = killed.state_dict()
+    rows_of(itertools.islice(batches, 5))  # trained on after the checkpoint
+    del killed, batches
+    resumed = loader_of(url, tmp_path / "run.ledger", epochs=3, num_workers=num_workers)
+    resumed.load_state_dict(state)
+    rows += rows_of(resumed)
+    assert rows == rows_of(RemoteDataset(url, "numbers", epochs=3, **SPEC))
     assert audit(find_ledgers(tmp_path / "run.ledger")).is_proven
 
 

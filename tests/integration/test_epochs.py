@@ -73,7 +73,7 @@ def test_iterations_and_states_go_on_after_the_last_batch(server: Server, expect
 
 def test_endless_dataset_has_no_length(server: Server, expected: list[list[int]]) -> None:
     data = dataset(server, "endless")
-    assert data.epochs == "endless"
+    assert (data.epochs, bool(data)) == ("endless", True)
     with pytest.raises(TypeError, match="steps_per_epoch"):
         len(data)
     assert rows_of(itertools.islice(data, 2 * STEPS)) == expected[: 2 * STEPS]
@@ -90,6 +90,8 @@ def test_set_epoch_goes_on_in_its_epoch_and_goes_to_another(server: Server, expe
     assert rows_of(itertools.islice(data, 2)) == expected[STEPS + 2 : STEPS + 4]
     data.set_epoch(2)
     assert rows_of(data) == expected[2 * STEPS :]
+    with pytest.raises(SpecError, match="epoch 3 does not exist"):
+        data.set_epoch(EPOCHS)
     data.rewind()
     assert rows_of(data) == expected
 
@@ -112,9 +114,11 @@ def test_order_is_the_same_for_any_number_of_workers(
     data = dataset(server, ledger=tmp_path / "run.ledger")
     loader = DataLoader(data, batch_size=None, num_workers=num_workers)
     assert (len(loader), rows_of(loader)) == (len(expected), expected)
+    assert audit(find_ledgers(tmp_path / "run.ledger")).is_proven
     with pytest.raises(PenstockError, match="ran ahead of the loop"):
         next(iter(data))
-    assert audit(find_ledgers(tmp_path / "run.ledger")).is_proven
+    data.set_epoch(0)
+    assert next(iter(data))["input_ids"][:, 0].tolist() == expected[0]
 
 
 def test_ledger_of_iterations_that_go_on_is_proven(server: Server, tmp_path: Path) -> None:

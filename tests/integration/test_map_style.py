@@ -54,6 +54,7 @@ def test_items_are_the_samples_of_the_order_without_padding(server: Server) -> N
     assert expected[0] != expected[1]
     assert [view[i] for i in range(2 * NUM_ROWS)] == expected[0] + expected[1]
     assert [view[i] for i in (149, 3, 298, 3)] == [expected[0][149], expected[0][3], expected[1][148], expected[0][3]]
+    assert list(view) == expected[0]
     with pytest.raises(IndexError, match="item -1 does not exist"):
         view[-1]
 
@@ -77,7 +78,11 @@ def test_sampler_goes_through_the_order_and_resumes(server: Server, num_workers:
     resumed.load_state_dict(sampler.state_dict())
     resumed.set_epoch(1)
     assert first + list(resumed) == [NUM_ROWS + i for i in range(NUM_ROWS)]
-    assert list(resumed) == first + list(range(NUM_ROWS + 7, 2 * NUM_ROWS))
+    sampler.set_epoch(2)
+    assert sampler.state_dict() == {"epoch": 2, "num_given": 0}
+    again = iter(resumed)
+    assert resumed.state_dict()["num_given"] == 0
+    assert list(again) == first + list(range(NUM_ROWS + 7, 2 * NUM_ROWS))
 
 
 def test_samplers_of_torch_give_each_row_once(server: Server) -> None:

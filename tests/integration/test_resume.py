@@ -503,6 +503,8 @@ def test_seek_counts_samples_over_epochs_ranks_and_batch_sizes(server: Server) -
             of_ranks.append(rows_of(itertools.islice(data, 2)))
         found = [row for step in zip(*of_ranks, strict=True) for rows in step for row in rows]
         assert found == order[samples : samples + 2 * batch_size * world_size]
+    one.seek(3 * NUM_ROWS)
+    assert len(one) == len(list(one)) == 0
     with pytest.raises(SpecError, match="samples must be a whole number"):
         one.seek(-1)
 

@@ -1,5 +1,6 @@
 import pickle
 from copy import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_convert
 
 from penstock import SpecError, wire
-from penstock.tensors import Batch, document_mask, expand, names_of
+from penstock.tensors import Batch, batch_of, document_mask, expand, names_of
 
 
 def frame(**tensors: object) -> wire.Frame:
@@ -132,10 +133,14 @@ def test_num_tokens_excludes_padding() -> None:
     assert frame(input_ids=[[5, 6, 7], [8, 9, 1]]).num_tokens == 6
 
 
-def test_batch_keeps_its_address_through_copies_workers_and_trees() -> None:
-    batch = Batch({"input_ids": torch.zeros(2)}, address=wire.Address("d", "s", "p", 1, 2, 3))
+def test_batch_keeps_its_address_through_copies_workers_and_trees(tmp_path: Path) -> None:
+    batch = batch_of({"input_ids": torch.zeros(2)}, wire.Address("d", "s", "p", 1, 2, 3))
     moved = tree_map(lambda tensor: tensor + 1, batch)
     for one in (copy(batch), pickle.loads(pickle.dumps(batch)), default_convert(batch), moved):  # type: ignore[no-untyped-call]
         assert (type(one), one.address) == (Batch, batch.address)
     assert moved["input_ids"].tolist() == [1, 1]
+    other = batch_of({"input_ids": torch.ones(2)}, None)
+    assert tree_map(torch.add, other, batch)["input_ids"].tolist() == [1, 1]
+    torch.save(batch, tmp_path / "batch.pt")
+    assert torch.load(tmp_path / "batch.pt").address == batch.address
     assert Batch(batch).address is None

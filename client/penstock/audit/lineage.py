@@ -68,7 +68,8 @@ class Segment:
     @property
     def is_kept(self) -> bool:
         """Whether the last weights were trained on it; not if it only began an epoch."""
-        return self.stop >= 0 and (self.first > 0 or self.has_end or any(map(len, self.kept.values())))
+        # Loader workers may have kept steps of an epoch that a later start's place is before.
+        return any(map(len, self.kept.values())) or (self.stop >= 0 and (self.first > 0 or self.has_end))
 
     def add(self, other: Segment) -> None:
         """Add what another rank recorded."""

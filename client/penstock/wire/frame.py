@@ -69,7 +69,7 @@ class Frame(NamedTuple):
     @property
     def address(self) -> Address:
         """Address of the batch."""
-        return self.group.address._replace(step=self.step)
+        return Address(*self.group.address[:-1], self.step)
 
     @property
     def step(self) -> int:

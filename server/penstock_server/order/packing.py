@@ -106,15 +106,14 @@ class Concat(Packing):
     """Packing of the ring of tokens, cut every `stride` tokens from token `shift` on, 0 <= shift < stride.
 
     Sample s is [s * stride + shift, s * stride + shift + sample_len) of the ring, with stride = sample_len - overlap. Only a
-    rest shorter than the stride is left out.
+    rest shorter than a sample is left out, so without a shift no sample crosses the ring's end.
     Each epoch has another shift, so the rest and the sample offsets differ between epochs.
     """
 
     def __init__(self, tokens_per_block: IntArray, sample_len: int, shift: int, overlap: int = 0) -> None:
         self._starts = starts_of(tokens_per_block)
         self._sample_len, self._stride, self._shift = sample_len, sample_len - overlap, shift
-        total = int(self._starts[-1])
-        self.num_samples = total // self._stride if total >= sample_len else 0
+        self.num_samples = max(0, int(self._starts[-1]) - overlap) // self._stride
         # The first sample that begins at or after each block's first token.
         self._first = np.clip(-((shift - self._starts) // self._stride), 0, self.num_samples)
         self.samples_per_pool = np.diff(self._first)

@@ -152,7 +152,7 @@ def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, num_rep
     assert num_replaced == 0
     expected = Counter(token for row in served for token in tokens[row])
     assert not found - expected
-    assert sum((expected - found).values()) < (stride if plan.spec.packing == "concat" else 1)
+    assert sum((expected - found).values()) < (plan.spec.sample_len if plan.spec.packing == "concat" else 1)
 
 
 @examples(20)

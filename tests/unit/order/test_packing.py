@@ -36,12 +36,13 @@ def test_concat_cuts_the_ring_of_tokens(tokens: npt.NDArray[np.int64], seq_len: 
     stride = seq_len - overlap
     shift = data.draw(st.integers(0, stride - 1))
     packing, total = Concat(tokens, seq_len, shift, overlap), int(tokens.sum())
-    assert packing.samples_per_pool.sum() == packing.num_samples == (total // stride if total >= seq_len else 0)
+    assert packing.samples_per_pool.sum() == packing.num_samples == max(0, total - overlap) // stride
     samples = ring_positions(packing, tokens) if packing.num_samples else []
     assert samples == [[(shift + s * stride + n) % total for n in range(seq_len)] for s in range(packing.num_samples)]
     once = [position for sample in samples for position in sample[:stride]]
     assert len(set(once)) == len(once)
-    assert len(once) > total - stride or total < seq_len
+    assert len(once) > total - seq_len
+    assert shift or all(samples[i] == sorted(samples[i]) for i in range(len(samples)))
 
 
 @given(block_tokens.filter(any), st.integers(1, 9), st.data())
