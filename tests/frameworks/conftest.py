@@ -1,6 +1,8 @@
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from support.recorded import TINIER, Given, recording, with_short_lines
 from support.servers import Serve
 from train_gpt import TinyGPT
 
-TRAINERS = ("composer", "litgpt", "olmo_core", "torchtitan", "torchtune", "verl")  # each has an environment of its own
+TRAINERS = ("composer", "litgpt", "olmo_core", "torchtitan", "torchtune", "verl")  # each has a separate environment
 NUM_ROWS = 320  # twenty steps of sixteen
 
 
@@ -29,6 +31,13 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
     batches: list[Given] = []
     monkeypatch.setattr(RemoteDataset, "__iter__", recording(batches.append))
     return batches
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Frameworks tell the rank by variables, which would make other tests take this process for one of several."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)
