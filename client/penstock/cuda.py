@@ -179,9 +179,11 @@ class OnDevice:
             if self._form == DEFAULT_FORM:
                 return Item.of(frame, unpack(self._sent(self._packed(frame)), self._tensors))
             # All of them, as a finished tensor may depend on others.
-            places = {name: as_tensor(array, self._stream is not None) for name, array in self._form.places(frame).items()}
-            made = self._form.shape(unpack(self._sent(self._packed(frame))), self._sent(places))
-            made |= {name: places[name] for name in places if name == "max_seqlen"}  # kernels take it from the host
+            pin_memory = self._stream is not None
+            documents = {name: as_tensor(array, pin_memory) for name, array in self._form.documents(frame).items()}
+            made = self._form.apply(unpack(self._sent(self._packed(frame))), self._sent(documents))
+            if "max_seqlen" in documents:
+                made["max_seqlen"] = documents["max_seqlen"]  # kernels take it from the host
             return Item.of(frame, {name: value for name, value in made.items() if name in self._tensors})
 
     def _packed(self, frame: Frame) -> dict[str, Any]:

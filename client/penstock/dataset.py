@@ -35,7 +35,6 @@ from penstock.mix import spell_mix
 from penstock.numbers import check_amount, check_whole, plain
 from penstock.prefetch import PREFETCH_BYTES
 from penstock.progress import Pass, Progress
-from penstock.skip import position_after
 from penstock.spec import (
     MAX_COUNT,
     Labels,
@@ -49,7 +48,7 @@ from penstock.spec import (
     Task,
     describe,
 )
-from penstock.state import Cursor, resume, write_state
+from penstock.state import Cursor, place_after, resume, write_state
 from penstock.stats import Stats, StatsAggregator
 from penstock.tensors import ALL, Batch, expand, names_of
 
@@ -174,8 +173,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._client = Client(servers, dataset, rank=self._rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
         given |= {"world_size": self._world_size, "pad": pad if isinstance(pad, str) else str(plain(pad))}
-        _check_form(pad_side, flatten, packing, task)
         requested = Spec(**given, mix=spell_mix(mix) if isinstance(mix, Mapping) else mix)
+        self._form = Form.of(requested, pad_side, flatten)
         # Before the server is asked, which may be away, or have rows to count: either may take minutes.
         self._recorder = None if ledger is None else Recorder(ledger, dataset, self.rank)
         resolved = self._client.resolve(requested)
@@ -186,7 +185,6 @@ class RemoteDataset(IterableDataset[Batch]):
             for text in resolved.advice:
                 warn(text)
         self._resolved = resolved
-        self._form = Form(shifted=labels == "shifted", flat=flatten, pads_left=pad_side == "left")
         if flatten and "input_ids" not in resolved.tensors:
             raise SpecError("flatten needs single samples: preference pairs have two lines each", ("flatten",))
         self._tensors = ALL if tensors is None else _check_tensors(tensors, names_of(resolved.tensors, self._form))
@@ -437,7 +435,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 "this batch has no address: something made a new dict from a batch of the dataset. Call state_after with the "
                 "batch itself."
             )
-        for offset in self._offsets | {self._progress.offset}:
+        for offset in self._offsets | {self._progress.cursor.offset}:
             at = Cursor(epoch=address.epoch, offset=offset, step=address.step + 1)
             digest = self._spec_at(at).digest
             if address[:3] == (self.dataset_name, self.snapshot, digest) and address.rank == self.rank:
@@ -454,17 +452,10 @@ class RemoteDataset(IterableDataset[Batch]):
         Raises ServerUnavailable, or the error of a refusal: see load_state_dict.
         """
         samples = check_whole("samples", samples, 0, MAX_COUNT)
-        per_step, spec = self.spec.samples_per_step, self.spec
         if not self.steps_per_epoch:
             raise SpecError("seek needs a dataset of at least one step", ("samples",))
-        epoch, rest = divmod(samples, self.steps_per_epoch * per_step)
-        if self._epochs is not None and epoch >= self._epochs:  # the end of the run
-            at = Cursor(epoch=self._epochs - 1, step=self.steps_per_epoch)
-        elif rest % per_step:
-            at = Cursor(epoch=epoch, offset=position_after(spec.skipped(), 0, rest))
-        else:  # the batches keep their addresses
-            at = Cursor(epoch=epoch, step=rest // per_step)
-        state = write_state(self.dataset_name, spec, at)
+        at = place_after(samples, self.spec, self.steps_per_epoch, self._epochs)
+        state = write_state(self.dataset_name, self.spec, at)
         self._progress.load(*resume(state, self._client, self._resolved, None, strict=True), None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -489,18 +480,6 @@ def _check_epochs(epochs: object) -> int:
     if isinstance(epochs, str):
         raise SpecError(f'epochs must be a number, or "endless", not {epochs!r}', ("epochs",))
     return check_whole("epochs", epochs, 1, _ENDLESS - 1)
-
-
-def _check_form(pad_side: object, flatten: object, packing: str, task: str) -> None:
-    """Raises SpecError: the batches cannot have this form."""
-    if pad_side not in ("right", "left"):
-        raise SpecError(f'pad_side must be "right" or "left", not {pad_side!r}', ("pad_side",))
-    if not isinstance(flatten, bool):
-        raise SpecError(f"flatten must be true or false, not {flatten!r}", ("flatten",))
-    if pad_side == "left" and (flatten or packing != "rows" or task != "causal"):
-        raise SpecError("pad_side='left' needs packing='rows', task='causal' and no flatten", ("pad_side",))
-    if flatten and task != "causal":
-        raise SpecError("flatten needs task='causal': a response is a line beside its prompt", ("flatten", "task"))
 
 
 def _check_tensors(tensors: Collection[str], known: list[str]) -> frozenset[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.errors import SpecError
+from penstock.spec import Spec
 from penstock.wire import Frame
 from penstock.wire.names import IGNORED, SIDES
 
@@ -25,7 +27,20 @@ class Form(NamedTuple):
     flat: bool = False
     pads_left: bool = False
 
-    def places(self, frame: Frame) -> dict[str, npt.NDArray[Any]]:
+    @classmethod
+    def of(cls, spec: Spec, pad_side: object, flatten: object) -> Self:
+        """Build the form of a dataset's parameters. Raises SpecError: they are wrong, or batches of the spec cannot have it."""
+        if pad_side not in ("right", "left"):
+            raise SpecError(f'pad_side must be "right" or "left", not {pad_side!r}', ("pad_side",))
+        if not isinstance(flatten, bool):
+            raise SpecError(f"flatten must be true or false, not {flatten!r}", ("flatten",))
+        if pad_side == "left" and (flatten or spec.packing != "rows" or spec.task != "causal"):
+            raise SpecError("pad_side='left' needs packing='rows', task='causal' and no flatten", ("pad_side",))
+        if flatten and spec.task != "causal":
+            raise SpecError("flatten needs task='causal': a response is a line beside its prompt", ("flatten", "task"))
+        return cls(shifted=spec.labels == "shifted", flat=flatten, pads_left=pad_side == "left")
+
+    def documents(self, frame: Frame) -> dict[str, npt.NDArray[Any]]:
         """Find the documents of the finished tensors, on the host: on a GPU this would synchronize. Empty if none are marked.
 
         cu_seqlens   int32 [documents + 1]: where each begins among the finished tokens, then their number
@@ -45,9 +60,9 @@ class Form(NamedTuple):
             found = {"kept_tokens": np.flatnonzero(kept), "max_seqlen": np.array(longest, np.int64)}
         return found | {"cu_seqlens": offsets_of(starts)}
 
-    def shape(self, batch: Mapping[str, Any], places: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def apply(self, batch: Mapping[str, Any], documents: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Bring the tensors of a batch of the default form into this one. It never synchronizes with a GPU."""
-        made = {**batch, **places}
+        made = {**batch, **documents}
         for names in ((f"{side}input_ids", f"{side}attention_mask", f"{side}labels") for side in SIDES):
             if names[0] not in made:
                 continue

@@ -185,11 +185,6 @@ class Progress:
         return last.after(self._num_batches)
 
     @property
-    def offset(self) -> int:
-        """Offset of the last iteration, or of the place that was set since then."""
-        return self._pass.cursor.offset if self._pass else self._next.offset
-
-    @property
     def _came_far(self) -> bool:
         """Whether the last iteration came further into the epoch than its first batch, and no steps were set since then."""
         last = self._pass

@@ -62,6 +62,19 @@ class StateOrigin:
     samples: int = 0
 
 
+def place_after(samples: int, spec: Spec, steps_per_epoch: int, num_epochs: int | None) -> Cursor:
+    """Return the place after this number of samples of a run, over all ranks; an epoch counts as the samples of its steps.
+
+    With `num_epochs`, it is at most the end of the last epoch.
+    """
+    epoch, rest = divmod(samples, steps_per_epoch * spec.samples_per_step)
+    if num_epochs is not None and epoch >= num_epochs:
+        return Cursor(epoch=num_epochs - 1, step=steps_per_epoch)
+    if rest % spec.samples_per_step:
+        return Cursor(epoch=epoch, offset=position_after(spec.skipped(), 0, rest))
+    return Cursor(epoch=epoch, step=rest // spec.samples_per_step)  # so the batches keep their addresses
+
+
 def write_state(dataset: str, spec: Spec, at: Cursor, run: str | None = None, start: str | None = None) -> dict[str, Any]:
     """Return the state; `run` and `start` are the ids of the run and of the start that consumed the samples."""
     return {

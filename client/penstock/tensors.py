@@ -115,8 +115,8 @@ def expand(frame: Frame, *, pin_memory: bool, tensors: Container[str] = ALL, for
     On a GPU, penstock.cuda.unpack builds the same tensors.
     """
     if form != DEFAULT_FORM:
-        places = {name: torch.from_numpy(array) for name, array in form.places(frame).items()}
-        made = form.shape(expand(frame, pin_memory=False), places)
+        documents = {name: torch.from_numpy(array) for name, array in form.documents(frame).items()}
+        made = form.apply(expand(frame, pin_memory=False), documents)
         wanted = {name: value for name, value in made.items() if name in tensors}
         if not pin_memory:
             return wanted

@@ -94,10 +94,13 @@ def test_prompt_beside_another_text_is_not_taken_for_a_prompt_alone(serve: Serve
     write_tokenizer(tmp_path / "tokenizer.json")
     write(tmp_path / "data" / "pairs", "", {"prompt": ["the fox"], "reply": ["the dog"]})
     images = pa.array([{"bytes": b"1"}])
+    listed = {"text": ["the fox"], "image": pa.array([[b"1", b"2"]], pa.list_(pa.binary(), 2))}
+    write(tmp_path / "data" / "listed", 'text = "text"\ncolumns = ["image"]', listed)
     write(tmp_path / "data" / "bytes", 'text = "text"\ncolumns = ["image"]', {"text": ["the fox"], "image": images})
     write(tmp_path / "data" / "good", "", {"text": ["the fox"]})
     server = serve(tmp_path / "data", "--tokenizer", str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="no column can be used"):
         dataset(server, "pairs")
-    with pytest.raises(DataError, match="lists, structs and maps without bytes"):
-        dataset(server, "bytes")
+    for name in ("bytes", "listed"):
+        with pytest.raises(DataError, match="lists, structs and maps without bytes"):
+            dataset(server, name)

@@ -137,9 +137,7 @@ class Column:
         type_ = field.type(schema)
         if name in TENSOR_NAMES:
             raise FieldError(f"column {name!r} cannot be passed through: a batch has a tensor of that name. Rename it")
-        item = type_.value_type if pa.types.is_fixed_size_list(type_) or pa.types.is_dictionary(type_) else type_
-        number = pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item)
-        if not (number or is_raw(item) or (is_nested(type_) and not _holds_bytes(type_))):
+        if not (not _holds_bytes(type_) if is_nested(type_) else is_raw(type_) or _is_number(_item(type_))):
             raise FieldError(
                 f"column {name!r} is {type_}; numbers, text and bytes pass through, and lists, structs and maps without bytes"
             )
@@ -158,10 +156,16 @@ class Column:
 
 def is_nested(type_: pa.DataType) -> bool:
     """Return whether a passthrough column of this type is sent as JSON: structs, maps and lists, but vectors of numbers."""
-    if pa.types.is_fixed_size_list(type_):
-        item = type_.value_type
-        return not (pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item))
-    return bool(pa.types.is_nested(type_))
+    is_vector = pa.types.is_fixed_size_list(type_) and _is_number(type_.value_type)
+    return bool(pa.types.is_nested(type_)) and not is_vector
+
+
+def _item(type_: pa.DataType) -> pa.DataType:
+    return type_.value_type if pa.types.is_fixed_size_list(type_) or pa.types.is_dictionary(type_) else type_
+
+
+def _is_number(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(type_) or pa.types.is_floating(type_) or pa.types.is_boolean(type_))
 
 
 def _holds_bytes(type_: pa.DataType) -> bool:
