@@ -41,7 +41,7 @@ slow-test: $(FRAMEWORKS)  ## the slow tests: several ranks, many kills, the test
 property-test: $(FRAMEWORKS)  ## the tests of random examples with a thousand each, but for the costliest; five minutes
 	PENSTOCK_TEST_EXAMPLES=1000 $(BIN)/python -m pytest tests -m hypothesis --numprocesses 2
 
-trl-test: $(FRAMEWORKS)  ## the example on TRL's SFTTrainer; installs trl and peft, which bring pandas and more
+trl-test: $(FRAMEWORKS)  ## TRL's SFT, DPO and GRPO trainers; installs trl and peft, which bring pandas and more
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,trl]' || \
 		echo "trl cannot be installed; its test is skipped" >&2
 	$(BIN)/python -m pytest tests/frameworks/test_trl.py -rs
