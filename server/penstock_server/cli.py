@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,9 @@ from penstock.cli.output import CommandError, complain, report, set_run, stdout_
 from penstock.spec import MAX_SEQ_LEN
 from penstock.text import printable
 from penstock_server.importing.command import add_command as add_import
+from penstock_server.logs import begin_log, complain_at_start
 from penstock_server.problems import DatasetInvalid, Problem
-from penstock_server.settings import Settings, check_is_here, default_cache_dir
+from penstock_server.settings import Settings, SettingsError, check_is_here, default_cache_dir
 
 if TYPE_CHECKING:
     from penstock_server.catalog.catalog import Catalog
@@ -37,6 +39,7 @@ _SETTINGS = {  # metavar and help of each option
     ),
     "processes": ("N", "processes that serve the port, for machines with many cores (default: 1)"),
     "poll_seconds": ("N", "check for new data every N seconds (default: 30; 0 for never)"),
+    "log_format": ("FORMAT", "human, or json for a log of one object a line (default: human)"),
 }
 
 
@@ -48,7 +51,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Serves every folder of Parquet files below DATA_DIR as a dataset. Each option can also be given as "
         "an environment variable: --cache-dir as PENSTOCK_CACHE_DIR, and so on.",
     )
-    _add_settings(serve, "host", "port", "inflight_bytes", "decoded_bytes", "processes", "poll_seconds")
+    _add_settings(serve, "host", "port", "inflight_bytes", "decoded_bytes", "processes", "poll_seconds", "log_format")
     set_run(serve, _serve, Problem, only_prints=False)
 
     inspect = commands.add_parser(
@@ -118,14 +121,19 @@ def _serve(arguments: argparse.Namespace) -> int:
     from penstock_server.serving.listener import bind
 
     settings = Settings.read(vars(arguments), os.environ)
-    with bind(settings) as listener:
-        if settings.processes > 1:
-            from penstock_server.serving.workers import serve_with_workers
+    begin_log(settings.log_format)
+    try:
+        with bind(settings) as listener:
+            if settings.processes > 1:
+                from penstock_server.serving.workers import serve_with_workers
 
-            return serve_with_workers(settings, listener)
-        from penstock_server.serving.server import run
+                return serve_with_workers(settings, listener)
+            from penstock_server.serving.server import run
 
-        run(settings, listener)
+            run(settings, listener)
+    except (SettingsError, DatasetInvalid) as error:
+        complain_at_start(settings.log_format, error)
+        return 2
     return 0
 
 
@@ -145,7 +153,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
             failed.append(f"{problem}")
     for name, mixture in () if arguments.dataset else catalog.mixtures.items():
         print(printable(f"{name}: a mixture, {mixture.mix}"))
-    warn("inspect", settings.data_dir, datasets)
+    warn(partial(complain, "inspect"), settings.data_dir, datasets)
     return _status("inspect", failed)
 
 
@@ -156,7 +164,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     from penstock_server.catalog.warnings import warn
     from penstock_server.prepare import NotKept, prepare
 
-    warn("prepare", settings.data_dir, datasets)
+    warn(partial(complain, "prepare"), settings.data_dir, datasets)
     for dataset in datasets:
         try:
             for line in prepare(dataset, arguments.pack_seq_len):

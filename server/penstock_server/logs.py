@@ -1,21 +1,50 @@
-"""Log of a running server on stderr, one line per event, with the time."""
+"""Log of a running server on stderr: one line per event, or one JSON object."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+from datetime import UTC, datetime
 
+from penstock.cli.output import complain, report
 from penstock.text import printable_lines
+from penstock_server.settings import LogFormat
+
+log = logging.getLogger("penstock.serve")
 
 _SELDOM_SECONDS = 60.0
 
 
-def begin_log(*, logs_changes: bool) -> None:
-    """Start the log. Only one process, with `logs_changes`, logs changes of datasets, since all of them see these."""
+def begin_log(log_format: LogFormat) -> None:
+    """Start the log. Changes of datasets are not logged yet: see `log_changes`."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    human = _Printable("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(_Json() if log_format == "json" else human)
     logging.basicConfig(handlers=[handler])
-    logging.getLogger("penstock.dataset").setLevel(logging.INFO if logs_changes else logging.ERROR)
+    logging.captureWarnings(log_format == "json")  # Python would print them as plain text
+    log.setLevel(logging.INFO)
+
+
+def log_changes(*, is_first: bool) -> None:
+    """Log changes of datasets from now on, but only in the first of several processes: all of them see these."""
+    logging.getLogger("penstock.dataset").setLevel(logging.INFO if is_first else logging.ERROR)
+
+
+def greet(log_format: LogFormat, text: str) -> None:
+    """Print the greeting on stdout, or log it as JSON."""
+    if log_format == "json":
+        log.info("%s", text)
+    else:
+        report(text)
+
+
+def complain_at_start(log_format: LogFormat, text: object, level: int = logging.ERROR) -> None:
+    """Print an error or a warning from before the server serves, or log it as JSON."""
+    if log_format == "json":
+        log.log(level, "%s", text)
+    else:
+        complain("serve", text)
 
 
 class Seldom:
@@ -31,6 +60,22 @@ class Seldom:
             return False
         self._due_at = now + _SELDOM_SECONDS
         return True
+
+
+class _Json(logging.Formatter):
+    """Formatter of a record as one JSON object. JSON escapes control characters and all but ASCII."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        content = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "process": record.process,
+        }
+        if record.exc_info:
+            content["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(content)
 
 
 class _Printable(logging.Formatter):

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from penstock.cli.output import CommandError
 from penstock_server.machine import memory_bytes, num_cores
+
+LogFormat = Literal["human", "json"]
 
 _MAX_PROCESSES = 256
 _DECODED_SHARE = 8
@@ -44,6 +46,7 @@ class Settings:
     decoded_bytes   budget of decoded text that waits in memory to be tokenized; None is an eighth of the memory
     processes       number of server processes; they share the bytes in flight equally
     poll_seconds    interval of checks for changes in the data folder; 0 is never
+    log_format      human, or json for one object a line
     published       HOST:PORT to print instead of the listener's address, if a container's port is published elsewhere
     """
 
@@ -57,6 +60,7 @@ class Settings:
     port: int = 8000
     processes: int = 1
     poll_seconds: float = 30.0
+    log_format: LogFormat = "human"
     published: str = ""
 
     @classmethod
@@ -71,7 +75,7 @@ class Settings:
         for name in ("data_dir", "tokenizer", "cache_dir"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
-        for name, (parse, wanted) in _NUMBERS.items():
+        for name, (parse, wanted) in _PARSED.items():
             if name in given:
                 values[name] = parse(given[name])
                 if values[name] is None:
@@ -113,6 +117,10 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
+def _log_format(text: str) -> str | None:
+    return text if text in get_args(LogFormat) else None
+
+
 def _within(least: float, most: float, parse: Callable[[str], float]) -> Callable[[str], float | None]:
     def parse_within(text: str) -> float | None:
         with suppress(ValueError):
@@ -122,14 +130,15 @@ def _within(least: float, most: float, parse: Callable[[str], float]) -> Callabl
     return parse_within
 
 
-# Numeric settings: the parser of each, which returns None for invalid text, and the expected value in messages.
-_NUMBERS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
+# Settings with a parser, which returns None for invalid text, and the expected value in messages.
+_PARSED: Mapping[str, tuple[Callable[[str], float | str | None], str]] = {
     "port": (_within(0, 65_535, _whole_number), "a whole number from 0 (any free port) to 65,535"),
     "cache_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "inflight_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "decoded_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "processes": (_within(1, _MAX_PROCESSES, _whole_number), f"a whole number from 1 to {_MAX_PROCESSES}"),
     "poll_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 30, or 0 for never"),
+    "log_format": (_log_format, " or ".join(get_args(LogFormat))),
 }
 
 

@@ -1,6 +1,7 @@
 """What a person types and reads: exit codes, messages without tracebacks."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,45 @@ def test_server_that_cannot_start_says_why(tmp_path: Path, arguments: list[str],
     assert done.returncode == 2
     assert message.format(**names) in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_log_in_json_is_one_object_a_line(tmp_path: Path, processes: str) -> None:
+    flags = ("--log-format", "json", "--processes", processes)
+    missing = penstock("serve", tmp_path / "none", "--port", "0", *flags)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    error = json.loads(missing.stderr)
+    assert (error["level"], "No such file or directory" in error["message"]) == ("ERROR", True)
+    command = serving(tmp_path, "--port", "0", *flags)
+    (tmp_path / "data" / "penstock.toml").write_text('mix = "numbers:1"')
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        warning, greeting = (json.loads(process.stderr.readline()) for _ in range(2))
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "")
+    assert (warning["level"], warning["logger"]) == ("WARNING", "penstock.serve")
+    assert "penstock.toml is not used: no shard is beside it." in warning["message"]
+    assert (greeting["level"], "numbers: 9 rows in 3 shards" in greeting["message"]) == ("INFO", True)
+    assert (greeting["process"] == process.pid) == (processes == "1")
+    assert datetime.fromisoformat(greeting["time"]).utcoffset() == timedelta(0)
+
+
+def test_log_in_json_has_tracebacks_and_warnings_of_libraries() -> None:
+    script = """
+import logging, warnings
+from penstock_server.logs import begin_log
+begin_log("json")
+warnings.warn("it is old")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("penstock.test").exception("a line\\n2026-01-01 ERROR of %s", "a name")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    warning, error = map(json.loads, done.stderr.splitlines())
+    assert (warning["logger"], "it is old" in warning["message"]) == ("py.warnings", True)
+    assert (error["logger"], error["message"]) == ("penstock.test", "a line\n2026-01-01 ERROR of a name")
+    assert error["traceback"].endswith("ZeroDivisionError: division by zero")
 
 
 def test_greeting_describes_each_dataset(serve: Serve, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_poll_seconds_may_be_a_fraction(text: str, seconds: float) -> None:
         ({"data_dir": "d", "poll_seconds": "-1"}, "--poll-seconds must be a number"),
         ({"data_dir": "d", "poll_seconds": "nan"}, "--poll-seconds must be a number"),
         ({"data_dir": "d", "poll_seconds": "1e10"}, "--poll-seconds must be a number"),  # no thread can wait so long
+        ({"data_dir": "d", "log_format": "text"}, "--log-format must be human or json, not 'text'"),
         ({"port": "x", "cache_bytes": "-1"}, "no data folder(.|\n)*--port must be(.|\n)*--cache-bytes must be"),
     ],
 )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.cli.output import complain
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.dataset import OpenSnapshot
@@ -19,10 +18,10 @@ _DROPPED_SHARE = 0.1  # of an epoch's samples
 _SPLITS = {"train": "train", "validation": "validation", "test": "test", "none": "no split"}
 
 
-def warn(command: str, data_dir: Path, datasets: Iterable[OpenSnapshot]) -> None:
-    """Print warnings about the data folder and these datasets, before they are read."""
+def warn(tell: Callable[[str], None], data_dir: Path, datasets: Iterable[OpenSnapshot]) -> None:
+    """Pass warnings about the data folder and these datasets to `tell`, before they are read."""
     for sentence in (*advice_on_folder(data_dir), *advice_on_data(datasets)):
-        complain(command, sentence)
+        tell(sentence)
 
 
 def advice_on_folder(data_dir: Path) -> Iterator[str]:

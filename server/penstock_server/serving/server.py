@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import math
 import resource
 import signal
@@ -11,13 +12,13 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 
 import uvicorn
 from fastapi import FastAPI
 
 from penstock import __version__
-from penstock.cli.output import report
 from penstock.ending import ends_at
 from penstock.text import counted, printable
 from penstock.wire.names import DATASETS, batches_path
@@ -26,7 +27,7 @@ from penstock_server.app import create_app
 from penstock_server.catalog.catalog import Catalog, open_data
 from penstock_server.catalog.describe import summary
 from penstock_server.catalog.warnings import warn
-from penstock_server.logs import begin_log
+from penstock_server.logs import complain_at_start, greet, log_changes
 from penstock_server.serving.listener import listen
 from penstock_server.settings import Settings
 
@@ -40,13 +41,12 @@ def run(
     settings: Settings,
     listener: socket.socket,
     *,
-    greet: bool = True,
+    is_first: bool = True,
     ready: Callable[[int], None] | None = None,
 ) -> None:
     """Serve until a stop signal, as one of `settings.processes` processes.
 
-    The one with `greet` prints the greeting and logs changes of datasets. It calls `ready` with the
-    cache budget when it can serve.
+    The first one prints the greeting and logs changes of datasets. Each calls `ready` with its cache budget when it can serve.
     Raises SettingsError, DatasetInvalid: it cannot serve.
     """
     # Modules live as long as the server. Unfrozen, each garbage collection would scan them for tens of milliseconds, a fifth
@@ -56,13 +56,13 @@ def run(
     _raise_file_limit()
     catalog = open_data(settings)
     listen(listener, settings)
-    if greet:
-        warn("serve", settings.data_dir, catalog.datasets.values())
+    if is_first:
+        tell = partial(complain_at_start, settings.log_format, level=logging.WARNING)
+        warn(tell, settings.data_dir, catalog.datasets.values())
         # In a thread: a full stdout pipe without a reader must not block serving.
-        threading.Thread(
-            target=report, args=(greeting(catalog, settings, listener),), name="penstock-greeting", daemon=True
-        ).start()
-    begin_log(logs_changes=greet)
+        text = greeting(catalog, settings, listener)
+        threading.Thread(target=greet, args=(settings.log_format, text), name="penstock-greeting", daemon=True).start()
+    log_changes(is_first=is_first)
     if ready:
         ready(catalog.store.cache.budget_bytes)
     else:

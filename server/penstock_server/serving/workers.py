@@ -21,8 +21,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
-from penstock.cli.output import complain, prepare_streams
-from penstock_server.logs import begin_log
+from penstock.cli.output import prepare_streams
+from penstock_server.logs import begin_log, complain_at_start
 from penstock_server.problems import DatasetInvalid
 from penstock_server.settings import Settings, SettingsError
 
@@ -39,7 +39,6 @@ _context = multiprocessing.get_context("spawn")
 
 def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
     """Serve until a stop signal. Return the exit status, nonzero if no worker can serve."""
-    begin_log(logs_changes=False)
     with _stop_signals() as stop:
         # The first worker starts alone: footers are read once, and errors printed once.
         ready, send_ready = _context.Pipe(duplex=False)
@@ -109,7 +108,7 @@ class ServerProcess:
         self.process.join()
         status = self.process.exitcode or 1
         if status < 0:
-            complain("serve", f"the first process {ending(status)} before it could serve.")
+            complain_at_start(self.settings.log_format, f"the first process {ending(status)} before it could serve.")
         return max(status, 1)
 
 
@@ -163,6 +162,7 @@ def _serve(settings: Settings, listener: socket.socket, ready: Connection | None
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
     prepare_streams()
+    begin_log(settings.log_format)
     from penstock_server.serving.server import run
 
     def send_ready(cache_bytes: int) -> None:
@@ -171,9 +171,9 @@ def _serve(settings: Settings, listener: socket.socket, ready: Connection | None
             ready.close()
 
     try:
-        run(settings, listener, greet=ready is not None, ready=send_ready)
+        run(settings, listener, is_first=ready is not None, ready=send_ready)
     except (SettingsError, DatasetInvalid) as error:
-        complain("serve", error)
+        complain_at_start(settings.log_format, error)
         sys.exit(2)
 
 
