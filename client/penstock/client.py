@@ -19,6 +19,7 @@ from penstock.responses import TransientError
 from penstock.row_lengths import RowLength
 from penstock.spec import Spec
 from penstock.transport import Servers, Transport
+from penstock.waits import NOTHING, Reporter
 from penstock.wire.names import batches_path, dataset_path
 
 _LENGTHS_SECONDS = 1.0
@@ -73,20 +74,28 @@ class Client:
         self._addresses = _addresses(servers)
         self._servers = Servers(self._addresses, rank)  # kept here so that epochs share which servers fail
         self._buffers = Buffers()  # kept here so that epochs share their memory
+        self.unreported = NOTHING  # amounts of the last iteration, which the next one reports
         self._rank = rank
         self._retry_seconds = retry_seconds
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the servers' health: its clock times mean nothing on another machine."""
-        return {**self.__dict__, "_servers": Servers(self._addresses, self._rank)}
+        """Return the state of another process: clock times of the servers' health mean nothing on another machine."""
+        return {**self.__dict__, "_servers": Servers(self._addresses, self._rank), "unreported": NOTHING}
 
-    def connect(self, allocate: Callable[[int], memoryview] | None = None, *, first_contact: bool = False) -> Transport:
-        """Return a transport for one thread of this process. `allocate`: see HttpClient; `first_contact`: see Transport."""
+    def connect(
+        self,
+        allocate: Callable[[int], memoryview] | None = None,
+        reporter: Reporter | None = None,
+        *,
+        first_contact: bool = False,
+    ) -> Transport:
+        """Return a transport for one thread of this process. Its arguments: see HttpClient and Transport."""
         return Transport(
             self._servers,
             retry_seconds=self._retry_seconds,
             first_contact=first_contact,
             allocate=allocate or self._buffers.allocate,
+            reporter=reporter,
         )
 
     def for_rank(self, rank: int) -> Client:

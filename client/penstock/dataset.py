@@ -21,6 +21,7 @@ from penstock.distributed import (
     SnapshotConsensus,
     check_not_sharded_again,
     check_rank,
+    find_job,
     find_rank,
     find_worker,
 )
@@ -71,6 +72,8 @@ class RemoteDataset(IterableDataset[Batch]):
     device             "cuda" gives batches on the GPU, copied and expanded there during the step before
     replay             fetch this many batches and repeat them from memory, to see the loop's speed if data costs nothing
     retry_seconds      how long to keep trying while no server answers, in seconds
+    job                name of the run on the server's page and in its metrics; default: PENSTOCK_JOB, else its script, user,
+                       host and start
     ledger             file that records every batch that the loop is given, for `penstock audit`; see penstock.ledger
     mix                datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
 
@@ -157,6 +160,7 @@ class RemoteDataset(IterableDataset[Batch]):
         device: str | int | torch.device | None = None,
         replay: int | None = None,
         retry_seconds: float = 600.0,
+        job: str | None = None,
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _SPEC_PARAMETERS}
@@ -167,6 +171,9 @@ class RemoteDataset(IterableDataset[Batch]):
             raise SpecError("replay repeats the same batches: leave the ledger out", ("replay", "ledger"))
         self._epochs = None if epochs is None else _check_epochs(epochs)
         self._device, self._replay = check_device(device), replay
+        if job is not None and not isinstance(job, str):
+            raise SpecError(f"job must be a text, not {job!r}", ("job",))
+        self._job = job or find_job()
         self._rank, self._world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
         name_rank(self._rank, self._world_size)
@@ -332,6 +339,7 @@ class RemoteDataset(IterableDataset[Batch]):
             replay=self._replay,
             tensors=self._tensors,
             form=self._form,
+            job=self._job,
         )
         with self._stats.counting(batches):
             checks_rows = self.rank == 0 and (not worker or worker.first == 0) and not self._has_checked_rows

@@ -6,11 +6,15 @@ import json
 import multiprocessing
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from getpass import getuser
+from pathlib import Path
 from typing import Any
 
 import torch.distributed
@@ -211,6 +215,26 @@ def _compare(snapshot: str, noted: str) -> None:
             f"torch.distributed was not initialized yet, or one rank made one dataset more than the others. Make the dataset "
             f"after init_process_group, or pass snapshot={noted!r} to all ranks."
         )
+
+
+@cache
+def find_job() -> str:
+    """Return the name of this run, the same on all ranks: PENSTOCK_JOB, or its script, user, host and start.
+
+    Before torch.distributed is initialized, ranks of a launcher share the address of rank 0 and the launcher's id of the run.
+    """
+    if job := os.environ.get("PENSTOCK_JOB"):
+        return job
+    try:
+        user = getuser()
+    except (KeyError, OSError):  # a container may have no name for its user
+        user = str(os.getuid())
+    host, start = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M")
+    if not is_distributed() and os.environ.get("WORLD_SIZE", "1") != "1":
+        host = os.environ.get("MASTER_ADDR", host)
+        ids = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")]
+        start = next((text for text in ids if text not in ("", "none")), "")
+    return agree("job", f"{Path(sys.argv[0]).name or 'python'} {user}@{host} {start}".strip())
 
 
 class PeerCheck:

@@ -27,7 +27,9 @@ import httpx
 from penstock import __version__
 from penstock.errors import SpecError, WireError
 from penstock.responses import TransientError, UnexpectedServer, failure_of
+from penstock.waits import Reporter
 from penstock.wire import content_digest
+from penstock.wire.report import TIMING_HEADER
 
 MAX_BUFFER = 16 << 20  # larger than most bodies
 _KEPT_BUFFERS = 12  # one receives, the others hold frames that wait for the loop
@@ -48,12 +50,19 @@ class HttpClient:
 
     A body of known length goes into the memory that `allocate(nbytes)` returns. The default reuses memory once no view of it
     is left. A server may be silent for `silence_seconds`; a lookup of its name takes as long as the system's resolver allows.
+    Each request carries the report of `reporter`, which learns what the client does.
 
     Other threads may call `interrupt`. A fork must not use or close its parent's client.
     """
 
-    def __init__(self, silence_seconds: float, allocate: Callable[[int], memoryview] | None = None) -> None:
+    def __init__(
+        self,
+        silence_seconds: float,
+        allocate: Callable[[int], memoryview] | None = None,
+        reporter: Reporter | None = None,
+    ) -> None:
         self.is_interrupted = False
+        self._reporter = reporter or Reporter()
         self._interrupts = SimpleQueue[None]()
         self._silence_seconds = silence_seconds
         self._allocate = allocate or Buffers().allocate
@@ -78,10 +87,13 @@ class HttpClient:
         response: HTTPResponse | None = None
         try:
             connection, response = self._respond(server, target, then)
+            # A cache on the way repeats the timing of an old response.
+            self._reporter.answered("" if "Age" in response.headers else response.headers.get(TIMING_HEADER, ""))
             if response.status == 200 and then and not self._ahead:
                 self._send_ahead(server, then)
             body = _receive(response, self._allocate)
         except BaseException as error:
+            self._reporter.failed()
             self.close()  # the rest of the body would pass for the next response
             if not isinstance(error, OSError | HTTPException):
                 raise
@@ -90,6 +102,7 @@ class HttpClient:
                 raise UnexpectedServer(hint) from error
             raise TransientError(reason + by_proxy(server)) from error
         finally:
+            self._reporter.clock.enter("client")
             if response:
                 response.close()
         if response.will_close or server in self._idle:
@@ -127,6 +140,7 @@ class HttpClient:
 
     def _respond(self, server: str, target: str, then: str | None) -> tuple[HTTPConnection, HTTPResponse]:
         """Return the head of the response, and its connection. While the server is silent, it gets `then` to work on, too."""
+        self._reporter.clock.enter("network")
         (ahead_url, ahead), self._ahead = self._ahead or ("", None), None
         if ahead:
             if ahead_url == server + target:
@@ -145,8 +159,11 @@ class HttpClient:
                 self._send(kept, server, target)
                 return kept, kept.getresponse()
             except ConnectionError:  # the server has closed the idle connection
+                self._reporter.failed()
                 kept.close()
+        self._reporter.clock.enter("connect")
         connection = self._connect(server)
+        self._reporter.clock.enter("network")
         self._send(connection, server, target)
         return connection, connection.getresponse()
 
@@ -162,7 +179,7 @@ class HttpClient:
 
     def _send(self, connection: HTTPConnection, server: str, target: str) -> None:
         route = self._routes[server]
-        connection.request("GET", route.prefix + target, headers=_HEADERS | route.headers)
+        connection.request("GET", route.prefix + target, headers=_HEADERS | route.headers | self._reporter.headers())
 
     def _connect(self, server: str) -> HTTPConnection:
         if server not in self._routes:

@@ -18,10 +18,13 @@ from penstock.client import Client, Steps
 from penstock.cuda import Destination, OnDevice, allocate_pinned
 from penstock.errors import PenstockError
 from penstock.forms import Form
-from penstock.prefetch import fetch_ahead
+from penstock.logs import log
+from penstock.prefetch import Prefetch, fetch_ahead
 from penstock.stats import Stats
 from penstock.tensors import CPU, DEFAULT_FORM, Batch, Item, batch_of, expand
-from penstock.wire import Frame
+from penstock.waits import LoopClock, Reporter
+from penstock.wire import Address, Frame
+from penstock.wire.report import Report
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,41 +94,48 @@ class BatchIterator:
         replay: int | None,
         tensors: Container[str],
         form: Form = DEFAULT_FORM,
+        job: str = "",
     ) -> None:
         self._destination, self._num_steps, self._replay = destination, num_batches, replay
         self._tensors, self._form = tensors, form
         self._num_batches = self._num_tokens = 0
-        self._compute_seconds = 0.0
-        # (seconds waited so far, start of the current wait or None). One tuple: another thread must not count a wait twice.
-        self._waits: tuple[float, float | None] = (0.0, None)
+        self._last: Address | None = None  # of the batch that the loop was given last
+        self._logged = Stats()  # at the end of the last epoch
+        self._clock, self._job = LoopClock(), job
         device = destination.device
         self._client = client
-        self._transport = client.connect(None if device == CPU else partial(allocate_pinned, device))
+        self._buffer: Prefetch[Frame] | None = None  # the thread of `_frames` makes its first report before they are set
+        self._reporter = Reporter(self._clock, self._report if job else None, client.unreported)
+        self._transport = client.connect(None if device == CPU else partial(allocate_pinned, device), self._reporter)
         steps = epochs if replay is None else _first(epochs, replay)
-        self._frames = fetch_ahead(client, self._transport, steps, prefetch_bytes)
+        self._frames = self._buffer = fetch_ahead(client, self._transport, steps, prefetch_bytes, self._clock.blocked)
         # Without atexit, an iterator that is still referenced is closed only when the interpreter clears modules. Daemon
         # threads no longer run then: a wait for one never ends.
         self.is_left = False
         atexit.register(self._leave)
 
     def __iter__(self) -> Iterator[Item]:
-        items = self._items()
-        asked_at = time.perf_counter()
+        items, clock = self._items(), self._clock
+        clock.waiting.begin(time.perf_counter())
         while True:
-            waited, _ = self._waits
-            self._waits = waited, asked_at
             try:
                 item = next(items)
             except StopIteration:
+                self._log_epoch()
                 return
             finally:
                 given_at = time.perf_counter()
-                self._waits = waited + given_at - asked_at, None
+                clock.waiting.end(given_at)
+            if self._last and item.address.epoch != self._last.epoch:
+                self._log_epoch()
             self._num_batches += 1
             self._num_tokens += item.num_tokens
+            self._last = item.address
+            clock.computing.begin(given_at)
             yield item
             asked_at = time.perf_counter()
-            self._compute_seconds += asked_at - given_at
+            clock.computing.end(asked_at)
+            clock.waiting.begin(asked_at)
 
     def _items(self) -> Iterator[Item]:
         device = self._destination.device
@@ -146,23 +156,56 @@ class BatchIterator:
 
     def stats(self) -> Stats:
         """Return the statistics so far. Any thread may call it, such as one that detects hangs of the loop."""
-        waited, asked_at = self._waits
-        waits = 0.0 if asked_at is None else time.perf_counter() - asked_at
         return Stats(
             num_batches=self._num_batches,
             num_tokens=self._num_tokens,
             num_bytes=self._transport.num_bytes,
             num_retries=self._transport.num_retries,
             num_corrupted=self._transport.num_corrupted,
-            wait_seconds=waited + waits,
-            compute_seconds=self._compute_seconds,
+            wait_seconds=self._clock.waiting.seconds,
+            compute_seconds=self._clock.computing.ended_seconds,
             buffered_bytes=self._frames.buffered_bytes,
+            wait_stages=self._clock.wait_stages(),
+        )
+
+    def _log_epoch(self) -> None:
+        """Log how the epoch went that ends with the last batch."""
+        now = self.stats()
+        stats, self._logged = now - self._logged, now
+        if not self._last:
+            return
+        seconds = max(stats.wait_seconds + stats.compute_seconds, 1e-9)
+        stages = ", ".join(f"{stage} {s / seconds:.1%}" for stage, s in stats.wait_stages.items() if s >= 0.0005 * seconds)
+        log.info(
+            "epoch %d is over: %s batches in %.0f s, %s tokens/s; the loop waited %.1f %% of that time%s; retries: %d",
+            self._last.epoch,
+            f"{stats.num_batches:,}",
+            seconds,
+            f"{stats.num_tokens / seconds:,.0f}",
+            100 * stats.wait_seconds / seconds,
+            f" ({stages})" if stages else "",
+            stats.num_retries,
+        )
+
+    def _report(self) -> Report:
+        return Report(
+            job=self._job,
+            epoch=self._last.epoch if self._last else 0,
+            step=self._last.step if self._last else -1,
+            compute_seconds=self._clock.computing.seconds,
+            num_tokens=self._num_tokens,
+            num_retries=self._transport.num_retries,
+            num_corrupted=self._transport.num_corrupted,
+            buffered_bytes=self._buffer.buffered_bytes if self._buffer else 0,
+            wait_seconds=self._clock.wait_stages(),
         )
 
     def close(self) -> None:
         """Stop fetching and drop the buffer. Idempotent."""
         with closing(self._transport), closing(self._frames):
             atexit.unregister(self._leave)
+        if unreported := self._reporter.end():
+            self._client.unreported = unreported
         self._client.trim()
 
     def _leave(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -15,6 +16,7 @@ from typing import Generic, TypeVar
 from penstock.client import Client, Steps
 from penstock.errors import PenstockError
 from penstock.transport import Transport
+from penstock.waits import Span
 from penstock.wire import Frame
 
 T = TypeVar("T")
@@ -38,6 +40,8 @@ class Prefetch(Generic[T]):
     PenstockError. It also does in a loader worker whose parent was killed: otherwise the worker would wait for a server, and
     keep its files locked.
 
+    `blocked` is the time in which `next` waits for the thread.
+
     Threads share only SimpleQueues: a signal handler that raises, as Ctrl-C does, leaves no lock of theirs taken.
     """
 
@@ -48,8 +52,10 @@ class Prefetch(Generic[T]):
         nbytes: Callable[[Sequence[T]], int],
         budget_bytes: int,
         interrupt: Callable[[], None],
+        blocked: Span | None = None,
     ) -> None:
         self._generator, self._nbytes, self._interrupt = groups, nbytes, interrupt
+        self._blocked = blocked or Span()
         self._budget_bytes = budget_bytes
         # Groups with their bytes; at last the exception that ends the iteration.
         self._ready = SimpleQueue[tuple[Sequence[T], int] | BaseException]()
@@ -116,12 +122,11 @@ class Prefetch(Generic[T]):
 
     def _take(self) -> None:
         """Take the next group. Raises the exception that ends the iteration."""
-        while True:
-            with suppress(Empty):
-                group = self._ready.get(timeout=_ORPHAN_SECONDS)
-                break
-            if current_process().daemon and os.getppid() != self._parent:
-                raise PenstockError("the process of the training loop has ended, so its loader worker ends.")
+        self._blocked.begin(time.perf_counter())
+        try:
+            group = self._get()
+        finally:
+            self._blocked.end(time.perf_counter())
         if isinstance(group, BaseException):
             self._ready.put(group)  # for the next call
             try:
@@ -134,6 +139,13 @@ class Prefetch(Generic[T]):
         self._taken_bytes += nbytes
         if self._room.empty():
             self._room.put(None)
+
+    def _get(self) -> tuple[Sequence[T], int] | BaseException:
+        while True:
+            with suppress(Empty):
+                return self._ready.get(timeout=_ORPHAN_SECONDS)
+            if current_process().daemon and os.getppid() != self._parent:
+                raise PenstockError("the process of the training loop has ended, so its loader worker ends.")
 
     def _run(self) -> None:
         try:
@@ -153,7 +165,9 @@ class Prefetch(Generic[T]):
                 self._ready.put(error)
 
 
-def fetch_ahead(client: Client, transport: Transport, epochs: Iterable[Steps], budget_bytes: int) -> Prefetch[Frame]:
+def fetch_ahead(
+    client: Client, transport: Transport, epochs: Iterable[Steps], budget_bytes: int, blocked: Span | None = None
+) -> Prefetch[Frame]:
     """Fetch the frames of all steps in order, by a thread, within a budget of bytes. Raises what Client.frames raises.
 
     `close` of the returned Prefetch interrupts the transport; the caller must close the transport.
@@ -172,6 +186,7 @@ def fetch_ahead(client: Client, transport: Transport, epochs: Iterable[Steps], b
         nbytes=_nbytes,
         budget_bytes=budget_bytes,
         interrupt=transport.interrupt,
+        blocked=blocked,
     )
     return ahead
 

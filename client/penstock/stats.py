@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import add, sub
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Stats:
     wait_seconds     time that the loop waited for batches, a current wait included
     compute_seconds  time that the loop worked with batches, each until its request for the next
     buffered_bytes   host memory of batches that are ready and wait for the loop, as they were received
+    wait_stages      wait_seconds by what the loop waited for, such as "network" or "tokenize"; see penstock.wire.report
     """
 
     num_batches: int = 0
@@ -33,6 +35,7 @@ class Stats:
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
     buffered_bytes: int = 0
+    wait_stages: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def wait_fraction(self) -> float:
@@ -40,11 +43,25 @@ class Stats:
         return self.wait_seconds / (self.wait_seconds + self.compute_seconds) if self.wait_seconds else 0.0
 
     def __repr__(self) -> str:
-        amounts = (f"{f.name}={getattr(self, f.name):{',.2f' if f.type == 'float' else ','}}" for f in fields(self))
-        return f"Stats(wait_fraction={self.wait_fraction:.1%}, {', '.join(amounts)})"
+        amounts = (f"{name}={getattr(self, name):{',.2f' if type_ == 'float' else ','}}" for name, type_ in _AMOUNTS.items())
+        stages = f"wait_stages={{{', '.join(f'{stage}: {s:,.2f}' for stage, s in self.wait_stages.items() if s)}}}"
+        return f"Stats(wait_fraction={self.wait_fraction:.1%}, {', '.join(amounts)}, {stages})"
 
     def __add__(self, other: Stats) -> Stats:
-        return Stats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return self._with(other, add)
+
+    def __sub__(self, other: Stats) -> Stats:
+        return self._with(other, sub)
+
+    def _with(self, other: Stats, join: Callable[[Any, Any], Any]) -> Stats:
+        stages = {**self.wait_stages, **other.wait_stages}
+        return Stats(
+            **{name: join(getattr(self, name), getattr(other, name)) for name in _AMOUNTS},
+            wait_stages={stage: join(self.wait_stages.get(stage, 0.0), other.wait_stages.get(stage, 0.0)) for stage in stages},
+        )
+
+
+_AMOUNTS = {f.name: f.type for f in fields(Stats) if f.name != "wait_stages"}
 
 
 class StatsAggregator:

@@ -15,6 +15,7 @@ from penstock.http import HttpClient
 from penstock.logs import StatusLine, log
 from penstock.responses import BlocksNotReady, Busy, IndexNotReady, TransientError, Unavailable, UnexpectedServer
 from penstock.text import counted, printable_lines
+from penstock.waits import LoopClock, Reporter
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class Transport:
     opened and responses that no penstock server sends are refusals. A running loop waits for such servers.
 
     Create the transport in the process that uses it; in a fork `close` does nothing. One thread uses it at a time; only
-    `interrupt` may be called from another thread. For `allocate` see HttpClient.
+    `interrupt` may be called from another thread. For `allocate` and `reporter` see HttpClient.
 
     num_retries    failed attempts; others follow until the deadline
     num_corrupted  failed attempts whose body arrived, but was invalid
@@ -55,13 +56,15 @@ class Transport:
         retry_seconds: float,
         first_contact: bool = False,
         allocate: Callable[[int], memoryview] | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         self.num_retries = self.num_corrupted = self.num_bytes = 0
         self._servers = servers
         self._retry_seconds, self._first_contact = retry_seconds, first_contact
         self._process = os.getpid()
         self._log = RetryLog(retry_seconds)
-        self._http = HttpClient(min(_READ_SECONDS, max(retry_seconds, 1.0)), allocate)
+        self._clock = reporter.clock if reporter else LoopClock()
+        self._http = HttpClient(min(_READ_SECONDS, max(retry_seconds, 1.0)), allocate, reporter)
 
     def get(self, target: str, decode: Callable[[memoryview], T]) -> T:
         """Return `decode(body)` for `target` (path and query). A WireError from `decode` is a failed attempt.
@@ -83,6 +86,7 @@ class Transport:
         delay = _FIRST_DELAY_SECONDS
         is_last = False
         while True:
+            pause = "retry"  # the stage of the pause after these attempts
             for server in self._servers.to_try(also_busy=is_last):
                 try:
                     return self._attempt(server, target, decode)
@@ -92,6 +96,7 @@ class Transport:
                     # The server answers, so retry_seconds starts again, however long it works.
                     deadline = time.monotonic() + alive.after_seconds + self._retry_seconds
                     is_last = False
+                    pause = "index" if isinstance(alive, IndexNotReady) else "budget"
                     if isinstance(alive, IndexNotReady):
                         delay = _FIRST_DELAY_SECONDS
                         failures.pop(server, None)
@@ -110,6 +115,7 @@ class Transport:
             # is made at the deadline.
             wait = self._servers.seconds_until_ready() + uniform(0, delay)
             is_last = wait >= left
+            self._clock.enter(pause)
             self._http.wait(max(0.0, min(wait, left)))
             if self._http.is_interrupted:
                 raise _Interrupted(f"interrupted while waiting for {self._servers.current}")

@@ -16,10 +16,13 @@ from starlette.staticfiles import StaticFiles
 
 from penstock import __version__, wire
 from penstock.errors import SpecError
-from penstock_server.api import batches, datasets
+from penstock.wire.report import TIMING_HEADER, format_timing
+from penstock_server.api import batches, datasets, monitoring
 from penstock_server.api.service import InFlight, Service, service_of
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.logs import Seldom
+from penstock_server.monitoring.monitor import Monitor
+from penstock_server.monitoring.place import Place
 from penstock_server.problems import MORE_THREADS, BadParameter, BlocksNotReady, NotReady, OutOfMemory, Problem, lacks_threads
 from penstock_server.schemas import HealthInfo, ReadyInfo
 
@@ -29,17 +32,21 @@ _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU
 _NULL = {"type": "null"}
 
 
-def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
-    """Creates the service over one catalog and one budget of bytes in flight. Batches do not depend on earlier requests."""
-    tags = [{"name": name} for name in ("datasets", "batches", "rows", "probes")]  # in the order of the docs page
+def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None) -> FastAPI:
+    """Creates the service over one catalog and one budget of bytes in flight. Batches do not depend on earlier requests.
+
+    `place` is where several processes of a server share their status.
+    """
+    tags = [{"name": name} for name in ("datasets", "batches", "rows", "monitoring", "probes")]  # in the order of the docs page
     app = _App(
         title="Penstock", version=__version__, description=_DESCRIPTION, openapi_tags=tags, docs_url=None, redoc_url=None
     )
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
     app.state.service = Service(catalog, in_flight)
+    app.state.monitor = Monitor(catalog, in_flight, app.state.service.jobs, place)
     # Batches first, since routes are tried in order. Added directly: include_router would create each route again, and delay
     # the server's first request.
-    for part in (batches, datasets):
+    for part in (batches, datasets, monitoring):
         app.router.routes.extend(part.router.routes)
     _add_probes(app)
     _add_documentation(app)
@@ -106,7 +113,8 @@ def _as_version_3_0(node: Any) -> Any:
         first["nullable"] = True  # allows null beside the type
         node = {"anyOf": [first, *others]} | node if others else first | node
     if "$ref" in node and len(node) > 1:
-        node = {"allOf": [{"$ref": node.pop("$ref")}]} | node
+        of_object = {"type": "object"} if "nullable" in node else {}  # nullable has a meaning only beside a type
+        node = {"allOf": [{"$ref": node.pop("$ref")}]} | of_object | node
     if isinstance(node.get("title"), str) and "version" not in node:  # the document itself keeps its title
         del node["title"]
     return node
@@ -165,4 +173,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _problem_json(request: Request, type_: str, title: str, status: int, detail: str, **progress: int | None) -> JSONResponse:
     content = {"type": type_, "title": title, "status": status, "detail": detail, "instance": request.url.path}
-    return JSONResponse(content | progress, status, media_type="application/problem+json")
+    response = JSONResponse(content | progress, status, media_type="application/problem+json")
+    if clock := request.scope.get("stages"):
+        response.headers[TIMING_HEADER] = format_timing(clock.seconds())
+    return response

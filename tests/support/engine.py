@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.batches.plan import Plan, make_plan
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.loader import Blocks
+from penstock_server.blocks.on_demand import BlockFuture
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.footers import FolderReader
@@ -90,10 +90,10 @@ def rows_of(block: Block, feature: str = "tokens") -> list[list[int]]:
     return [tokens.values[start : start + length].tolist() for start, length in spans]
 
 
-def loading(blocks: Blocks, indices: Sequence[int]) -> list[Future[Block]]:
+def loading(blocks: Blocks, indices: Sequence[int]) -> list[BlockFuture]:
     """What is asked for, none of which is mapped."""
     asked = blocks.request(indices)
-    futures = [future for future in asked if isinstance(future, Future)]
+    futures = [future for future in asked if isinstance(future, BlockFuture)]
     assert futures == asked
     return futures
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,9 +13,10 @@ from starlette.testclient import TestClient
 from penstock_server.api.service import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import Chunk
-from penstock_server.blocks.block import Block
+from penstock_server.blocks.on_demand import BlockFuture
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.monitoring.stages import StageClock
 from penstock_server.problems import ShardUnavailable
 from support.corpora import write_shard
 
@@ -63,7 +63,7 @@ def test_bug_is_a_500(open_all: Callable[[], Catalog], monkeypatch: pytest.Monke
 def test_first_of_several_failed_blocks_is_reported(
     open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    futures = [Future[Block](), Future[Block]()]
+    futures = [BlockFuture(Mock(), StageClock()) for _ in range(2)]
     futures[0].set_exception(ShardUnavailable("it cannot be read now"))
     monkeypatch.setattr(Chunk, "request", lambda _: list(futures))
     with TestClient(create_app(open_all(), InFlight(1 << 30))) as client:

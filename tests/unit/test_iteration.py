@@ -21,6 +21,7 @@ from penstock.errors import PenstockError
 from penstock.iteration import NOT_GIVEN, BatchIterator, Iteration
 from penstock.tensors import CPU, Batch, Item, expand
 from penstock.transport import Transport
+from penstock.waits import NOTHING, Reporter
 
 ADDRESS = wire.Address("d", "s", "p", 0, 0, 0)
 PINNED = Destination(device=CPU, pin_memory=True)
@@ -30,8 +31,9 @@ class StepClient:
     """A client of frames that hold only their step, and its transport."""
 
     num_bytes = num_retries = num_corrupted = 0
+    unreported = NOTHING
 
-    def connect(self, _allocate: None) -> Transport:
+    def connect(self, _allocate: None, _reporter: Reporter) -> Transport:
         return cast(Transport, self)
 
     def frames(self, _transport: Transport, steps: Steps, _then: Steps | None) -> list[wire.Frame]:

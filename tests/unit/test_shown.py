@@ -25,7 +25,7 @@ def test_spec_docstring_describes_each_parameter() -> None:
 def test_stats_repr_shows_the_wait_fraction_first() -> None:
     shown = repr(Stats(num_batches=12_345, wait_seconds=1.0, compute_seconds=3.0))
     assert shown.startswith("Stats(wait_fraction=25.0%, num_batches=12,345, ")
-    assert shown.endswith("wait_seconds=1.00, compute_seconds=3.00, buffered_bytes=0)")
+    assert shown.endswith("wait_seconds=1.00, compute_seconds=3.00, buffered_bytes=0, wait_stages={})")
 
 
 def test_traceback_of_a_wrong_parameter_has_no_inner_frames() -> None:

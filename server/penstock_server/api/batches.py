@@ -23,15 +23,17 @@ from starlette.types import Receive, Scope, Send
 
 from penstock import wire
 from penstock.wire.names import DATASETS
+from penstock.wire.report import HEADER, TIMING_HEADER, Report, format_timing
 from penstock_server.api.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, ParsedRoute, Rank, Step, spec_of
 from penstock_server.api.service import InThread, Requested, Service, service_of
 from penstock_server.batches import text_view
 from penstock_server.batches.assemble import chunks, steps_per_chunk
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.text_view import as_json
-from penstock_server.batches.writer import frames, frames_nbytes
+from penstock_server.batches.writer import body_of, frames_nbytes
 from penstock_server.blocks.block import Block
-from penstock_server.problems import BadParameter, BlocksNotReady
+from penstock_server.monitoring.jobs import RankRequest
+from penstock_server.problems import BadParameter, BlocksNotReady, IndexNotReady
 from penstock_server.schemas import BatchInfo, ProvenanceInfo
 
 BatchFormat = Literal["msgpack", "json"]
@@ -88,16 +90,26 @@ async def respond(request: Request, batches: BatchRange) -> Response:
         ClientDisconnect: the client has left.
         Problem: see BatchRange.steps, Catalog.plan and Blocks.get.
     """
+    watched = RankRequest((batches.epoch, batches.start))
+    request.scope["stages"] = watched.clock  # for the header of an error
     in_thread = _choose_threads(request, batches)
-    response: Response = await in_thread(partial(_open, request, batches, in_thread))
-    if isinstance(response, BatchStream):
-        # The first chunk is made before the status line is sent, so its errors are problem+json. A later error closes the
-        # connection; the client then requests fewer steps and gets the reason.
-        try:
-            await response.make_first(request)
-        except BaseException:
-            response.release()
-            raise
+    try:
+        response: Response = await in_thread(partial(_open, request, batches, in_thread, watched))
+        if isinstance(response, BatchStream):
+            # The first chunk is made before the status line is sent, so its errors are problem+json. A later error closes the
+            # connection; the client then requests fewer steps and gets the reason.
+            try:
+                await response.make_first(request)
+            except BaseException:
+                response.release()
+                raise
+    except BaseException as error:
+        if isinstance(error, IndexNotReady):
+            watched.clock.end_as("index")
+        watched.end()
+        raise
+    response.headers[TIMING_HEADER] = format_timing(watched.clock.seconds())
+    watched.clock.enter("receive")
     return response
 
 
@@ -116,10 +128,18 @@ def _choose_threads(request: Request, batches: BatchRange) -> InThread:
     return partial(service.executors.make_of_epoch, (batches.dataset, spec, batches.epoch))
 
 
-def _open(request: Request, batches: BatchRange, in_thread: InThread) -> Response:
+def _open(request: Request, batches: BatchRange, in_thread: InThread, watched: RankRequest) -> Response:
     """Returns the stream of a range of batches, or a 304."""
     service, spec = service_of(request), spec_of(request)
+    watched.clock.enter("make")
+    report = Report.from_header(request.headers.get(HEADER, ""))
+    job = None
+    if report and batches.dataset in service.catalog:
+        job = service.jobs.add(report, batches.dataset, spec, batches.rank, watched)
+        service.metrics.add_report(report, batches.dataset)
     plan = service.catalog.plan(batches.dataset, spec)
+    if job:
+        job.num_steps = plan.schedule.num_steps
     steps = batches.steps(plan)
     address = f"{plan.identity} {batches.epoch} {batches.rank} {steps} {batches.format}"
     etag = f'"{blake2b(address.encode(), digest_size=16).hexdigest()}"'
@@ -128,8 +148,9 @@ def _open(request: Request, batches: BatchRange, in_thread: InThread) -> Respons
     headers = {"ETag": etag, "Cache-Control": cache_control}
     tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
     if etag in tags or "*" in tags:
+        watched.end()
         return Response(status_code=304, headers=headers)
-    stream = BatchStream(service, plan, batches, steps, in_thread, headers)
+    stream = BatchStream(service, plan, batches, steps, in_thread, headers, watched)
     stream.begin()
     return stream
 
@@ -145,10 +166,11 @@ class BatchStream(StreamingResponse):
         steps: range,
         in_thread: InThread,
         headers: dict[str, str],
+        watched: RankRequest,
     ) -> None:
         super().__init__((), headers=headers, media_type="application/json" if batches.format == "json" else wire.MEDIA_TYPE)
         self._service, self._plan, self._batches, self._steps = service, plan, batches, steps
-        self._in_thread = in_thread
+        self._in_thread, self._watched = in_thread, watched
         self._is_one_chunk = len(steps) <= steps_per_chunk(plan)
         self._body: memoryview | None = None
         self._is_left = False  # the client has disconnected: no more chunks are made
@@ -172,8 +194,9 @@ class BatchStream(StreamingResponse):
             raise
 
     def release(self) -> None:
-        """Returns the bytes to the budget. Idempotent."""
+        """Returns the bytes to the budget, and ends the watch. Idempotent."""
         self._reservation.release()
+        self._watched.end()
 
     async def make_first(self, request: Request) -> None:
         """Makes the first chunk as soon as its blocks are loaded. Raises BlocksNotReady, ClientDisconnect."""
@@ -184,7 +207,11 @@ class BatchStream(StreamingResponse):
         is_over = requested.when_done()
         watching = asyncio.create_task(self._watch(request.receive, is_over))
         try:
-            await self._wait(requested, is_over, preferred_wait(request.headers.get("Prefer", "")))
+            wait = self._watched.wait_for(requested.futures)
+            try:
+                await self._wait(requested, is_over, preferred_wait(request.headers.get("Prefer", "")))
+            finally:
+                self._watched.waited(wait, "make")
             await self._make_from(requested)
         except BlocksNotReady:
             kept.keep(etag, requested)
@@ -236,7 +263,9 @@ class BatchStream(StreamingResponse):
                 # No thread waits for blocks: warm requests need the few threads.
                 requested = await self._request_blocks()
                 try:
+                    wait = self._watched.wait_for(requested.futures)
                     await requested.when_done().wait()
+                    self._watched.waited(wait, "receive")
                     await self._make_from(requested)
                 except BaseException:
                     requested.forget()
@@ -288,7 +317,7 @@ class BatchStream(StreamingResponse):
         self._check_client()
         self._reservation.take()
         if self._batches.format == "msgpack":
-            self._body = frames(self._chunk, blocks)
+            self._body = self._frames(blocks)
         else:
             before, after = ("", "\n") if len(self._steps) == 1 else ("[\n", "\n]\n")
             before = before if self._chunk.steps[0] == self._steps[0] else ",\n"
@@ -297,6 +326,19 @@ class BatchStream(StreamingResponse):
         self._reservation.measured(len(self._body))
         if self._is_one_chunk:
             self.headers["Content-Length"] = str(len(self._body))
+
+    def _frames(self, blocks: Sequence[Block]) -> memoryview:
+        """Makes the frames of this chunk, and counts them."""
+        dataset, metrics, num_batches = self._plan.dataset, self._service.metrics, len(self._chunk.steps)
+        began_at = time.perf_counter()
+        body = body_of(self._chunk, blocks)
+        metrics.make_seconds.labels(dataset).observe(time.perf_counter() - began_at)
+        metrics.batches.labels(dataset).inc(num_batches)
+        metrics.samples.labels(dataset).inc(num_batches * self._plan.spec.batch_size)
+        metrics.tokens.labels(dataset).inc(body.num_tokens)
+        if body.num_replaced:
+            metrics.replaced_samples.labels(dataset).inc(body.num_replaced)
+        return body.content
 
 
 def preferred_wait(header: str) -> float | None:

@@ -21,6 +21,8 @@ from penstock_server.blocks.block import Block
 from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.blocks.store import Asked
 from penstock_server.catalog.catalog import Catalog
+from penstock_server.monitoring.jobs import Jobs
+from penstock_server.monitoring.metrics import Metrics
 from penstock_server.problems import Busy
 
 _T = TypeVar("_T")
@@ -160,9 +162,15 @@ class Service:
 
     catalog: Catalog
     in_flight: InFlight
+    jobs: Jobs = field(default_factory=Jobs)
     executors: Executors = field(default_factory=Executors)
     kept_for_retry: KeptForRetry = field(default_factory=KeptForRetry)
     refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)  # async, so that waiters take no thread
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of this process."""
+        return self.catalog.store.metrics
 
 
 def service_of(request: Request) -> Service:

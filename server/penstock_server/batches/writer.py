@@ -33,8 +33,21 @@ _ZEROS = pa.py_buffer(bytes(1 << 16))
 _BYTE = np.dtype(np.uint8)
 
 
+class Body(NamedTuple):
+    """The concatenated frames of a chunk. `num_tokens` is without padding."""
+
+    content: memoryview
+    num_tokens: int
+    num_replaced: int
+
+
 def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
     """Returns the concatenated frames of a chunk, from its blocks. Raises what gather raises."""
+    return body_of(chunk, blocks).content
+
+
+def body_of(chunk: Chunk, blocks: Sequence[Block]) -> Body:
+    """Returns the frames of a chunk, and the numbers of what is in them. Raises what gather raises."""
     plan, samples = chunk.plan, gather(chunk, blocks)
     sizes = {tensor.name: _sizes(tensor.name, samples) for tensor in plan.tensors if tensor.is_ragged}
     groups = list(frame_groups(plan.address(chunk.epoch, chunk.rank), chunk.steps, _layouts(plan, samples, sizes)))
@@ -51,10 +64,12 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
             pieces.put(_values(tensor, samples).astype(tensor.dtype), places.begins)
     with _waits.copying(pieces.spans()):
         body = pieces.join(groups[-1].stop)
-    num_replaced = iter(samples.replaced.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
+    num_replaced = samples.replaced.reshape(len(chunk.steps), -1).sum(axis=1).tolist()
+    replaced = iter(num_replaced)
     for group in groups:
-        group.write_heads(body, num_replaced)
-    return body
+        group.write_heads(body, replaced)
+    num_tokens = sum(int(samples.runs(tensor).lengths.sum()) for tensor in plan.tensors if tensor.kind == "tokens")
+    return Body(body, num_tokens, sum(num_replaced))
 
 
 def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None:

@@ -40,6 +40,7 @@ from penstock_server.files import (
     write_with_seal,
 )
 from penstock_server.logs import Seldom
+from penstock_server.monitoring.metrics import Metrics
 
 log = logging.getLogger("penstock.cache")
 
@@ -64,8 +65,8 @@ class CacheFolder:
     Several processes may use one folder; they should have the same budget. Raises OSError: the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, budget_bytes: int | None = None, metrics: Metrics | None = None) -> None:
+        self.folder, self.metrics = folder, metrics or Metrics()
         self.failure: str | None = None  # why the last file could not be stored; None if the only reason is lack of room
         self.evicted: deque[str] = deque()  # names of files that this process evicted; Maps takes them and closes its maps
         self.parsed: WeakValueDictionary[Path, Any] = WeakValueDictionary()  # counts in use, shared by all snapshots
@@ -110,6 +111,7 @@ class CacheFolder:
                 self._sound.pop()  # one, not all: a forgotten file is read as a whole when it is mapped again
         except Damaged as damage:
             log.warning("%s", damage)
+            self.metrics.cache_corrupt_blocks.inc()
             self.drop(name)
             return None
         except OSError as error:
@@ -213,6 +215,7 @@ class CacheFolder:
             if self._used <= target_bytes:
                 return
             self._unlink(Path(entry.path))
+            self.metrics.cache_evictions.inc()
             self.evicted.append(entry.name.removesuffix(_SUFFIX))
 
     def _unlink(self, path: Path) -> None:
@@ -327,6 +330,7 @@ class Maps:
             raise
         except (pa.ArrowException, KeyError, StopIteration) as error:
             log.warning("the cached block %s is damaged and will be made again: %s", key, error)
+            self.cache.metrics.cache_corrupt_blocks.inc()
             self.cache.drop(key)
             return None
         with self._lock:

@@ -27,6 +27,7 @@ from penstock_server.arrow import open_parquet
 from penstock_server.catalog.scan import FileStat, list_folder
 from penstock_server.catalog.shard import Shard, is_of, stat_of
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
+from penstock_server.monitoring.stages import StageClock
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.recipes.encode import REASON, Selected
@@ -146,9 +147,13 @@ class RowGroupReader:
             bound = self.snapshot.bound_in(address.shard)
             return encode.encode(rows, self.snapshot.recipe, self.snapshot.token_dtype, bound)
 
-    def encode_block(self, parts: Iterable[Selected], address: BlockAddress) -> pa.RecordBatch:
-        """Encodes the rows of a whole block, and logs its bad rows."""
-        batches = [self.encode(part, address) for part in parts]
+    def encode_block(self, parts: Iterable[Selected], address: BlockAddress, clock: StageClock) -> pa.RecordBatch:
+        """Encodes the rows of a whole block, which are decoded meanwhile, and logs its bad rows."""
+        batches, stage = list[pa.RecordBatch](), "tokenize" if self.snapshot.recipe.tokenizer else "decode"
+        for part in parts:
+            clock.enter(stage)
+            batches.append(self.encode(part, address))
+            clock.enter("decode")
         batch = pa.concat_batches(batches) if len(batches) > 1 else batches[0]
         self.warn_of_bad_rows(batch, address)
         return batch

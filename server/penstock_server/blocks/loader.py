@@ -55,6 +55,7 @@ class Blocks:
             return self.request(indices)
         mapped = self._store.maps.known([self.names.of(index) for index in indices])
         cold = {index for index, block in zip(indices, mapped, strict=True) if not (block or self.is_stored(index))}
+        self._store.metrics.cache_misses.inc(len(cold))
         wanted = {index: distinct(rows[of_block]) for index, of_block in by_value(blocks) if index in cold} if cold else {}
         futures = self._store.rows.request(self._reader, wanted, split)
         stored = iter(self._store.request(self._reader, [index for index in indices if index not in futures]))
@@ -68,6 +69,7 @@ class Blocks:
         for index, block in zip(indices, blocks, strict=True):
             if block.bad:  # the block may have been mapped for another snapshot
                 self.quarantine.note_block(index, block)
+        self._store.metrics.cache_hits.inc(len(blocks))
         return blocks
 
     def get(self, indices: Sequence[int], split: str = "all") -> list[Block]:

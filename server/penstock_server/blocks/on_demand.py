@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -24,6 +25,7 @@ from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import Maps
 from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.catalog.snapshot import BlockAddress
+from penstock_server.monitoring.stages import StageClock
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import OutOfMemory, Problem
 from penstock_server.recipes.encode import Selected
@@ -76,20 +78,34 @@ class Decoded:
         return joined.take(pa.array(starts[np.searchsorted(used, piece)] + row_in_piece))
 
 
-class RowsFuture(Future[Block]):
+class BlockFuture(Future[Block]):
+    """The future of a requested block, with the clock of the work on it."""
+
+    def __init__(self, at: BlockAddress, clock: StageClock) -> None:
+        super().__init__()
+        self.at, self.clock = at, clock
+
+    @property
+    def shard(self) -> str:
+        """Name of its shard."""
+        return self.at.shard.path.name
+
+
+class RowsFuture(BlockFuture):
     """Requested rows of one block, and the future of these; its result is the whole block if some of the rows are bad.
 
     Until it is resolved, they are rows `indices` of `decoded`, after decoding.
     """
 
     def __init__(self, at: BlockAddress, rows: IntArray) -> None:
-        super().__init__()
-        self.at, self.rows, self.indices = at, rows, np.zeros(0, np.int64)
+        super().__init__(at, StageClock("queue"))
+        self.rows, self.indices = rows, np.zeros(0, np.int64)
         self.decoded: Decoded | None = None
 
     def resolve(self, result: Block | BaseException) -> None:
         """Resolves the future, unless it is cancelled or done; lets go of the decoded rows."""
         self.decoded = None
+        self.clock.enter(None)
         if self.done() or not self.set_running_or_notify_cancel():
             return
         if isinstance(result, BaseException):
@@ -103,7 +119,7 @@ class RowsOnDemand:
 
     def __init__(self, maps: Maps, budget_bytes: int, num_threads: int) -> None:
         self.budget_bytes, self.held_bytes = budget_bytes, 0
-        self._maps = maps
+        self._maps, self._metrics = maps, maps.cache.metrics
         self._lock = threading.Lock()
         self._decoded = OrderedDict[str, Decoded]()  # by block name, least recently used first
         self._decoding = WeakValueDictionary[str, Future[None]]()  # by the name of the row group
@@ -176,6 +192,8 @@ class RowsOnDemand:
                 ready.append(request)
             elif not request.cancelled():
                 cold[request.at.group].append(request)
+        for request in chain.from_iterable(cold.values()):
+            request.clock.enter("decode")
         decoding = [(of_group, self._begin_decoding(reader, of_group, split)) for of_group in cold.values()]
         yield from ((request, request.decoded) for request in ready if request.decoded)
         for of_group, future in decoding:
@@ -218,7 +236,7 @@ class RowsOnDemand:
         if all(request.cancelled() for request in requests):
             return
         by_number = {request.at.number: request for request in requests}
-        with closing(reader.blocks(requests[0].at)) as blocks:
+        with self._metrics.decode_seconds.labels(reader.snapshot.name).time(), closing(reader.blocks(requests[0].at)) as blocks:
             for at, parts in blocks:
                 name, request = reader.names.of(at.index), by_number.get(at.number)
                 keeps = (
@@ -272,6 +290,8 @@ class RowsOnDemand:
 
     def _encode(self, reader: RowGroupReader, requests: list[RowsFuture]) -> None:
         """Encodes the requested rows, together if they share a schema, and resolves the futures."""
+        for request in requests:
+            request.clock.enter("tokenize")
         by_schema = defaultdict[pa.Schema, list[tuple[RowsFuture, Decoded]]](list)
         for request in requests:
             if request.decoded and not request.cancelled():
@@ -289,7 +309,7 @@ class RowsOnDemand:
     def _encode_together(self, reader: RowGroupReader, requests: list[tuple[RowsFuture, Decoded]]) -> None:
         missing = [decoded.missing(request.indices) for request, decoded in requests]
         joined = Selected.joined([decoded.rows.take(rows) for (_, decoded), rows in zip(requests, missing, strict=True)])
-        encoded = reader.encode(joined, requests[0][0].at) if len(joined.numbers) else None
+        encoded = self._tokenized(reader, joined, requests[0][0].at) if len(joined.numbers) else None
         first = 0
         for (request, decoded), rows in zip(requests, missing, strict=True):
             is_complete = False
@@ -323,8 +343,12 @@ class RowsOnDemand:
                     return block
             missing = decoded.missing(np.arange(start, min(start + step, decoded.num_rows)))
             if len(missing) or not decoded.num_rows:
-                self._add(decoded, missing, reader.encode(decoded.rows.take(missing), decoded.at))
+                self._add(decoded, missing, self._tokenized(reader, decoded.rows.take(missing), decoded.at))
         return self._store(reader, decoded)
+
+    def _tokenized(self, reader: RowGroupReader, rows: Selected, at: BlockAddress) -> pa.RecordBatch:
+        with self._metrics.tokenize_seconds.labels(reader.snapshot.name).time():
+            return reader.encode(rows, at)
 
     def _store(self, reader: RowGroupReader, decoded: Decoded) -> Block:
         """Stores a block after all its rows are encoded."""

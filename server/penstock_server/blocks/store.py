@@ -11,8 +11,8 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +22,12 @@ import pyarrow as pa
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import CacheFolder, Maps
 from penstock_server.blocks.decode import ParsedFooters, RowGroupReader
-from penstock_server.blocks.on_demand import RowsOnDemand
+from penstock_server.blocks.on_demand import BlockFuture, RowsOnDemand
 from penstock_server.blocks.read_ahead import ReadAhead
 from penstock_server.catalog.snapshot import BlockAddress
 from penstock_server.machine import num_cores
+from penstock_server.monitoring.metrics import Metrics
+from penstock_server.monitoring.stages import StageClock
 from penstock_server.problems import OutOfMemory
 from penstock_server.recipes.split import Selection
 
@@ -38,7 +40,7 @@ _SPLIT_BYTES = 256 << 20
 _MIN_SPLIT_BYTES = 4096  # of Python objects per split
 
 # A requested block: the block if it is mapped, else a future. A future takes 1.4 KB; many clients request tens of thousands.
-Asked = Block | Future[Block]
+Asked = Block | BlockFuture
 _SplitKey = tuple[int, Selection, float]
 
 
@@ -46,8 +48,9 @@ _SplitKey = tuple[int, Selection, float]
 class _RowGroup:
     """Requested blocks of a row group, by number; it lives as long as a thread serves them."""
 
-    futures: dict[int, Future[Block]] = field(default_factory=dict)
+    futures: dict[int, BlockFuture] = field(default_factory=dict)
     is_decoding: bool = False
+    clock: StageClock = field(default_factory=lambda: StageClock("read"))
 
 
 class BlockStore:
@@ -64,7 +67,8 @@ class BlockStore:
         num_threads: int | None = None,
         decoded_bytes: int = DECODED_BYTES,
     ) -> None:
-        self.cache = CacheFolder(folder, budget_bytes)
+        self.metrics = Metrics()
+        self.cache = CacheFolder(folder, budget_bytes, self.metrics)
         self.maps = Maps(self.cache)
         self.splits = Splits()
         self.footers = ParsedFooters()
@@ -85,6 +89,7 @@ class BlockStore:
         cache can keep them, since a row group is decoded from its start.
         """
         mapped = self.maps.known([reader.names.of(index) for index in indices])
+        self.metrics.cache_hits.inc(len(mapped) - mapped.count(None))
         return [block or self._future(reader, index) for index, block in zip(indices, mapped, strict=True)]
 
     def close(self) -> None:
@@ -93,31 +98,43 @@ class BlockStore:
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.rows.close()
 
-    def _future(self, reader: RowGroupReader, index: int) -> Future[Block]:
+    def _future(self, reader: RowGroupReader, index: int) -> BlockFuture:
         at = reader.snapshot.block(index)
         with self._lock:
             group = self._groups.setdefault(reader.names.of_group(at), _RowGroup())
             if at.number not in group.futures:
                 self._mappers.submit(self._find, reader, at, group)  # first: it raises if no thread can be started
-                group.futures[at.number] = Future()
+                group.futures[at.number] = BlockFuture(at, group.clock)
             return group.futures[at.number]
 
     def _find(self, reader: RowGroupReader, at: BlockAddress, group: _RowGroup) -> None:
         """Maps a stored block; has its row group decoded otherwise."""
         with self._failing(group, [at.number]):
-            if not self._map(reader, at, group):
-                with self._lock:
-                    if at.number in group.futures and not group.is_decoding:
-                        self.threads.submit(self._decode, reader, at, group)
-                        group.is_decoding = True
+            if self._map(reader, at, group):
+                self.metrics.cache_hits.inc()
+                return
+            self.metrics.cache_misses.inc()
+            with self._lock:
+                if at.number in group.futures and not group.is_decoding:
+                    self.threads.submit(self._decode, reader, at, group)
+                    group.is_decoding = True
+                    group.clock.enter("decode")
 
     def _decode(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup) -> None:
         """Makes the requested blocks of a row group, including those requested meanwhile, and resolves every future."""
         while wanted := self._wanted(group):
+            before = group.clock.seconds()
             with self._failing(group, wanted):
                 self._make(reader, first, group, wanted)
+            self._observe(reader.snapshot.name, before, group.clock.seconds())
+        group.clock.enter("read")
         if len(self._groups) == 1:
             pa.default_memory_pool().release_unused()  # the buffers of decoding; until now decoding reused them
+
+    def _observe(self, dataset: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        for stage, histogram in (("decode", self.metrics.decode_seconds), ("tokenize", self.metrics.tokenize_seconds)):
+            if spent := after.get(stage, 0.0) - before.get(stage, 0.0):
+                histogram.labels(dataset).observe(spent)
 
     def _make(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup, wanted: list[int]) -> None:
         """Decodes a row group up to the last requested block, one at a time; stores its other blocks if the cache keeps all."""
@@ -132,7 +149,7 @@ class BlockStore:
                 name = reader.names.of(at.index)
                 is_useful = at.number in group.futures or keeps_neighbours
                 if at.number in missing or (is_useful and not self.cache.has(name)):
-                    batch = reader.encode_block(parts, at)
+                    batch = reader.encode_block(parts, at, group.clock)
                     nbytes = self.maps.write(name, batch)
                     # Neighbours are worth tokenizing only if the cache has room for the whole group beside other blocks in use.
                     keeps_neighbours = keeps_neighbours and 0 < 2 * nbytes * len(blocks) <= self.cache.budget_bytes

@@ -98,6 +98,10 @@ class Catalog:
         states = [loader.state for loader in self._names.datasets.values()]
         return {**self._names.refused, **{s.name: s.error for s in states if s.error and not s.opened}}
 
+    def __contains__(self, name: object) -> bool:
+        """Return whether a dataset or mixture of that name is known, served or not."""
+        return name in self._names.datasets or name in self._names.mixtures
+
     def __getitem__(self, name: str) -> DatasetState:
         """Return the dataset of that name as it is now. Raises UnknownDataset, DatasetInvalid, BadParameter: see _loader."""
         return self._loader(name).state

@@ -28,6 +28,7 @@ from penstock_server.catalog.catalog import Catalog, open_data
 from penstock_server.catalog.describe import summary
 from penstock_server.catalog.warnings import warn
 from penstock_server.logs import complain_at_start, greet, log_changes
+from penstock_server.monitoring.place import Place
 from penstock_server.serving.listener import listen
 from penstock_server.settings import Settings
 
@@ -43,8 +44,9 @@ def run(
     *,
     is_first: bool = True,
     ready: Callable[[int], None] | None = None,
+    place: Place | None = None,
 ) -> None:
-    """Serve until a stop signal, as one of `settings.processes` processes.
+    """Serve until a stop signal, as one of `settings.processes` processes; `place` is where they share their status.
 
     The first one prints the greeting and logs changes of datasets. Each calls `ready` with its cache budget when it can serve.
     Raises SettingsError, DatasetInvalid: it cannot serve.
@@ -69,8 +71,9 @@ def run(
         # After shutdown, uvicorn raises the stop signal again, and this process ends. A KeyboardInterrupt would first wait for
         # threads, and one may decode for minutes, or hang forever on a failed disk.
         ends_at(signal.SIGINT)
-    with catalog.polling(settings.poll_seconds):
-        Server(create_app(catalog, InFlight(settings.most_inflight_bytes))).run(sockets=[listener])
+    app = create_app(catalog, InFlight(settings.most_inflight_bytes), place)
+    with catalog.polling(settings.poll_seconds), app.state.monitor.running():
+        Server(app).run(sockets=[listener])
     catalog.store.close()
 
 

@@ -23,6 +23,7 @@ from multiprocessing.context import SpawnProcess
 
 from penstock.cli.output import prepare_streams
 from penstock_server.logs import begin_log, complain_at_start
+from penstock_server.monitoring.place import Place, shared_folder
 from penstock_server.problems import DatasetInvalid
 from penstock_server.settings import Settings, SettingsError
 
@@ -39,10 +40,10 @@ _context = multiprocessing.get_context("spawn")
 
 def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
     """Serve until a stop signal. Return the exit status, nonzero if no worker can serve."""
-    with _stop_signals() as stop:
+    with _stop_signals() as stop, shared_folder() as folder:
         # The first worker starts alone: footers are read once, and errors printed once.
         ready, send_ready = _context.Pipe(duplex=False)
-        workers = [ServerProcess(settings, listener, send_ready)]
+        workers = [ServerProcess(settings, listener, Place(folder, 0), send_ready)]
         send_ready.close()
         try:
             if stop in wait([ready, stop]):
@@ -52,7 +53,7 @@ def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
             except EOFError:
                 return workers[0].report_failed_start()
             workers[0].settings = settings
-            workers += [ServerProcess(settings, listener) for _ in range(1, settings.processes)]
+            workers += [ServerProcess(settings, listener, Place(folder, slot)) for slot in range(1, settings.processes)]
             while stop not in wait(
                 [stop, *(worker.process.sentinel for worker in workers if not worker.due_at)], _wait(workers)
             ):
@@ -66,17 +67,18 @@ def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
 class ServerProcess:
     """One server process. If it dies, another takes its place: immediately, or after a delay if it died young.
 
-    `due_at` is the start time of the replacement, by the monotonic clock, and 0.0 while the process is alive.
+    `due_at` is the start time of the replacement, by the monotonic clock, and 0.0 while the process is alive. The replacement
+    goes on with the counters at its place.
     """
 
-    def __init__(self, settings: Settings, listener: socket.socket, ready: Connection | None = None) -> None:
-        self.settings, self.due_at = settings, 0.0
+    def __init__(self, settings: Settings, listener: socket.socket, place: Place, ready: Connection | None = None) -> None:
+        self.settings, self.due_at, self._place = settings, 0.0, place
         self._listener, self._delay_seconds = listener, _MIN_DELAY_SECONDS
         self._start(ready)
 
     def _start(self, ready: Connection | None = None) -> None:
         self.process: SpawnProcess = _context.Process(
-            target=_serve, args=(self.settings, self._listener, ready), name="penstock-serve", daemon=True
+            target=_serve, args=(self.settings, self._listener, self._place, ready), name="penstock-serve", daemon=True
         )
         self.process.start()
         self._started_at = time.monotonic()
@@ -155,7 +157,7 @@ def _stop_signals() -> Iterator[socket.socket]:
                 signal.signal(number, handler)
 
 
-def _serve(settings: Settings, listener: socket.socket, ready: Connection | None) -> None:
+def _serve(settings: Settings, listener: socket.socket, place: Place, ready: Connection | None) -> None:
     """Run a worker until a stop signal or the end of its parent. The first one, with `ready`, prints the greeting."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the supervisor sends SIGTERM
     with suppress(AttributeError, OSError):  # Linux kills this process with its parent, even while it is stopped
@@ -163,7 +165,10 @@ def _serve(settings: Settings, listener: socket.socket, ready: Connection | None
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
     prepare_streams()
     begin_log(settings.log_format)
+    from penstock_server.monitoring.metrics import share_values
     from penstock_server.serving.server import run
+
+    share_values(place.folder, place.slot)
 
     def send_ready(cache_bytes: int) -> None:
         if ready:
@@ -171,7 +176,7 @@ def _serve(settings: Settings, listener: socket.socket, ready: Connection | None
             ready.close()
 
     try:
-        run(settings, listener, is_first=ready is not None, ready=send_ready)
+        run(settings, listener, is_first=ready is not None, ready=send_ready, place=place)
     except (SettingsError, DatasetInvalid) as error:
         complain_at_start(settings.log_format, error)
         sys.exit(2)

@@ -79,7 +79,7 @@ def test_failed_request_and_head_request_release_their_bytes(tmp_path: Path, mon
 
     for _ in range(2):  # the first time its blocks are waited for, and then they are there
         with monkeypatch.context() as patch:
-            patch.setattr(batches, "frames", Mock(side_effect=BadRow("no")))
+            patch.setattr(batches, "body_of", Mock(side_effect=BadRow("no")))
             assert in_flight_after("GET", 500) == (0, 0)
         assert in_flight_after("HEAD", 200) == (0, 0)
         assert in_flight_after("GET", 200) == (0, 0)

@@ -18,7 +18,7 @@ from penstock_server.api import batches, service
 from penstock_server.api.batches import preferred_wait
 from penstock_server.api.service import InFlight, KeptForRetry, Requested
 from penstock_server.app import create_app
-from penstock_server.batches.writer import frames
+from penstock_server.batches.writer import Body, body_of
 from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
@@ -63,7 +63,7 @@ def test_request_of_a_client_that_leaves_while_blocks_are_made_ends_at_once(
 ) -> None:
     in_flight, made, responses = InFlight(1 << 30), list[Any](), list[Any]()
     app, slow = app_of(tmp_path, in_flight), SlowEncoding(monkeypatch)
-    monkeypatch.setattr(batches, "frames", lambda *args: made.append(args))
+    monkeypatch.setattr(batches, "body_of", lambda *args: made.append(args))
     scope = {
         "type": "http",
         "method": "GET",
@@ -136,11 +136,11 @@ def test_batches_are_made_in_two_threads_also_for_requests_that_may_wait(
 ) -> None:
     makers = list[str]()
 
-    def make(*chunk: Any) -> memoryview:
+    def make(*chunk: Any) -> Body:
         makers.append(threading.current_thread().name)
-        return frames(*chunk)
+        return body_of(*chunk)
 
-    monkeypatch.setattr(batches, "frames", make)
+    monkeypatch.setattr(batches, "body_of", make)
     write_numbered(tmp_path / "data" / "numbers", 40)
     with serving(tmp_path / "data", tmp_path / "cache", InFlight(1 << 30)) as url:
         for _ in range(2):  # the first time it waits for its blocks, then they are mapped
@@ -151,7 +151,7 @@ def test_batches_are_made_in_two_threads_also_for_requests_that_may_wait(
     assert [name.rpartition("_")[0] for name in makers] == ["penstock-batches"] * 2
 
 
-def futures_of(count: int, num_done: int = 0) -> list[Future[Any]]:
+def futures_of(count: int, num_done: int = 0) -> list[Any]:
     futures = [Future[Any]() for _ in range(count)]
     for future in futures[:num_done]:
         future.set_result("block")

@@ -37,7 +37,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 def test_worker_that_dies_young_is_replaced_after_a_growing_delay(clock: Clock, process: Mock) -> None:
-    worker = ServerProcess(Mock(), Mock())
+    worker = ServerProcess(Mock(), Mock(), Mock())
     process.is_alive.return_value = False
     for number, delay in enumerate([0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0], 1):
         worker.check()
@@ -50,7 +50,7 @@ def test_worker_that_dies_young_is_replaced_after_a_growing_delay(clock: Clock, 
 
 
 def test_worker_that_lived_for_a_while_is_replaced_immediately(clock: Clock, process: Mock) -> None:
-    worker = ServerProcess(Mock(), Mock())
+    worker = ServerProcess(Mock(), Mock(), Mock())
     process.is_alive.return_value = False
     clock.now += 6.0
     worker.check()
@@ -59,7 +59,7 @@ def test_worker_that_lived_for_a_while_is_replaced_immediately(clock: Clock, pro
 
 
 def test_worker_that_cannot_be_started_is_tried_again(clock: Clock, process: Mock) -> None:
-    worker = ServerProcess(Mock(), Mock())
+    worker = ServerProcess(Mock(), Mock(), Mock())
     process.is_alive.return_value = False
     clock.now += 6.0
     process.start.side_effect = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")

@@ -1,0 +1,127 @@
+"""Report of a rank: one request header, sent with each range, that says how long the loop waited, and for what.
+
+    Penstock-Report: job=train.py%20ann%40gpu7&epoch=0&step=812&compute=1.9&tokens=65536&buffered=0&wait.tokenize=0.8
+
+All amounts are those since the rank's last report. The header is not a part of the URL: caches share URLs. The server replies
+with the standard header Server-Timing, which says what the time to the first byte was spent on, in milliseconds:
+
+    Server-Timing: read;dur=0.1, tokenize;dur=801.2, make;dur=3.4
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from urllib.parse import quote, unquote
+
+HEADER = "Penstock-Report"
+TIMING_HEADER = "Server-Timing"
+
+# What a waiting rank waits for, in the order of a request.
+STAGES: Mapping[str, str] = {
+    "connect": "connecting to the server",
+    "queue": "waiting for a free thread of the server",
+    "budget": "waiting for room in the server's budget of bytes in flight",
+    "index": "waiting until the server has counted tokens",
+    "read": "reading cached blocks from the server's disk",
+    "decode": "decoding Parquet",
+    "tokenize": "tokenizing",
+    "make": "assembling batches from blocks",
+    "network": "the rest of the time to the first byte: the network, or a proxy",
+    "receive": "receiving the body",
+    "retry": "pausing after failed attempts",
+    "client": "checks and tensors in the trainer's process",
+}
+SERVER_STAGES = ("queue", "index", "read", "decode", "tokenize", "make")
+
+_MAX_BYTES = 4096
+_MAX_JOB = 200  # characters
+_MAX_AMOUNT = float(1 << 53)
+_TIMING = re.compile(r"([a-z]+);dur=([0-9]{1,12}(?:\.[0-9]{0,6})?)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a rank's loop did since its last report, and where it is.
+
+    job              name of the run
+    epoch, step      those of the last batch that the loop was given; step -1: none yet
+    compute_seconds  time that the loop worked with batches
+    num_tokens       tokens in the batches that the loop was given, without padding
+    num_retries      failed attempts
+    num_corrupted    those whose response arrived, but was damaged
+    buffered_bytes   bytes that are ready and wait for the loop now
+    wait_seconds     time that the loop waited, by stage
+    """
+
+    job: str
+    epoch: int = 0
+    step: int = -1
+    compute_seconds: float = 0.0
+    num_tokens: int = 0
+    num_retries: int = 0
+    num_corrupted: int = 0
+    buffered_bytes: int = 0
+    wait_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def to_header(self) -> str:
+        """Return the value of the header."""
+        parts = [
+            f"job={quote(self.job[:_MAX_JOB])}&epoch={self.epoch}&step={self.step}&compute={self.compute_seconds:.4f}",
+            f"tokens={self.num_tokens}&buffered={self.buffered_bytes}",
+        ]
+        if self.num_retries or self.num_corrupted:
+            parts.append(f"retries={self.num_retries}&corrupted={self.num_corrupted}")
+        parts += [f"wait.{stage}={seconds:.4f}" for stage, seconds in self.wait_seconds.items() if seconds >= 5e-5]
+        return "&".join(parts)
+
+    @classmethod
+    def from_header(cls, text: str) -> Report | None:
+        """Parse the value of the header. None if it is missing or invalid: a report never makes a request fail."""
+        if not text or len(text) > _MAX_BYTES:
+            return None
+        values = dict(part.partition("=")[::2] for part in text.split("&"))
+        try:
+            job = unquote(values.pop("job"))
+            amounts = {name: float(value) for name, value in values.items()}
+        except (KeyError, ValueError):
+            return None
+        step = amounts.pop("step", -1.0)
+        if not job or len(job) > _MAX_JOB or not all(0 <= amount <= _MAX_AMOUNT for amount in (step + 1, *amounts.values())):
+            return None  # a comparison with NaN is false
+        return cls(
+            job=job,
+            epoch=int(amounts.get("epoch", 0)),
+            step=int(step),
+            compute_seconds=amounts.get("compute", 0.0),
+            num_tokens=int(amounts.get("tokens", 0)),
+            num_retries=int(amounts.get("retries", 0)),
+            num_corrupted=int(amounts.get("corrupted", 0)),
+            buffered_bytes=int(amounts.get("buffered", 0)),
+            wait_seconds={stage: amounts[name] for stage in STAGES if (name := f"wait.{stage}") in amounts},
+        )
+
+    def since(self, last: Report) -> Report:
+        """Return the report with the amounts since the last report; both have those since the start."""
+        return replace(
+            self,
+            compute_seconds=self.compute_seconds - last.compute_seconds,
+            num_tokens=self.num_tokens - last.num_tokens,
+            num_retries=self.num_retries - last.num_retries,
+            num_corrupted=self.num_corrupted - last.num_corrupted,
+            wait_seconds={
+                stage: self.wait_seconds.get(stage, 0.0) - last.wait_seconds.get(stage, 0.0)
+                for stage in {**self.wait_seconds, **last.wait_seconds}
+            },
+        )
+
+
+def format_timing(seconds: Mapping[str, float]) -> str:
+    """Return the value of Server-Timing for the seconds of each of the server's stages."""
+    return ", ".join(f"{stage};dur={1000 * spent:.3f}" for stage, spent in seconds.items())
+
+
+def parse_timing(text: str) -> dict[str, float]:
+    """Return the seconds of each of the server's stages in Server-Timing; other entries, as of proxies, are left out."""
+    return {stage: float(duration) / 1000 for stage, duration in _TIMING.findall(text) if stage in SERVER_STAGES}

@@ -1,0 +1,93 @@
+"""Metrics for Prometheus: counters and histograms that the data path increments.
+
+Every label value is from a closed set: routes, datasets served, problem types, stages. A request cannot create a series.
+Gauges are read when a scrape asks for them; see Monitor.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, values
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from penstock.wire.report import Report
+
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """The counters and histograms of one process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        # Without them a scrape is the same for one process and for several.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"penstock_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SLOW) -> Histogram:
+            return Histogram(f"penstock_{name}", text, labels, registry=self.registry, buckets=buckets)
+
+        self.requests = counter(
+            "requests_total", "Requests by route, method and problem type; none is a success.", "route", "method", "problem"
+        )
+        self.response_bytes = counter("response_bytes_total", "Bytes of response bodies.", "route")
+        self.first_byte_seconds = histogram(
+            "first_byte_seconds", "Time from a request to the head of its response.", "route", buckets=_FAST
+        )
+        self.batches = counter("batches_total", "Batches made for trainers.", "dataset")
+        self.samples = counter("samples_total", "Samples in these batches.", "dataset")
+        self.tokens = counter("tokens_total", "Tokens in these batches, without padding.", "dataset")
+        self.replaced_samples = counter("replaced_samples_total", "Samples that replace bad rows.", "dataset")
+        self.make_seconds = histogram(
+            "make_seconds", "Time to assemble a chunk of batches from its blocks.", "dataset", buckets=_FAST
+        )
+        self.decode_seconds = histogram("decode_seconds", "Time to decode a row group, or the needed part of it.", "dataset")
+        self.tokenize_seconds = histogram(
+            "tokenize_seconds", "Time to tokenize a block, or rows that a request needs together.", "dataset"
+        )
+        self.cache_hits = counter("cache_hits_total", "Blocks that were requested and cached.")
+        self.cache_misses = counter("cache_misses_total", "Blocks that were requested and not cached.")
+        self.cache_evictions = counter("cache_evictions_total", "Blocks removed to make room in the cache.")
+        self.cache_corrupt_blocks = counter("cache_corrupt_blocks_total", "Cached blocks that were damaged and made again.")
+        self.refusals = counter("refusals_total", "Requests refused because the budget of bytes in flight was used up.")
+        self.rank_wait_seconds = counter(
+            "rank_wait_seconds_total", "Time that training loops waited, as ranks report it.", "dataset", "stage"
+        )
+        self.rank_compute_seconds = counter(
+            "rank_compute_seconds_total", "Time that training loops worked with batches, as ranks report it.", "dataset"
+        )
+        self.rank_retries = counter("rank_retries_total", "Failed attempts that ranks report.", "dataset")
+        self.rank_corrupted = counter(
+            "rank_corrupted_responses_total", "Responses that ranks report as damaged on the way.", "dataset"
+        )
+
+    def add_report(self, report: Report, dataset: str) -> None:
+        """Count the report of a rank. The dataset must be a served one: its name becomes a label."""
+        for stage, seconds in report.wait_seconds.items():
+            self.rank_wait_seconds.labels(dataset, stage).inc(seconds)
+        self.rank_compute_seconds.labels(dataset).inc(report.compute_seconds)
+        if report.num_retries:
+            self.rank_retries.labels(dataset).inc(report.num_retries)
+        if report.num_corrupted:
+            self.rank_corrupted.labels(dataset).inc(report.num_corrupted)
+
+
+def share_values(folder: Path, slot: int) -> None:
+    """Keep the values of this process in files of a folder, for all processes of the server to read.
+
+    A process that takes the slot of another goes on with its values. Call it before `Metrics`.
+    """
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    values.ValueClass = values.MultiProcessValue(lambda: slot)  # type: ignore[no-untyped-call]
+
+
+def all_values(folder: Path) -> CollectorRegistry:
+    """Return a registry with the sums over all processes that share a folder."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
+    return registry

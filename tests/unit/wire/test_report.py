@@ -1,0 +1,89 @@
+"""The header of a rank's report, and the server's timing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.wire.report import STAGES, Report, format_timing, parse_timing
+
+REPORT = Report(
+    job="train.py ann@gpu7 & co ü",
+    epoch=2,
+    step=812,
+    compute_seconds=1.5,
+    num_tokens=65_536,
+    num_retries=1,
+    num_corrupted=1,
+    buffered_bytes=3 << 20,
+    wait_seconds={"tokenize": 0.25, "network": 0.125},
+)
+
+
+def test_report_is_the_same_after_its_way_through_a_header() -> None:
+    header = REPORT.to_header()
+    assert header.isascii()
+    assert Report.from_header(header) == REPORT
+
+
+def test_report_without_waits_is_short() -> None:
+    header = Report(job="j").to_header()
+    assert header == "job=j&epoch=0&step=-1&compute=0.0000&tokens=0&buffered=0"
+    assert Report.from_header(header) == Report(job="j")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "step=3",
+        "job=",
+        "job=j&compute=nan",
+        "job=j&compute=inf",
+        "job=j&compute=-1",
+        "job=j&step=-2",
+        "job=j&tokens=1e300",
+        "job=j&wait.tokenize=x",
+        f"job={'j' * 201}",
+        f"job=j&{'x' * 5000}=1",
+    ],
+)
+def test_invalid_report_is_ignored(header: str) -> None:
+    assert Report.from_header(header) is None
+
+
+def test_unknown_stage_is_ignored() -> None:
+    found = Report.from_header("job=j&wait.sleeping=3&wait.read=1")
+    assert found is not None
+    assert found.wait_seconds == {"read": 1.0}
+
+
+@given(st.text(max_size=300))
+def test_any_header_is_a_report_or_ignored(header: str) -> None:
+    found = Report.from_header(header)
+    assert found is None or {*found.wait_seconds} <= {*STAGES}
+
+
+def test_amounts_since_the_last_report() -> None:
+    later = Report(
+        job="j", epoch=3, step=1, compute_seconds=2.0, num_tokens=70_000, wait_seconds={"tokenize": 0.5, "read": 1.0}
+    )
+    assert later.since(REPORT) == Report(
+        job="j",
+        epoch=3,
+        step=1,
+        compute_seconds=0.5,
+        num_tokens=4_464,
+        num_retries=-1,
+        num_corrupted=-1,
+        wait_seconds={"tokenize": 0.25, "network": -0.125, "read": 1.0},
+    )
+
+
+def test_timing_of_the_server_comes_back_and_entries_of_proxies_are_left_out() -> None:
+    text = format_timing({"read": 0.0001, "tokenize": 0.8012})
+    assert text == "read;dur=0.100, tokenize;dur=801.200"
+    assert parse_timing(f"cdn-cache;desc=HIT, edge;dur=1, {text}, make;dur=x") == pytest.approx(
+        {"read": 0.0001, "tokenize": 0.8012}
+    )
