@@ -1,19 +1,21 @@
 """Report of a rank: one request header, sent with each range, that says how long the loop waited, and for what.
 
-    Penstock-Report: job=train.py%20ann%40gpu7&epoch=0&step=812&compute=1.9&tokens=65536&buffered=0&wait.tokenize=0.8
+    Penstock-Report: {"job": "train.py ann@gpu7", "epoch": 0, "step": 812, "compute_seconds": 1.9, "tokens": 65536,
+                      "retries": 0, "corrupted": 0, "buffered_bytes": 0, "wait_seconds": {"tokenize": 0.8}}
 
-All amounts are those since the rank's last report. The header is not a part of the URL: caches share URLs. The server replies
-with the standard header Server-Timing, which says what the time to the first byte was spent on, in milliseconds:
+It is one line of JSON. All amounts are those since the rank's last report. The header is not a part of the URL: caches share
+URLs. The server replies with the standard header Server-Timing: what the time to the first byte was spent on, in milliseconds.
 
     Server-Timing: read;dur=0.1, tokenize;dur=801.2, make;dur=3.4
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from urllib.parse import quote, unquote
+from operator import itemgetter
 
 HEADER = "Penstock-Report"
 TIMING_HEADER = "Server-Timing"
@@ -35,6 +37,8 @@ STAGES: Mapping[str, str] = {
 }
 SERVER_STAGES = ("queue", "index", "read", "decode", "tokenize", "make")
 
+_NAMES = "job epoch step compute_seconds tokens retries corrupted buffered_bytes wait_seconds".split()
+_values_of = itemgetter(*_NAMES)
 _MAX_BYTES = 4096
 _MAX_JOB = 200  # characters
 _MAX_AMOUNT = float(1 << 53)
@@ -66,40 +70,35 @@ class Report:
     wait_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def to_header(self) -> str:
-        """Return the value of the header."""
-        parts = [
-            f"job={quote(self.job[:_MAX_JOB])}&epoch={self.epoch}&step={self.step}&compute={self.compute_seconds:.4f}",
-            f"tokens={self.num_tokens}&buffered={self.buffered_bytes}",
-        ]
-        if self.num_retries or self.num_corrupted:
-            parts.append(f"retries={self.num_retries}&corrupted={self.num_corrupted}")
-        parts += [f"wait.{stage}={seconds:.4f}" for stage, seconds in self.wait_seconds.items() if seconds >= 5e-5]
-        return "&".join(parts)
+        """Return the value of the header: one line of ASCII."""
+        waits = {stage: round(seconds, 4) for stage, seconds in self.wait_seconds.items() if seconds >= 5e-5}
+        amounts = (round(self.compute_seconds, 4), self.num_tokens, self.num_retries, self.num_corrupted, self.buffered_bytes)
+        return json.dumps(dict(zip(_NAMES, (self.job[:_MAX_JOB], self.epoch, self.step, *amounts, waits), strict=True)))
 
     @classmethod
     def from_header(cls, text: str) -> Report | None:
         """Parse the value of the header. None if it is missing or invalid: a report never makes a request fail."""
         if not text or len(text) > _MAX_BYTES:
             return None
-        values = dict(part.partition("=")[::2] for part in text.split("&"))
         try:
-            job = unquote(values.pop("job"))
-            amounts = {name: float(value) for name, value in values.items()}
-        except (KeyError, ValueError):
+            job, epoch, step, *amounts, waits = _values_of(json.loads(text))
+            known = {stage: float(waits[stage]) for stage in STAGES if stage in waits}
+            seconds, tokens, retries, corrupted, buffered = (float(amount) for amount in amounts)
+            numbers = (float(epoch), step + 1.0, seconds, tokens, retries, corrupted, buffered, *known.values())
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
-        step = amounts.pop("step", -1.0)
-        if not job or len(job) > _MAX_JOB or not all(0 <= amount <= _MAX_AMOUNT for amount in (step + 1, *amounts.values())):
+        if not (isinstance(job, str) and 0 < len(job) <= _MAX_JOB and all(0 <= number <= _MAX_AMOUNT for number in numbers)):
             return None  # a comparison with NaN is false
         return cls(
             job=job,
-            epoch=int(amounts.get("epoch", 0)),
+            epoch=int(epoch),
             step=int(step),
-            compute_seconds=amounts.get("compute", 0.0),
-            num_tokens=int(amounts.get("tokens", 0)),
-            num_retries=int(amounts.get("retries", 0)),
-            num_corrupted=int(amounts.get("corrupted", 0)),
-            buffered_bytes=int(amounts.get("buffered", 0)),
-            wait_seconds={stage: amounts[name] for stage in STAGES if (name := f"wait.{stage}") in amounts},
+            compute_seconds=seconds,
+            num_tokens=int(tokens),
+            num_retries=int(retries),
+            num_corrupted=int(corrupted),
+            buffered_bytes=int(buffered),
+            wait_seconds=known,
         )
 
     def since(self, last: Report) -> Report:

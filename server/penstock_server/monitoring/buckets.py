@@ -67,6 +67,10 @@ class Fading:
             faded[name] = faded.get(name, 0.0) + amount
         self.at, self._amounts = now, faded
 
+    def __getitem__(self, name: str) -> float:
+        """Return a sum as of the last amount."""
+        return self._amounts.get(name, 0.0)
+
     def values(self, now: float) -> dict[str, float]:
         """Return the sums at a time that is not before the last amount."""
         factor = 0.5 ** (max(0.0, now - self.at) / _FADE_SECONDS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from penstock.spec import Spec
-from penstock.wire.report import Report
+from penstock.wire.report import STAGES, Report
 from penstock_server.monitoring.buckets import BUCKET_SECONDS, NUM_BUCKETS, Buckets, Fading, bucket_of
 from penstock_server.monitoring.stages import SharedWait, StageClock
 
@@ -58,7 +58,7 @@ class RankRecord:
     epoch, step      those of the last batch that its loop was given; step -1: none yet
     longest_gap      longest time between two reports, in seconds
     wait_seconds     total by stage
-    recent           fading sums: seconds by stage, and compute, tokens, steps
+    recent           fading sums: seconds by stage, waited and computed seconds, tokens, steps
     waits_since      time since when it waits for more than 5 % of its time; None: it does not
     shard            the last shard that it waited for
     doing            what its request does now, as it was packed
@@ -97,8 +97,8 @@ class RankRecord:
         self.compute_seconds += report.compute_seconds
         for stage, seconds in report.wait_seconds.items():
             self.wait_seconds[stage] = self.wait_seconds.get(stage, 0.0) + seconds
-        amounts = {"compute": report.compute_seconds, "tokens": report.num_tokens, "steps": max(0, num_new)}
-        self.recent.add(now, {f"wait.{stage}": seconds for stage, seconds in report.wait_seconds.items()} | amounts)
+        amounts = {"tokens": report.num_tokens, "steps": max(0, num_new), "waited": waited, "computed": report.compute_seconds}
+        self.recent.add(now, {**amounts, **report.wait_seconds})
         if (self.wait_fraction or 0.0) <= WAITING_FRACTION:
             self.waits_since = None
         elif self.waits_since is None:
@@ -113,21 +113,18 @@ class RankRecord:
     @property
     def recent_waits(self) -> dict[str, float]:
         """Recent seconds by stage; only their ratios mean anything."""
-        return {name[5:]: s for name, s in self.recent.values(self.recent.at).items() if name.startswith("wait.")}
-
-    @property
-    def recent_seconds(self) -> float:
-        """Recent seconds of its loop, on the scale of `recent_waits`."""
-        return sum(self.recent_waits.values()) + self.recent.values(self.recent.at).get("compute", 0.0)
+        return {stage: self.recent[stage] for stage in STAGES if self.recent[stage] > 0}
 
     @property
     def wait_fraction(self) -> float | None:
         """Fraction of its recent time that it waited; None before it reported any time."""
-        return sum(self.recent_waits.values()) / total if (total := self.recent_seconds) > 0 else None
+        waited, computed = self.recent["waited"], self.recent["computed"]
+        return waited / (waited + computed) if waited + computed > 0 else None
 
     def rate(self, name: str) -> float:
         """Return the recent tokens or steps a second of its loop."""
-        return self.recent.values(self.recent.at).get(name, 0.0) / total if (total := self.recent_seconds) > 0 else 0.0
+        seconds = self.recent["waited"] + self.recent["computed"]
+        return self.recent[name] / seconds if seconds > 0 else 0.0
 
     def is_running(self, now: float) -> bool:
         """Whether it may go on: it waits, or its last report is not much older than it was apart from the one before."""
