@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
-_PREFIX = "penstock-"
+_PREFIX = "penstock-server-"
 _LOCK = "server.lock"
 
 
@@ -32,24 +32,28 @@ class Place:
 def shared_folder() -> Iterator[Path]:
     """Make the folder that the processes of a server share, and remove it at the end.
 
-    Folders of servers that were killed are removed, too: nothing holds their lock any more.
+    Folders of servers that were killed are removed, too: they have a lock file, and no process holds its lock any more.
     """
     parent = Path(tempfile.gettempdir())
     for old in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError), _locked(old):
+        with suppress(OSError), _locked(old / _LOCK):
             rmtree(old)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    # The lock file gets its name when it is locked. Otherwise another server could lock it first, and remove the folder.
+    unlocked = folder / f"{_LOCK}.new"
+    unlocked.touch(0o600)
     try:
-        with _locked(folder):
+        with _locked(unlocked):
+            unlocked.rename(folder / _LOCK)
             yield folder
     finally:
         rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. Raises OSError: another process holds it."""
-    file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file. Raises OSError: another process holds it, or the file is missing."""
+    file = os.open(path, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
