@@ -54,6 +54,8 @@ class IndexInfo(_Schema):
     """Blocks counted so far."""
     blocks: int
     """Blocks to count."""
+    seconds_left: int | None
+    """Estimated seconds left while this server counts; null if it does not, as `penstock prepare` may count."""
 
 
 class BadRowsInfo(_Schema):
@@ -204,6 +206,68 @@ class SpecInfo(_Schema):
     spec: Parameters
 
 
+class LengthsInfo(_Schema):
+    """How many tokens rows have, before truncation."""
+
+    starts: list[int]
+    """Bin i has the lengths from starts[i] up to below starts[i + 1]; empty until the tokens are counted."""
+    rows: dict[str, list[int]]
+    """Usable rows in each bin, by whole `row`, and by `prompt` and `response` if rows have both."""
+
+
+class ShareInfo(_Schema):
+    """Samples that one dataset gives an epoch, over all ranks."""
+
+    dataset: str
+    """The name of the dataset."""
+    samples: int
+    """Its samples, those that `skip` leaves out and those before `offset` included."""
+    share: float
+    """Its fraction of all datasets' samples."""
+    passes: float
+    """How often all of its samples are shown; less than 1 shows a part of them."""
+
+
+class SharesInfo(_Schema):
+    """Samples of each dataset before a step of an epoch."""
+
+    epoch: Epoch
+    step: Step
+    datasets: list[ShareInfo]
+    """The datasets of the mixture, or the only one."""
+
+
+class EstimateInfo(_Schema):
+    """What an epoch of a spec holds and needs, over all ranks. Fields about tokens are null until the tokens are counted."""
+
+    num_steps: int
+    """Steps in an epoch."""
+    num_samples: int
+    """Samples in an epoch."""
+    positions: int
+    """Tokens that an epoch's batches have room for: each sample at full width."""
+    tokens: int | None
+    """Tokens in an epoch's batches without padding; null for preference pairs, too."""
+    padding: float | None
+    """Fraction of `positions` that is padding with pad=seq_len; other settings of `pad` make less."""
+    cut_rows: float | None
+    """Fraction of rows that are longer than a sample, and truncated."""
+    cut_tokens: float | None
+    """Fraction of tokens that truncation leaves out."""
+    batch_bytes: int
+    """Estimated bytes of a batch of one rank on the wire, each sample at full width."""
+    cache_bytes: int
+    """Estimated bytes of blocks that the cache must hold so that no block is made twice in an epoch: two windows, or all."""
+    blocks_bytes: int
+    """Estimated bytes of all blocks. A cache of this size makes each block once for all epochs."""
+    cache_room_bytes: int
+    """Bytes that the server's cache has room for now."""
+    cache_advice: str | None
+    """Why the cache is too small, and what to do; null if it is large enough."""
+    shares: list[ShareInfo]
+    """Samples of each dataset in an epoch."""
+
+
 class TurnInfo(_Schema):
     """A turn of a row, or the part of it in a sample: a prompt, a response, or a message of a chat."""
 
@@ -308,6 +372,9 @@ class SampleInfo(_Schema):
     """The rows and turns in the sample, if there are several."""
     input_ids: NotRequired[list[int]]
     """Token ids."""
+    token_texts: NotRequired[list[str]]
+    """The text of each token of `input_ids`, empty for all but the last token of a character. Only with format=tokens, and
+    with a tokenizer. With task=seq2seq, `label_texts` has the same of `labels`."""
     labels: NotRequired[list[int]]
     """The label of each token; -100 for tokens without loss."""
     lengths: NotRequired[int]
@@ -400,6 +467,19 @@ class SampledInfo(_Schema):
     """Samples of the epoch."""
 
 
+class ScatterInfo(_Schema):
+    """Positions of some samples of one dataset in the epoch and in the source, to plot one against the other."""
+
+    dataset: str
+    """The name of the dataset."""
+    source_samples: int
+    """Samples of the source."""
+    numbers: list[int]
+    """The number of each sample in the epoch."""
+    places: list[int]
+    """The number of the same sample in the source."""
+
+
 class ShuffleReportInfo(_Schema):
     """How well the order of an epoch mixes the source."""
 
@@ -410,6 +490,8 @@ class ShuffleReportInfo(_Schema):
     """The measures by name."""
     sampled: SampledInfo
     """The number of samples looked up."""
+    scatter: list[ScatterInfo]
+    """At most 2,048 of these samples."""
     spec: Parameters
 
 

@@ -36,14 +36,17 @@ from penstock_server.monitoring.jobs import RankRequest
 from penstock_server.problems import BadParameter, BlocksNotReady, IndexNotReady
 from penstock_server.schemas import BatchInfo, ProvenanceInfo
 
-BatchFormat = Literal["msgpack", "json"]
+BatchFormat = Literal["msgpack", "json", "tokens"]
 
 _LONG_QUERY = 1024  # bytes; parsing a long mix or skip may take a second, too long for the event loop
 _WAIT = re.compile(r"(?:^|,)\s*wait\s*=\s*\"?([0-9]{1,5})\b")
 # The docs page fills in the example: with the defaults a try would fetch a whole epoch, and the page would hang.
 Format = Annotated[
     BatchFormat,
-    Query(description="`msgpack` for trainers, or `json` with decoded text for people.", json_schema_extra={"example": "json"}),
+    Query(
+        description="`msgpack` for trainers, `json` with decoded text for people, or `tokens`: JSON with each token's text.",
+        json_schema_extra={"example": "json"},
+    ),
 ]
 Start = Annotated[int, Query(ge=0, description="The first step.")]
 Stop = Annotated[
@@ -119,7 +122,7 @@ def _choose_threads(request: Request, batches: BatchRange) -> InThread:
     These also make the chunk at once if its blocks are mapped: most chunks take less time than waiting for another thread.
     """
     service = service_of(request)
-    if batches.format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
+    if batches.format != "msgpack" or len(request.scope["query_string"]) > _LONG_QUERY:
         return service.executors.run_blocking
     spec = spec_of(request)
     # Sorting a window by length takes long, and any request of an epoch may do it.
@@ -168,7 +171,7 @@ class BatchStream(StreamingResponse):
         headers: dict[str, str],
         watched: RankRequest,
     ) -> None:
-        super().__init__((), headers=headers, media_type="application/json" if batches.format == "json" else wire.MEDIA_TYPE)
+        super().__init__((), headers=headers, media_type=wire.MEDIA_TYPE if batches.format == "msgpack" else "application/json")
         self._service, self._plan, self._batches, self._steps = service, plan, batches, steps
         self._in_thread, self._watched = in_thread, watched
         self._is_one_chunk = len(steps) <= steps_per_chunk(plan)
@@ -309,7 +312,7 @@ class BatchStream(StreamingResponse):
         self._check_client()
         blocks, executors = requested.result(), self._service.executors
         run = executors.run_blocking if _may_block(blocks) else executors.make_batches
-        await (executors.make_text if self._batches.format == "json" else run)(partial(self._make, blocks))
+        await (run if self._batches.format == "msgpack" else executors.make_text)(partial(self._make, blocks))
         await self._in_thread(self._chunk.read_ahead)  # last: a client that has left by now needs no more blocks
 
     def _make(self, blocks: Sequence[Block]) -> None:
@@ -321,8 +324,9 @@ class BatchStream(StreamingResponse):
         else:
             before, after = ("", "\n") if len(self._steps) == 1 else ("[\n", "\n]\n")
             before = before if self._chunk.steps[0] == self._steps[0] else ",\n"
-            text = before + ",\n".join(as_json(self._chunk, blocks, self._check_client)) + (after if self._is_last else "")
-            self._body = memoryview(text.encode())
+            has_token_texts = self._batches.format == "tokens"
+            texts = as_json(self._chunk, blocks, self._check_client, has_token_texts=has_token_texts)
+            self._body = memoryview((before + ",\n".join(texts) + (after if self._is_last else "")).encode())
         self._reservation.measured(len(self._body))
         if self._is_one_chunk:
             self.headers["Content-Length"] = str(len(self._body))

@@ -10,26 +10,32 @@ from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse
 
 from penstock import wire
+from penstock.spec import MAX_COUNT
 from penstock.wire.names import DATASETS
 from penstock_server.api.parameters import PROBLEMS, SPEC_PARAMETERS, EpochQuery, Name, ParsedRoute, Row, spec_of
 from penstock_server.api.service import service_of
 from penstock_server.batches.plan import Plan, check_room
 from penstock_server.catalog.dataset import Change
 from penstock_server.catalog.describe import describe_dataset, describe_mixture, describe_spec, describe_state
+from penstock_server.catalog.estimate import estimate, samples_by_dataset, show_lengths
 from penstock_server.lookup import find_row, show_quarantine, show_row
 from penstock_server.schemas import (
     DatasetInfo,
     DatasetsInfo,
+    EstimateInfo,
+    LengthsInfo,
     MixtureInfo,
     QuarantineInfo,
     RowInfo,
     RowScheduleInfo,
+    SharesInfo,
     ShuffleReportInfo,
     SpecInfo,
 )
 from penstock_server.shuffle_report.report import report
 
 Start = Annotated[int, Query(ge=0, description="The number of rows to leave out first.")]
+EpochStep = Annotated[int, Query(ge=0, le=MAX_COUNT, description="The step, from 0; steps before it count.")]
 Limit = Annotated[int, Query(ge=1, le=10_000, description="The largest number of rows to list.")]
 
 router = APIRouter(prefix=DATASETS, responses=PROBLEMS, route_class=ParsedRoute)
@@ -88,6 +94,37 @@ def show_spec(request: Request, dataset: Name) -> Response:
     # A run counts its steps by this: with a flipped digit it would end early without an error.
     response.headers["Content-Digest"] = wire.content_digest(bytes(response.body))
     return response
+
+
+@router.get(
+    "/{dataset}/estimate",
+    summary="Estimate what a spec holds and needs",
+    tags=_DATASETS,
+    responses=_json(EstimateInfo),
+    openapi_extra=SPEC_PARAMETERS,
+)
+def show_estimate(request: Request, dataset: Name) -> Response:
+    """Estimates tokens, padding, truncation and cache of an epoch, to choose a spec before a run. Reads no block."""
+    return JSONResponse(estimate(_plan_of(request, dataset)))
+
+
+@router.get(
+    "/{dataset}/shares",
+    summary="Count the samples of each dataset before a step",
+    tags=_DATASETS,
+    responses=_json(SharesInfo),
+    openapi_extra=SPEC_PARAMETERS,
+)
+def show_shares(request: Request, dataset: Name, epoch: EpochQuery = 0, step: EpochStep = 0) -> Response:
+    """Counts the samples that each dataset of a mixture has given an epoch before a step."""
+    datasets = samples_by_dataset(_plan_of(request, dataset), epoch, step)
+    return JSONResponse({"epoch": epoch, "step": step, "datasets": datasets})
+
+
+@router.get("/{dataset}/lengths", summary="Show the lengths of rows", tags=_DATASETS, responses=_json(LengthsInfo))
+def lengths(request: Request, dataset: Name) -> Response:
+    """Shows a histogram of tokens per row, if they are counted. A run that needs the counts, or `penstock prepare`, counts."""
+    return JSONResponse(show_lengths(service_of(request).catalog[dataset].latest))
 
 
 @router.get(

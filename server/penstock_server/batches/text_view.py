@@ -26,7 +26,9 @@ _MAX_SAMPLES = 1 << 14  # over all batches of a request
 _MAX_PARTS = 1 << 17  # parts of rows in a provenance response: 25 MB as text
 
 
-def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], None] = lambda: None) -> list[str]:
+def as_json(
+    chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], None] = lambda: None, *, has_token_texts: bool = False
+) -> list[str]:
     """Returns the JSON of each batch of a chunk: its ids, its digest, and the decoded text of each sample.
 
     Calls `before_each` before each sample; an exception from it ends the work.
@@ -47,7 +49,7 @@ def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], Non
             f"Lower batch_size, or leave format=json out."
         )
     return [
-        _batch(chunk.plan, frame, samples, range(number * size, (number + 1) * size), before_each)
+        _batch(chunk.plan, frame, samples, range(number * size, (number + 1) * size), before_each, has_token_texts)
         for number, frame in enumerate(wire.decode(frames(chunk, blocks)))
     ]
 
@@ -85,7 +87,9 @@ def _shown(value: Any) -> Any:
     return f"{len(value):,} bytes" if isinstance(value, bytes) else value
 
 
-def _batch(plan: Plan, frame: wire.Frame, samples: Samples, batch: range, before_each: Callable[[], None]) -> str:
+def _batch(
+    plan: Plan, frame: wire.Frame, samples: Samples, batch: range, before_each: Callable[[], None], has_token_texts: bool
+) -> str:
     address = frame.address
     facts = {
         "dataset": address.dataset,
@@ -102,12 +106,12 @@ def _batch(plan: Plan, frame: wire.Frame, samples: Samples, batch: range, before
     lines = list[str]()
     for index, number in enumerate(batch):
         before_each()
-        lines.append(_indented({"index": index} | _sample(plan, samples, number)))
+        lines.append(_indented({"index": index} | _sample(plan, samples, number, has_token_texts)))
     body = ",\n".join(lines)
     return f'{{\n{head}  "samples": [\n{body}\n  ]\n}}'
 
 
-def _sample(plan: Plan, samples: Samples, number: int) -> dict[str, Any]:
+def _sample(plan: Plan, samples: Samples, number: int, has_token_texts: bool) -> dict[str, Any]:
     sources = samples.sources(number)
     facts: dict[str, Any] = {
         "num_tokens": sum(samples.num_tokens(tensor, number) for tensor in plan.tensors if tensor.kind == "tokens"),
@@ -130,6 +134,9 @@ def _sample(plan: Plan, samples: Samples, number: int) -> dict[str, Any]:
                 name = f"{tensor.name.removesuffix('input_ids')}pieces"
                 facts[name] = [_piece(plan, tokenizer, piece) for piece in line]
             facts[tensor.name] = _ids(line)
+            if tokenizer and has_token_texts:
+                name = tensor.name.replace("input_ids", "token_texts").replace("labels", "label_texts")
+                facts[name] = tokenizer.token_texts(_ids(line))
             if not tensor.turn:  # a seq2seq batch contains its labels
                 facts[tensor.name.removesuffix("input_ids") + "labels"] = _labels(plan, line)
         elif tensor.kind == "mask":

@@ -55,7 +55,11 @@ def describe_dataset(opened: OpenSnapshot) -> DatasetInfo:
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.stat.size_bytes for shard in snapshot.shards),
         "blocks_bytes": int(index.bytes_per_block().sum()),
-        "index": {"blocks_done": index.num_counted, "blocks": snapshot.num_blocks},
+        "index": {
+            "blocks_done": index.num_counted,
+            "blocks": snapshot.num_blocks,
+            "seconds_left": index.lengths.seconds_left,
+        },
         "bad_rows": {
             "known": quarantine.num_bad_rows,
             "on_bad_row": snapshot.recipe.on_bad_row,

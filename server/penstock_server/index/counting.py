@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from hashlib import blake2b
+from itertools import takewhile
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -56,8 +57,7 @@ class Counting(Generic[T]):
             return self._made[0]
         if failure := self._failure:
             raise failure[0].with_traceback(None)  # otherwise the traceback would grow with every caller
-        done, seconds = self.num_done, time.monotonic() - self._began_at
-        seconds_left = max(1, math.ceil(seconds * (self.total - done) / done)) if done else None
+        done, seconds_left = self.num_done, self.seconds_left
         progress = f"{done:,} of {self.total:,} blocks are done ({done / max(self.total, 1):.0%})"
         # The time comes first: a terminal truncates long lines.
         left = f"about {timedelta(seconds=seconds_left)} left, " if seconds_left else ""
@@ -76,6 +76,19 @@ class Counting(Generic[T]):
                 self._thread = threading.Thread(target=self._run, name="penstock-counting", daemon=True)
                 self._thread.start()
             return self._thread
+
+    @property
+    def seconds_left(self) -> int | None:
+        """Estimated seconds until the running thread has the result; None without one, and before its first step."""
+        done, seconds = self.num_done, time.monotonic() - self._began_at
+        if self._made or not done or not (self._thread and self._thread.is_alive()):
+            return None
+        return max(1, math.ceil(seconds * (self.total - done) / done))
+
+    @property
+    def num_files_done(self) -> int:
+        """Number of files of the result up to the first missing one: another process may be making them."""
+        return sum(1 for _ in takewhile(os.path.exists, self._files()))
 
     @property
     def is_ready(self) -> bool:

@@ -113,8 +113,10 @@ class Index:
 
     @property
     def num_counted(self) -> int:
-        """Number of blocks with counted tokens."""
-        return self._snapshot.num_blocks if self.lengths.is_ready else self.lengths.num_done
+        """Number of blocks with counted tokens; a shard that another process counts is one step."""
+        if self.lengths.is_ready:
+            return self._snapshot.num_blocks
+        return max(self.lengths.num_done, int(self._snapshot.first_block_of_shard[self.lengths.num_files_done]))
 
     @property
     def is_stored(self) -> bool:

@@ -26,7 +26,7 @@ from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.files import read_sealed, write_sealed
 from penstock_server.index.counting import build_lock
 from penstock_server.machine import num_cores
-from penstock_server.order.arrays import IntArray, find_one, starts_of
+from penstock_server.order.arrays import IntArray, find, find_one, starts_of
 from penstock_server.order.packing import SplitRows
 from penstock_server.recipes.split import Selection, is_selected, is_validation
 
@@ -34,6 +34,7 @@ SUFFIX = ".lengths"
 _FORMAT = 3  # of the files: after a change, every shard is counted again
 _REMEMBERED = 16  # sums, each 8 or 24 bytes per block
 _VALIDATION = np.uint32(1 << 31)
+BIN_STARTS = np.unique(np.ceil(2 ** (np.arange(4 * 32 + 1) / 4)).astype(np.int64))  # tokens; four bins an octave
 QUANTILES = {"median": 500, "p90": 900, "p99": 990, "longest": 1000}  # per mille of the rows
 _STEP = 1 << 20  # rows per step: a shard may have any number
 _SHORT = 1 << 16  # tokens; the few longer rows are kept one by one
@@ -78,6 +79,7 @@ class RowLengths:
         # Cached, since each call scans all rows.
         self.per_block = lru_cache(maxsize=_REMEMBERED)(self._per_block)
         self.parts_per_block = lru_cache(maxsize=_REMEMBERED)(self._parts_per_block)
+        self.cut = lru_cache(maxsize=_REMEMBERED)(self._cut)
 
     def of_block(self, block: int, split: str) -> IntArray:
         """Returns the tokens of each row of a block in the split, shape [rows]; 0 for a bad row."""
@@ -92,10 +94,19 @@ class RowLengths:
         """Bytes of each block in the cache, shape [num_blocks]."""
         return np.concatenate([shard.block_bytes for shard in self._shards])
 
-    @cached_property
+    @property
     def quantiles(self) -> dict[str, dict[str, int]]:
         """Quantiles of tokens over the usable rows, 0 without any: of "row"; of "prompt" and "response" if rows have both."""
-        sides = defaultdict[str, _Quantiles](_Quantiles)
+        return {name: quantiles for name, (quantiles, _) in self._distributions.items()}
+
+    @property
+    def histograms(self) -> dict[str, IntArray]:
+        """Number of usable rows in each bin, shape of BIN_STARTS, of the same sides. The last bin holds none."""
+        return {name: histogram for name, (_, histogram) in self._distributions.items()}
+
+    @cached_property
+    def _distributions(self) -> dict[str, tuple[dict[str, int], IntArray]]:
+        sides = defaultdict[str, _Distribution](_Distribution)
         for shard in self._shards:
             for at in range(0, len(shard.words), _STEP):
                 lengths, prompts = shard.words[at : at + _STEP] & ~_VALIDATION, shard.prompts[at : at + _STEP]
@@ -103,7 +114,8 @@ class RowLengths:
                 if len(prompts):
                     sides["prompt"].add(prompts[lengths > 0])
                     sides["response"].add((lengths - prompts)[lengths > 0])
-        return {"row": sides["row"].result(), **{name: side.result() for name, side in sides.items()}}
+        sides["row"]  # also without a row
+        return {name: (side.quantiles(), side.histogram()) for name, side in sides.items()}
 
     def _per_block(self, split: str) -> Counts:
         """Returns the counts of a split per block."""
@@ -113,6 +125,11 @@ class RowLengths:
     def _parts_per_block(self, split: str, seq_len: int) -> IntArray:
         """Returns samples per block, shape [num_blocks], with rows longer than seq_len split."""
         return self._sum_per_block(split, lambda lengths: SplitRows.count(lengths, seq_len))
+
+    def _cut(self, split: str, seq_len: int) -> tuple[int, int]:
+        """Returns the tokens of a split if its rows are cut to seq_len, and the number of rows that are cut."""
+        tokens = self._sum_per_block(split, lambda lengths: np.minimum(lengths, seq_len))
+        return int(tokens.sum()), int(self._sum_per_block(split, lambda lengths: lengths > seq_len).sum())
 
     def _sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
         """Sums `function(lengths)` over the rows of each block, shape [num_blocks]."""
@@ -125,8 +142,8 @@ class RowLengths:
         return np.stack([np.concatenate([_sums(shard, each, np.ones_like) for shard in self._shards]) for each in selections])
 
 
-class _Quantiles:
-    """Quantiles of lengths that are added in batches."""
+class _Distribution:
+    """Distribution of lengths that are added in batches."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(_SHORT, np.int64)
@@ -137,11 +154,18 @@ class _Quantiles:
         self._counts += np.bincount(lengths[lengths < _SHORT], minlength=_SHORT)
         self._long.append(lengths[lengths >= _SHORT])
 
-    def result(self) -> dict[str, int]:
+    def quantiles(self) -> dict[str, int]:
         """Returns each quantile in `QUANTILES`; 0 without lengths."""
         longer, counts = np.unique(np.concatenate(self._long), return_counts=True)
         lengths, upto = [*range(_SHORT), *longer.tolist()], np.cumsum([*self._counts, *counts])
         return {name: lengths[int(np.searchsorted(1000 * upto, share * upto[-1]))] for name, share in QUANTILES.items()}
+
+    def histogram(self) -> IntArray:
+        """Returns the number of lengths in each bin, shape of BIN_STARTS."""
+        histogram = np.zeros(len(BIN_STARTS), np.int64)
+        np.add.at(histogram, find(BIN_STARTS, np.arange(1, _SHORT)), self._counts[1:])
+        np.add.at(histogram, find(BIN_STARTS, np.concatenate(self._long).astype(np.int64)), 1)
+        return histogram
 
 
 def _sums(shard: ShardLengths, selection: Selection, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:

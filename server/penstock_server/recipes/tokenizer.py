@@ -27,6 +27,7 @@ _WRITE_IT = (
     "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model; of others "
     "transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes one."
 )
+_MAX_TOKENS_PER_CHARACTER = 8  # more of an invalid one are shown as they are
 _PORTION_CHARACTERS = 1 << 17  # per thread at a time: an encoding takes some hundred bytes per token
 
 Ids = npt.NDArray[np.int64]
@@ -82,6 +83,19 @@ class TokenizerFile:
         """Return the text of token ids, special tokens included."""
         with library_errors():
             return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token as it continues the text before it; a character of several tokens is at the last."""
+        texts, known, start, stop = list[str](), "", 0, 0  # `known` is the text of ids[start:stop], the context
+        for end in range(1, len(ids) + 1):
+            text = self.decode(ids[start:end])
+            if text.endswith("\ufffd") and end - stop < _MAX_TOKENS_PER_CHARACTER and end < len(ids):
+                texts.append("")
+                continue
+            texts.append(text[len(known) :])
+            start, stop = stop, end
+            known = self.decode(ids[start:stop])
+        return texts
 
     def _encoded(
         self, encode: Callable[..., list[Encoding]], texts: list[str], note: Note, spans: Sequence[Any] = ()

@@ -10,11 +10,13 @@ import numpy as np
 
 from penstock_server.batches.plan import Plan
 from penstock_server.order.arrays import IntArray, by_value, distinct, find
+from penstock_server.schemas import ScatterInfo
 from penstock_server.shuffle_report.confidence import Range, num_distinct, range_of_count, range_of_mean
 from penstock_server.shuffle_report.sample import Drawn, Source, draw
 
 _QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9}
 _MAX_CELLS = 24  # stretches of the epoch, and parts of a source
+_MAX_POINTS = 2048  # of the scatter plot
 
 
 Measure = tuple[str, dict[str, Any]]
@@ -46,8 +48,23 @@ def report(plan: Plan, epoch: int) -> dict[str, Any]:
             "of_first": drawn.num_measured,
             "of_epoch": drawn.num_served,
         },
+        "scatter": list(_scatter(plan, drawn)),
         "spec": plan.spec.to_dict(),
     }
+
+
+def _scatter(plan: Plan, drawn: Drawn) -> Iterator[ScatterInfo]:
+    """Yield evenly chosen samples by source, which is one epoch of one dataset."""
+    numbers, sources, _, places = drawn.scattered
+    chosen = np.linspace(0, len(numbers) - 1, min(len(numbers), _MAX_POINTS)).astype(np.int64)
+    for number, mine in by_value(sources[chosen]):
+        source = drawn.sources[number]
+        yield {
+            "dataset": plan.members[source.member].name,
+            "source_samples": source.num_samples,
+            "numbers": numbers[chosen[mine]].tolist(),
+            "places": places[chosen[mine]].tolist(),
+        }
 
 
 def _measure(name: str, unit: str, value: float, expected: float, usual: Range) -> Measure:

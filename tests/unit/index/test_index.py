@@ -34,7 +34,7 @@ from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.index import index as index_module
 from penstock_server.index import row_lengths as lengths_module
 from penstock_server.index.index import drop_old_counts
-from penstock_server.index.row_lengths import QUANTILES, RowLengths, ShardLengths
+from penstock_server.index.row_lengths import BIN_STARTS, QUANTILES, RowLengths, ShardLengths
 from penstock_server.recipes import encode
 from penstock_server.recipes.split import select_rows
 from support import examples
@@ -273,7 +273,9 @@ def test_sums_per_block_do_not_depend_on_portions() -> None:
 
 
 @given(st.lists(ROWS, min_size=1, max_size=3), st.integers(1, 9), st.booleans())
-def test_quantiles_are_those_of_the_usable_rows(shards: list[list[tuple[int, int]]], short: int, has_prompts: bool) -> None:
+def test_quantiles_and_histograms_are_those_of_the_usable_rows(
+    shards: list[list[tuple[int, int]]], short: int, has_prompts: bool
+) -> None:
     made = []
     for shard in shards:
         words = np.array([row | (at % 2 << 31) for at, (row, _) in enumerate(shard)], np.uint32)
@@ -282,7 +284,8 @@ def test_quantiles_are_those_of_the_usable_rows(shards: list[list[tuple[int, int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lengths_module, "_SHORT", short)
         patch.setattr(lengths_module, "_STEP", 3)
-        found = RowLengths(np.arange(len(shards) + 1), made, lambda _: ["all"] * len(made)).quantiles
+        row_lengths = RowLengths(np.arange(len(shards) + 1), made, lambda _: ["all"] * len(made))
+        found, histograms = row_lengths.quantiles, row_lengths.histograms
     rows = [row for shard in shards for row in shard if row[0]]
     sides = {"row": [row for row, _ in rows]}
     if has_prompts and any(shards):
@@ -294,3 +297,7 @@ def test_quantiles_are_those_of_the_usable_rows(shards: list[list[tuple[int, int
     assert found == {
         side: {name: quantile(sorted(own), share) for name, share in QUANTILES.items()} for side, own in sides.items()
     }
+    for side, own in sides.items():
+        bins = zip(BIN_STARTS.tolist(), BIN_STARTS.tolist()[1:], strict=False)
+        expected = [sum(low <= length < high for length in own) for low, high in bins]
+        assert histograms[side].tolist() == [*expected, 0]
