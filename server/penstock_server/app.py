@@ -9,7 +9,7 @@ from typing import Any
 import swagger_ui_bundle
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
@@ -23,6 +23,7 @@ from penstock_server.catalog.catalog import Catalog
 from penstock_server.logs import Seldom
 from penstock_server.monitoring.monitor import Monitor
 from penstock_server.monitoring.place import Place
+from penstock_server.page.routes import add_page
 from penstock_server.problems import MORE_THREADS, BadParameter, BlocksNotReady, NotReady, OutOfMemory, Problem, lacks_threads
 from penstock_server.schemas import HealthInfo, ReadyInfo
 
@@ -50,6 +51,7 @@ def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None
         app.router.routes.extend(part.router.routes)
     _add_probes(app)
     _add_documentation(app)
+    add_page(app)
     _add_error_handlers(app)
     return app
 
@@ -81,18 +83,14 @@ def _add_documentation(app: FastAPI) -> None:
     # FastAPI's page loads its scripts from a CDN, which training clusters can seldom reach.
     app.mount("/docs/assets", StaticFiles(directory=swagger_ui_bundle.swagger_ui_path))
 
-    @app.get("/", include_in_schema=False)
-    async def root() -> RedirectResponse:
-        return RedirectResponse("/docs")
-
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
         return get_swagger_ui_html(
-            openapi_url="/openapi.json",
+            openapi_url="openapi.json",  # relative, like the others: a proxy may serve all of this below a prefix
             title="Penstock",
-            swagger_js_url="/docs/assets/swagger-ui-bundle.js",
-            swagger_css_url="/docs/assets/swagger-ui.css",
-            swagger_favicon_url="/docs/assets/favicon-32x32.png",
+            swagger_js_url="docs/assets/swagger-ui-bundle.js",
+            swagger_css_url="docs/assets/swagger-ui.css",
+            swagger_favicon_url="docs/assets/favicon-32x32.png",
             swagger_ui_parameters={"defaultModelRendering": "model", "defaultModelExpandDepth": 5},  # shows each field's text
         )
 

@@ -22,7 +22,7 @@ def test_docs_page_lists_every_url_with_its_parameters(serve: Serve, tmp_path: P
     flags = [*QUIET, "--no-sandbox"] if os.geteuid() == 0 else QUIET
     page = subprocess.run(
         [str(CHROMIUM), "--headless", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000",
-         "--dump-dom", f"{server.url}/"],
+         "--dump-dom", f"{server.url}/docs"],
         capture_output=True, text=True, check=True, timeout=120,
     ).stdout  # fmt: skip
     assert "Unable to render" not in page

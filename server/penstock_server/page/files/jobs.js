@@ -1,0 +1,138 @@
+// Jobs: who waits, why, since when, and what the server reads for them.
+import { html, useState } from "./vendor/preact.module.js";
+import { datasetPath, link, queryOf, useGet, usePoll } from "./api.js";
+import { bytes, compact, duration, num, percent, shown, since } from "./format.js";
+import { Bar, Stat, Stats, Table } from "./parts.js";
+import { HeatMap } from "./plot.js";
+
+const WAITING = 0.05; // of the time; the server counts from here on, too
+const MAX_RANKS = 16; // in the table, until all are asked for
+
+// What a rank waits for, and on which side the remedy is.
+const STAGES = {
+  connect: ["connecting to the server", "network"], queue: ["a free server thread", "server"], budget: ["room in the bytes in flight", "server"],
+  index: ["counting tokens", "data"], read: ["reading cached blocks", "data"], decode: ["decoding Parquet", "data"], tokenize: ["tokenizing", "data"],
+  make: ["assembling batches", "server"], network: ["the network", "network"], receive: ["receiving the body", "network"],
+  retry: ["pausing after a failure", "network"], client: ["checks and tensors in the trainer", "client"],
+};
+const SIDES = { data: "making blocks", server: "busy server", network: "network", client: "trainer" };
+const stageName = (stage) => STAGES[stage]?.[0] ?? stage;
+
+export function JobsView({ jobs }) {
+  const history = usePoll("v1/jobs?history=true", 10);
+  if (!jobs) return null;
+  if (!jobs.jobs.length) {
+    return html`<h1>Jobs</h1><p>No trainer has asked for batches in the last hour. <a href=${link("batch")}>Look at the batches</a> that one would get, or <a href=${link("explore")}>explore parameters</a>.</p>`;
+  }
+  const worst = jobs.jobs.filter((job) => job.state === "running").sort((a, b) => (b.wait_fraction ?? 0) - (a.wait_fraction ?? 0))[0];
+  return html`
+    <h1>Jobs</h1>
+    <${Table} name="jobs" heads=${["job", "dataset", "#ranks", "#epoch", "progress", "time left", "#tokens/s", "#wait"]} rows=${jobs.jobs.map((job) => ({
+      class: job.state === "ended" ? "ended" : "",
+      cells: [
+        html`<a href=${link("job", [job.job])}>${shown(job.job)}</a>${job.state === "ended" ? ` (ended ${duration(jobs.server.time - job.last_seen_at)} ago)` : ""}`,
+        html`<a href=${link("dataset", [job.dataset])}>${shown(job.dataset)}</a>`, num(job.world_size), num(job.epoch), html`<${Progress} job=${job} />`,
+        job.state === "running" ? duration(job.seconds_left) : "–", compact(job.tokens_per_second), html`<${Wait} fraction=${job.wait_fraction} />`,
+      ],
+    }))} />
+    ${worst && html`<${Job} job=${worst} server=${jobs.server} history=${history.data} />`}`;
+}
+
+export function JobView({ route: { names: [name] }, jobs }) {
+  const history = usePoll("v1/jobs?history=true", 10);
+  const job = jobs?.jobs.find((one) => one.job === name);
+  if (!jobs) return null;
+  if (!job) return html`<h1>${shown(name)}</h1><p>This server has not seen the job in the last hour.</p>`;
+  return html`<${Job} job=${job} server=${jobs.server} history=${history.data} />`;
+}
+
+/** A wait, marked by a sign beside its colour. */
+const Wait = ({ fraction }) => html`<span class=${fraction > WAITING ? "waiting" : ""}>${fraction > WAITING ? "▲ " : ""}${percent(fraction)}</span>`;
+
+/** The progress of the slowest rank in the epoch. */
+function Progress({ job, rank }) {
+  const step = rank ? rank.step : Math.min(...job.ranks.filter((one) => one.epoch === job.epoch).map((one) => one.step));
+  if (!Number.isFinite(step)) return "–";
+  if (!job.num_steps) return `step ${num(step)}`;
+  return html`<${Bar} label="progress" fraction=${step / job.num_steps} text=${`${num(step)} of ${num(job.num_steps)}`} />`;
+}
+
+function Job({ job, server, history }) {
+  const [chosen, setChosen] = useState(null);
+  const [isLong, setLong] = useState(false);
+  const past = history?.jobs.find((one) => one.job === job.job);
+  const clockOf = history?.server.history;
+  const now = server.time;
+  const ranks = [...job.ranks].sort((a, b) => (b.rank === chosen) - (a.rank === chosen) || (b.wait_fraction ?? 0) - (a.wait_fraction ?? 0) || b.lag - a.lag);
+  const isRunning = job.state === "running";
+  return html`<section class=${isRunning ? "" : "ended"}>
+    <h2>${shown(job.job)}</h2>
+    <${Stats}>
+      <${Stat} name="waits" value=${html`<${Wait} fraction=${job.wait_fraction} />`} note="of its time, all ranks, the last minute" level=${job.wait_fraction > WAITING ? "waiting" : ""} />
+      <${Stat} name="tokens/s" value=${compact(job.tokens_per_second)} note=${`${num(job.ranks.length)} of ${num(job.world_size)} ranks report here`} />
+      <${Stat} name=${`epoch ${num(job.epoch)}`} value=${html`<${Progress} job=${job} />`} note="steps of its slowest rank" />
+      <${Stat} name="time left" value=${isRunning ? duration(job.seconds_left) : "ended"} note=${isRunning ? "of the epoch" : since(job.last_seen_at, now)} />
+      <${Stat} name="began" value=${since(job.started_at, now)} note=${html`<a href=${link("dataset", [job.dataset])}>${shown(job.dataset)}</a> <code>${job.snapshot}</code>`} />
+    <//>
+    ${isRunning && html`<${Why} job=${job} /><${CacheNote} job=${job} server=${server} />`}
+    ${isRunning && ranks.filter((rank) => rank.wait_fraction > WAITING).slice(0, 3).map((rank) => html`<p class="trouble"><${Sentence} ...${{ rank, now }} /></p>`)}
+    ${job.stragglers.map((one) => html`<p class="trouble">▲ ${shown(one.text)}</p>`)}
+    ${past && clockOf && html`<h3>How long each rank waited, the last hour</h3>
+      <${HeatMap} rows=${[...past.ranks].sort((a, b) => a.rank - b.rank)} end=${clockOf.end} seconds=${clockOf.seconds} onChoose=${setChosen} />`}
+    <h3>Ranks, longest wait first</h3>
+    <${Table} isNowrap name="ranks" heads=${["#rank", "#waits", "for", "since", "now", "#epoch", "step", "#tokens/s", "#lag", "#buffered", "#retries", "last report"]}
+      rows=${ranks.slice(0, isLong ? ranks.length : MAX_RANKS).map((rank) => ({
+        key: rank.rank, class: rank.rank === chosen ? "chosen" : "",
+        cells: [
+          html`<b>${num(rank.rank)}</b>`, html`<${Wait} fraction=${rank.wait_fraction} />`, reasons(rank.wait_seconds), since(rank.waits_since, now), html`<${Doing} doing=${rank.doing} now=${now} />`,
+          num(rank.epoch), html`<a href=${batchOf(job, rank)} title="show this batch"><${Progress} ...${{ job, rank }} /></a>`,
+          compact(rank.tokens_per_second), num(rank.lag), bytes(rank.buffered_bytes), num(rank.retries + rank.corrupted), `${duration(now - rank.last_seen_at)} ago`,
+        ],
+      }))} />
+    ${ranks.length > MAX_RANKS && !isLong && html`<button type="button" onClick=${() => setLong(true)}>Show all ${num(ranks.length)} ranks</button>`}
+    <details><summary>Parameters</summary><code>${Object.entries(job.spec).filter(([, value]) => value != null).map(([parameter, value]) => `${parameter}=${value}`).join(" ")}</code></details>
+  </section>`;
+}
+
+const batchOf = (job, rank) => link("batch", [job.dataset], { epoch: rank.epoch, rank: rank.rank, step: Math.max(0, rank.step - 1), ...job.spec });
+
+/** Which rank waits, how long, why, since when, and what the server reads for it. */
+const Sentence = ({ rank, now }) => html`▲ <b>Rank ${num(rank.rank)} waits ${percent(rank.wait_fraction)}</b> of its time${rank.waits_since && ` since ${since(rank.waits_since, now)}`},
+  for ${reasons(rank.wait_seconds)}. ${rank.doing && html`Now: <${Doing} doing=${rank.doing} now=${now} />.`}`;
+
+/** The stages that a rank waited for, longest first. */
+function reasons(waitSeconds) {
+  const total = Object.values(waitSeconds).reduce((sum, seconds) => sum + seconds, 0);
+  const stages = Object.entries(waitSeconds).filter(([, seconds]) => seconds > 0.05 * total).sort((a, b) => b[1] - a[1]);
+  if (!stages.length) return "–";
+  return stages.slice(0, 3).map(([stage, seconds]) => `${stageName(stage)} ${percent(seconds / total)}`).join(", ");
+}
+
+/** The request that a rank waits for now. */
+function Doing({ doing, now }) {
+  if (!doing) return "–";
+  const shard = doing.shard ? html` of <b>${shown(doing.shard)}</b>` : "";
+  return html`${stageName(doing.stage)}${shard}, ${duration(Math.max(0, now - doing.since))}`;
+}
+
+/** A job's waits by stage, as one bar with a legend in words. */
+function Why({ job }) {
+  const total = Object.values(job.wait_seconds).reduce((sum, seconds) => sum + seconds, 0);
+  if (!total) return null;
+  const stages = Object.entries(job.wait_seconds).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
+  return html`<h3>What it waits for, the last minute</h3>
+    <div class="why" aria-hidden="true">${stages.map(([stage, seconds]) => html`<span class=${`side-${STAGES[stage]?.[1]}`} style=${{ flexGrow: seconds / total }}></span>`)}</div>
+    <ul class="legend">${stages.filter(([, seconds]) => seconds > 0.005 * total).map(([stage, seconds]) => html`
+      <li><span class=${`swatch side-${STAGES[stage]?.[1]}`}></span> ${stageName(stage)} <b>${percent(seconds / total)}</b> <span class="quiet">(${SIDES[STAGES[stage]?.[1]] ?? "other"})</span></li>`)}</ul>`;
+}
+
+/** Whether the cache is large enough for a job, from its order and not from what happened to be asked for. */
+function CacheNote({ job, server }) {
+  const { data } = useGet(`${datasetPath(job.dataset)}/estimate${queryOf(job.spec)}`);
+  if (!data) return null;
+  const [{ cache_bytes: needed, cache_room_bytes: room, blocks_bytes: all, cache_advice: advice }] = data;
+  const hits = server.cache_hit_fraction == null ? "" : ` In the last minute ${percent(server.cache_hit_fraction)} of the blocks were in it.`;
+  return advice
+    ? html`<p class="trouble">▲ The cache is too small for this job. ${shown(advice)}${hits}</p>`
+    : html`<p>● The cache is large enough for this job: its order needs ${bytes(needed)}, all blocks take ${bytes(all)}, and there is room for ${bytes(room)}.${hits}</p>`;
+}

@@ -1,0 +1,47 @@
+// The server: its rates over the last hour, its cache and its memory, and what it counts.
+import { html } from "./vendor/preact.module.js";
+import { usePoll } from "./api.js";
+import { bytes, compact, num, percent, shown, since } from "./format.js";
+import { Bar, Stat, Stats, Table, Trouble } from "./parts.js";
+import { Counted } from "./datasets.js";
+import { Plot } from "./plot.js";
+
+export function ServerView({ jobs, datasets }) {
+  const { data, error } = usePoll("v1/jobs?history=true", 10);
+  if (!jobs) return html`<${Trouble} error=${error} />`;
+  const { server } = jobs;
+  const past = data?.server.history;
+  const counting = (datasets?.datasets ?? []).filter((one) => one.tokens == null && one.index.blocks_done);
+  const failure = datasets?.datasets.find((one) => one.cache.failure)?.cache.failure;
+  return html`
+    <h1>Server</h1>
+    <${Stats}>
+      <${Stat} name="tokens/s" value=${compact(server.tokens_per_second)} note="the last minute" />
+      <${Stat} name="sent" value=${`${bytes(server.bytes_per_second)}/s`} note=${`${compact(server.batches_per_second)} batches/s`} />
+      <${Stat} name="refusals" value=${`${compact(server.refusals_per_second)}/s`} level=${server.refusals_per_second > 0 ? "waiting" : ""} note="503 answers" />
+      <${Stat} name="bytes in flight" value=${html`<${Bar} label="in flight" fraction=${server.in_flight_bytes / server.in_flight_budget_bytes} text=${bytes(server.in_flight_bytes)} />`}
+        note=${`budget ${bytes(server.in_flight_budget_bytes)}`} />
+      <${Stat} name="cache" value=${html`<${Bar} label="cache" fraction=${server.cache_used_bytes / server.cache_budget_bytes} text=${bytes(server.cache_used_bytes)} />`}
+        note=${`room for ${bytes(server.cache_budget_bytes)}`} />
+      <${Stat} name="cache hits" value=${percent(server.cache_hit_fraction)} note="of blocks, the last minute" level=${server.cache_hit_fraction < 0.5 ? "waiting" : ""} />
+      <${Stat} name="since" value=${since(server.started_at, server.time)} note=${`${num(server.processes)} process${server.processes > 1 ? "es" : ""}, version ${server.version}`} />
+    <//>
+    ${failure && html`<p class="trouble">▲ Blocks cannot be stored: ${shown(failure)}</p>`}
+    ${counting.length > 0 && html`<h2>Counting tokens</h2>
+      <${Table} name="counting" heads=${["dataset", "progress"]} rows=${counting.map((one) => ({ cells: [shown(one.name), html`<${Counted} of=${one} />`] }))} />`}
+    ${past && html`<h2>The last hour</h2><div class="plots">${plots(past)}</div>`}`;
+}
+
+function plots({ seconds, end, tokens, bytes: sent, refusals, hits, misses, cache_used_bytes: used }) {
+  const times = tokens.map((_, at) => end - (tokens.length - 1 - at) * seconds);
+  const rate = (values) => values.map((value) => (value == null ? null : value / seconds));
+  const hitFraction = hits.map((hit, at) => (hit == null || hit + misses[at] === 0 ? null : hit / (hit + misses[at])));
+  const one = (title, values, format, max) => html`<${Plot} key=${title} title=${title} max=${max} x=${{ values: times }} series=${[{ name: title, values, format }]} />`;
+  return [
+    one("tokens/s", rate(tokens), compact),
+    one("bytes/s", rate(sent), (value) => `${bytes(value)}/s`),
+    one("refusals/s", rate(refusals), compact),
+    one("cache hits", hitFraction, percent, 1),
+    one("cache used", used, bytes),
+  ];
+}
