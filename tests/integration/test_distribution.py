@@ -49,6 +49,13 @@ def test_distribution_installs_and_every_command_starts(distributions: Path, tmp
     assert {"serve", "import", "peek", "audit"} <= {*commands}
     for command in commands:
         assert f"usage: penstock {command} " in run(penstock, command, "--help")
+    files = _files(packages / "penstock_server/page/files")
+    assert files == _files(ROOT / "server/penstock_server/page/files")
+    assert {"index.html", "vendor/preact.LICENSE.txt", "vendor/htm.LICENSE.txt", "vendor/uPlot.LICENSE.txt"} <= files
     [installed] = packages.glob("penstock-*.dist-info")
     assert "License-Expression: Apache-2.0" in (installed / "METADATA").read_text()
     assert (installed / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}

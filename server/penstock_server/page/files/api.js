@@ -15,13 +15,12 @@ export async function get(path, signal) {
   let response;
   try {
     response = await fetch(path, { signal, headers: { Accept: "application/json" } });
+    if (response.ok) return await response.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer. Is it running, and is the network up?");
   }
-  const body = await response.json().catch(() => ({}));
-  if (!response.ok) throw new Problem(response.status, body);
-  return body;
+  throw new Problem(response.status, await response.json().catch(() => ({})));
 }
 
 /** Polls a path while the page is visible: {data, error}; the last data stays when a request fails. */
@@ -82,18 +81,19 @@ export function useGet(...paths) {
   return state;
 }
 
-/** The view that the fragment names: {view, names, query}. */
+/** The view that the fragment names, drawn again when it changes. */
 export function useRoute() {
-  const [route, setRoute] = useState(parse);
+  const [route, setRoute] = useState(currentRoute);
   useEffect(() => {
-    const onChange = () => setRoute(parse());
+    const onChange = () => setRoute(currentRoute());
     addEventListener("hashchange", onChange);
     return () => removeEventListener("hashchange", onChange);
   }, []);
   return route;
 }
 
-function parse() {
+/** The view that the fragment names now: {view, names, query}. */
+export function currentRoute() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split(/\?(.*)/s);
   const [view, ...names] = path.split("/").map(decodeOrKeep);
   return { view, names, query: Object.fromEntries(new URLSearchParams(query)) };

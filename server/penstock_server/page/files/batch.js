@@ -1,6 +1,6 @@
 // One batch as a trainer gets it, and one row with the steps that show it.
-import { html, useEffect } from "./vendor/preact.module.js";
-import { datasetPath, link, queryOf, server, specOf, useGet } from "./api.js";
+import { html, useEffect, useMemo } from "./vendor/preact.module.js";
+import { currentRoute, datasetPath, link, queryOf, server, specOf, useGet } from "./api.js";
 import { remoteDataset } from "./explore.js";
 import { bytes, num, shown } from "./format.js";
 import { Copy, DatasetField, Field, namesOf, SpecForm, Table, Trouble } from "./parts.js";
@@ -20,8 +20,9 @@ export function BatchView({ route: { names, query }, datasets }) {
   );
   const numSteps = data?.[0].num_steps;
   const move = (by) => {
-    const next = step + by;
-    if (next >= 0 && (numSteps == null || next < numSteps)) go({ step: next, line: null });
+    const now = currentRoute().query; // a key may come again before the page is drawn
+    const next = (Number(now.step) || 0) + by;
+    if (next >= 0 && (numSteps == null || next < numSteps)) location.hash = link("batch", [name], { ...now, step: next, line: null });
   };
   useEffect(() => {
     const onKey = (event) => {
@@ -35,6 +36,11 @@ export function BatchView({ route: { names, query }, datasets }) {
   useEffect(() => {
     if (data && !isStale && query.line) document.getElementById(`line-${query.line}`)?.scrollIntoView();
   }, [data, query.line]);
+  // Thousands of tokens: not again with every poll.
+  const drawn = useMemo(
+    () => data && html`<${Batch} ...${{ name, query, spec, resolved: data[0], batch: data[1], provenance: data[2] }} />`,
+    [data, query.tokens, query.line],
+  );
   if (!name) return null;
   const whole = (key, value) => html`<${Field} name=${key} value=${String(value)} schema=${{ type: "integer" }} onChange=${(changed) => go({ [key]: changed, line: null })} />`;
   return html`
@@ -50,19 +56,20 @@ export function BatchView({ route: { names, query }, datasets }) {
       <label class="check"><input type="checkbox" checked=${query.tokens === "1"} onChange=${(event) => go({ tokens: event.target.checked ? 1 : null })} /> <span>show tokens</span></label>
     <//>
     <${Trouble} error=${error} />
-    ${data && html`<div class=${isStale ? "stale" : ""}><${Batch} ...${{ name, query, spec, resolved: data[0], batch: data[1], provenance: data[2] }} /></div>`}`;
+    <div class=${isStale ? "stale" : ""}>${drawn}</div>`;
 }
 
 function Batch({ name, query, spec, resolved, batch, provenance }) {
   const widths = Object.fromEntries(batch.tensors.map(([tensor, , shape]) => [tensor, shape[1]]));
   // A row's own dataset serves its look-ups, with the mix that the batch is of.
   const { mix, stopping_strategy, snapshot } = resolved.spec;
+  const isCut = resolved.spec.packing === "rows" && resolved.spec.overflow === "truncate";
   const ofRow = { ...spec, epoch: batch.epoch, tokens: query.tokens, ...(mix ? { mix, stopping_strategy, snapshot } : {}) };
   return html`
     <p>Step ${num(batch.step)} of ${num(resolved.num_steps)}, rank ${num(batch.rank)} of ${num(resolved.spec.world_size)}, epoch ${num(batch.epoch)}; ${bytes(batch.nbytes)},
       snapshot <code>${batch.snapshot}</code>${batch.replaced > 0 && html`; <b>▲ ${num(batch.replaced)} samples replace bad rows</b>`}</p>
     <p class="legend quiet"><span class="in-loss">text with loss</span> <span class="no-loss">text without loss</span> <span class="boundary">¶ a row begins</span> <span class="padding">padding</span></p>
-    ${batch.samples.map((sample, at) => html`<${Sample} key=${at} ...${{ sample, widths, ofRow, sources: provenance.samples[at].sources, hasTokens: query.tokens === "1", isChosen: query.line === String(at) }} />`)}
+    ${batch.samples.map((sample, at) => html`<${Sample} key=${at} ...${{ sample, widths, ofRow, sources: provenance.samples[at].sources, isCut, hasTokens: query.tokens === "1", isChosen: query.line === String(at) }} />`)}
     <h2>Share it</h2>
     <${Addresses} ...${{ name, query, spec, resolved, batch }} />`;
 }
@@ -80,7 +87,7 @@ function Addresses({ name, query, spec, resolved, batch }) {
 }
 
 /** A sample: one line, or two for a preference pair and for seq2seq. */
-function Sample({ sample, widths, sources, ofRow, hasTokens, isChosen }) {
+function Sample({ sample, widths, sources, ofRow, isCut, hasTokens, isChosen }) {
   const lines = [];
   for (const side of ["", "chosen_", "rejected_"]) {
     const ids = sample[`${side}input_ids`];
@@ -91,12 +98,13 @@ function Sample({ sample, widths, sources, ofRow, hasTokens, isChosen }) {
     lines[0] = { ...lines[0], name: "prompt", labels: null };
     lines.push({ name: "response", ids: sample.labels, texts: sample.label_texts, labels: sample.labels, width: widths.labels });
   }
+  const numCut = isCut && lines.length === 1 ? sources[0].row_tokens - sources[0].stop : 0; // of a pair, one side may be cut
   const columns = Object.entries(sample.columns ?? {});
   return html`<article class="sample ${isChosen ? "chosen" : ""}" id=${`line-${sample.index}`}>
     <h3>Sample ${sample.index} <span class="quiet">${num(sample.num_tokens)} tokens from</span>
       ${sources.map((source, at) => at < 8 && html` <${Source} ...${{ source, ofRow }} />`)} ${sources.length > 8 && html`<span class="quiet">and ${num(sources.length - 8)} rows more</span>`}
     </h3>
-    ${lines.map((line) => html`<${Line} ...${{ line, hasTokens, ofRow, sources: lines.length === 1 ? sources : [], starts: sample.document_starts ?? [] }} />`)}
+    ${lines.map((line) => html`<${Line} ...${{ line, hasTokens, ofRow, numCut, sources: lines.length === 1 ? sources : [], starts: sample.document_starts ?? [] }} />`)}
     ${columns.length > 0 && html`<dl class="columns">${columns.map(([column, value]) => html`<dt>${shown(column)}</dt><dd>${shown(typeof value === "string" ? value : JSON.stringify(value))}</dd>`)}</dl>`}
   </article>`;
 }
@@ -105,10 +113,10 @@ const Source = ({ source, ofRow }) => html`<a href=${link("row", [source.dataset
   title=${`${source.shard}, row group ${source.row_group}, row ${source.row}: tokens ${source.start} to ${source.stop} of ${source.row_tokens}`}>
   ${shown(source.dataset)} row ${num(source.dataset_row)}</a>`;
 
-function Line({ line: { name, ids, texts, labels, width }, sources, starts, hasTokens, ofRow }) {
+function Line({ line: { name, ids, texts, labels, width }, sources, starts, hasTokens, ofRow, numCut }) {
   const numLoss = labels ? labels.filter((label) => label !== IGNORED).length : 0;
   return html`<div class="line">
-    <p class="quiet">${name && html`<b>${name}</b>: `}${num(ids.length)} tokens, ${num(numLoss)} with loss${width > ids.length && `, ${num(width - ids.length)} padding`}</p>
+    <p class="quiet">${name && html`<b>${name}</b>: `}${num(ids.length)} tokens, ${num(numLoss)} with loss${width > ids.length && `, ${num(width - ids.length)} padding`}${numCut > 0 && html`, <b>▲ ${num(numCut)} cut off</b>`}</p>
     <div class="text ${hasTokens ? "tokens" : ""}" tabindex="0">
       ${runs({ ids, texts, labels, sources, starts, hasTokens, ofRow })}
       ${ids.length > MAX_TOKENS && html`<span class="boundary">… and ${num(ids.length - MAX_TOKENS)} tokens more</span>`}

@@ -2,6 +2,7 @@
 import { html, useState } from "./vendor/preact.module.js";
 import { datasetPath, link, queryOf, specOf, useGet } from "./api.js";
 import { bytes, compact, duration, num, percent, shown } from "./format.js";
+import { stepsDone } from "./jobs.js";
 import { Bar, SpecForm, Stat, Stats, Table, Trouble } from "./parts.js";
 import { Plot, Range } from "./plot.js";
 
@@ -106,14 +107,7 @@ function Mixture({ one, jobs }) {
     <p><b>Mix:</b> ${shown(one.mix)}; an epoch ends: ${one.stopping_strategy}.</p>
     <p>Datasets: ${one.datasets.map((dataset) => html`<a href=${link("dataset", [dataset])}>${shown(dataset)}</a> `)}</p>
     ${running.length === 0 && html`<${Shares} name=${one.name} title="An epoch" query=${{ step: Number.MAX_SAFE_INTEGER }} />`}
-    ${running.map((job) => html`<${Shares} key=${job.job} name=${one.name} title=${`Served so far to ${job.job}`} query=${served(job)} />`)}`;
-}
-
-/** The query for what a job has got of its epoch: all parameters, and the step of its slowest rank. */
-function served(job) {
-  const steps = job.ranks.filter((rank) => rank.epoch === job.epoch).map((rank) => rank.step);
-  const step = steps.length ? Math.min(...steps) : 0;
-  return { ...job.spec, epoch: job.epoch, step: step - (step % 100) }; // in hundreds: each step would be a request
+    ${running.map((job) => html`<${Shares} key=${job.job + job.spec_digest} name=${one.name} title=${`Served so far to ${job.job}`} query=${{ ...job.spec, epoch: job.epoch, step: stepsDone(job) }} />`)}`;
 }
 
 export function Shares({ name, title, query }) {

@@ -1,5 +1,5 @@
 // Parameters before a run: what they make of an epoch, and what they need.
-import { html } from "./vendor/preact.module.js";
+import { html, useMemo } from "./vendor/preact.module.js";
 import { datasetPath, link, queryOf, server, specOf, useGet } from "./api.js";
 import { bytes, compact, num, percent, shown } from "./format.js";
 import { SharesTable } from "./datasets.js";
@@ -11,6 +11,8 @@ export function ExploreView({ route: { names, query }, datasets }) {
   const spec = specOf(query);
   const paths = name ? ["estimate", "spec"].map((what) => `${datasetPath(name)}/${what}${queryOf(spec)}`) : [];
   const { data, error, isStale } = useGet(...paths);
+  // Until data of new parameters comes, figures and Python stay those of the old ones.
+  const drawn = useMemo(() => data && html`<${Result} name=${name} query=${spec} estimate=${data[0]} resolved=${data[1]} />`, [data]);
   if (!name) return null;
   return html`
     <h1>Explore parameters</h1>
@@ -19,7 +21,7 @@ export function ExploreView({ route: { names, query }, datasets }) {
       <${DatasetField} datasets=${datasets} value=${name} onChange=${(dataset) => go(dataset, spec)} />
     <//>
     <${Trouble} error=${error} />
-    <div class=${isStale ? "stale" : ""}>${data && html`<${Result} name=${name} query=${spec} estimate=${data[0]} resolved=${data[1]} />`}</div>
+    <div class=${isStale ? "stale" : ""}>${drawn}</div>
     ${data && html`<p class="actions"><a href=${link("batch", [name], { epoch: 0, rank: 0, step: 0, ...spec })}>View these batches</a></p>`}`;
 }
 

@@ -1,7 +1,7 @@
 // Jobs: who waits, why, since when, and what the server reads for them.
 import { html, useState } from "./vendor/preact.module.js";
 import { datasetPath, link, queryOf, useGet, usePoll } from "./api.js";
-import { bytes, compact, duration, num, percent, shown, since } from "./format.js";
+import { bytes, clock, compact, duration, num, percent, shown, since } from "./format.js";
 import { Bar, Stat, Stats, Table } from "./parts.js";
 import { HeatMap } from "./plot.js";
 
@@ -30,7 +30,7 @@ export function JobsView({ jobs }) {
     <${Table} name="jobs" heads=${["job", "dataset", "#ranks", "#epoch", "progress", "time left", "#tokens/s", "#wait"]} rows=${jobs.jobs.map((job) => ({
       class: job.state === "ended" ? "ended" : "",
       cells: [
-        html`<a href=${link("job", [job.job])}>${shown(job.job)}</a>${job.state === "ended" ? ` (ended ${duration(jobs.server.time - job.last_seen_at)} ago)` : ""}`,
+        html`<a href=${link("job", [job.job, job.spec_digest])}>${shown(job.job)}</a>${job.state === "ended" ? ` (ended ${duration(jobs.server.time - job.last_seen_at)} ago)` : ""}`,
         html`<a href=${link("dataset", [job.dataset])}>${shown(job.dataset)}</a>`, num(job.world_size), num(job.epoch), html`<${Progress} job=${job} />`,
         job.state === "running" ? duration(job.seconds_left) : "–", compact(job.tokens_per_second), html`<${Wait} fraction=${job.wait_fraction} />`,
       ],
@@ -38,29 +38,31 @@ export function JobsView({ jobs }) {
     ${worst && html`<${Job} job=${worst} server=${jobs.server} history=${history.data} />`}`;
 }
 
-export function JobView({ route: { names: [name] }, jobs }) {
+export function JobView({ route: { names: [name, spec] }, jobs }) {
   const history = usePoll("v1/jobs?history=true", 10);
-  const job = jobs?.jobs.find((one) => one.job === name);
+  const job = jobs?.jobs.find((one) => one.job === name && one.spec_digest === spec);
   if (!jobs) return null;
   if (!job) return html`<h1>${shown(name)}</h1><p>This server has not seen the job in the last hour.</p>`;
   return html`<${Job} job=${job} server=${jobs.server} history=${history.data} />`;
 }
+
+/** Steps that all reporting ranks have been given of the job's epoch. */
+export const stepsDone = (job) => Math.min(...job.ranks.map((rank) => (rank.epoch === job.epoch ? rank.step + 1 : 0)));
 
 /** A wait, marked by a sign beside its colour. */
 const Wait = ({ fraction }) => html`<span class=${fraction > WAITING ? "waiting" : ""}>${fraction > WAITING ? "▲ " : ""}${percent(fraction)}</span>`;
 
 /** The progress of the slowest rank in the epoch. */
 function Progress({ job, rank }) {
-  const step = rank ? rank.step : Math.min(...job.ranks.filter((one) => one.epoch === job.epoch).map((one) => one.step));
-  if (!Number.isFinite(step)) return "–";
-  if (!job.num_steps) return `step ${num(step)}`;
-  return html`<${Bar} label="progress" fraction=${step / job.num_steps} text=${`${num(step)} of ${num(job.num_steps)}`} />`;
+  const done = rank ? rank.step + 1 : stepsDone(job);
+  if (!job.num_steps) return `${num(done)} steps`;
+  return html`<${Bar} label="progress" fraction=${done / job.num_steps} text=${`${num(done)} of ${num(job.num_steps)}`} />`;
 }
 
 function Job({ job, server, history }) {
   const [chosen, setChosen] = useState(null);
   const [isLong, setLong] = useState(false);
-  const past = history?.jobs.find((one) => one.job === job.job);
+  const past = history?.jobs.find((one) => one.job === job.job && one.spec_digest === job.spec_digest);
   const clockOf = history?.server.history;
   const now = server.time;
   const ranks = [...job.ranks].sort((a, b) => (b.rank === chosen) - (a.rank === chosen) || (b.wait_fraction ?? 0) - (a.wait_fraction ?? 0) || b.lag - a.lag);
@@ -72,11 +74,11 @@ function Job({ job, server, history }) {
       <${Stat} name="tokens/s" value=${compact(job.tokens_per_second)} note=${`${num(job.ranks.length)} of ${num(job.world_size)} ranks report here`} />
       <${Stat} name=${`epoch ${num(job.epoch)}`} value=${html`<${Progress} job=${job} />`} note="steps of its slowest rank" />
       <${Stat} name="time left" value=${isRunning ? duration(job.seconds_left) : "ended"} note=${isRunning ? "of the epoch" : since(job.last_seen_at, now)} />
-      <${Stat} name="began" value=${since(job.started_at, now)} note=${html`<a href=${link("dataset", [job.dataset])}>${shown(job.dataset)}</a> <code>${job.snapshot}</code>`} />
+      <${Stat} name="began" value=${clock(job.started_at)} note=${html`${duration(now - job.started_at)} ago, on <a href=${link("dataset", [job.dataset])}>${shown(job.dataset)}</a> <code>${job.snapshot}</code>`} />
     <//>
-    ${isRunning && html`<${Why} job=${job} /><${CacheNote} job=${job} server=${server} />`}
     ${isRunning && ranks.filter((rank) => rank.wait_fraction > WAITING).slice(0, 3).map((rank) => html`<p class="trouble"><${Sentence} ...${{ rank, now }} /></p>`)}
     ${job.stragglers.map((one) => html`<p class="trouble">▲ ${shown(one.text)}</p>`)}
+    ${isRunning && html`<${Why} job=${job} /><${CacheNote} job=${job} server=${server} />`}
     ${past && clockOf && html`<h3>How long each rank waited, the last hour</h3>
       <${HeatMap} rows=${[...past.ranks].sort((a, b) => a.rank - b.rank)} end=${clockOf.end} seconds=${clockOf.seconds} onChoose=${setChosen} />`}
     <h3>Ranks, longest wait first</h3>
@@ -94,7 +96,7 @@ function Job({ job, server, history }) {
   </section>`;
 }
 
-const batchOf = (job, rank) => link("batch", [job.dataset], { epoch: rank.epoch, rank: rank.rank, step: Math.max(0, rank.step - 1), ...job.spec });
+const batchOf = (job, rank) => link("batch", [job.dataset], { epoch: rank.epoch, rank: rank.rank, step: Math.max(0, rank.step), ...job.spec });
 
 /** Which rank waits, how long, why, since when, and what the server reads for it. */
 const Sentence = ({ rank, now }) => html`▲ <b>Rank ${num(rank.rank)} waits ${percent(rank.wait_fraction)}</b> of its time${rank.waits_since && ` since ${since(rank.waits_since, now)}`},

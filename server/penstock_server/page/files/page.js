@@ -1,5 +1,5 @@
 // The page: its first line, its views, and the two addresses that it polls.
-import { html, render, useEffect } from "./vendor/preact.module.js";
+import { html, render, useEffect, useState } from "./vendor/preact.module.js";
 import { link, usePoll, useRoute } from "./api.js";
 import { BatchView, RowView } from "./batch.js";
 import { DatasetsView, DatasetView } from "./datasets.js";
@@ -14,12 +14,14 @@ const SIGNS = { fed: "●", waiting: "▲", idle: "○" };
 
 function Page() {
   const route = useRoute();
-  const jobs = usePoll("v1/jobs", 2);
+  const [numRanks, setNumRanks] = useState(0);
+  const jobs = usePoll("v1/jobs", numRanks > 200 ? 10 : 2);
+  useEffect(() => setNumRanks(jobs.data?.jobs.reduce((sum, job) => sum + job.ranks.length, 0) ?? 0), [jobs.data]);
   const datasets = usePoll("v1/datasets", 10);
   const View = VIEWS[route.view] ?? JobsView;
   useEffect(() => {
     document.title = [...route.names, route.view || "jobs", "Penstock"].join(" · ");
-    document.querySelector("main").scrollIntoView?.({ block: "nearest" });
+    scrollTo(0, 0);
   }, [route.view, route.names.join("/")]);
   const verdict = jobs.error
     ? { state: "waiting", text: jobs.error.message }

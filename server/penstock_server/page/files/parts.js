@@ -88,22 +88,27 @@ export function SpecForm({ query, onChange, children }) {
 export function Field({ name, value = "", description, schema = {}, onChange }) {
   const options = schema.enum ?? (schema.type === "boolean" ? ["true", "false"] : null);
   const fallback = schema.default == null ? "" : String(schema.default);
-  const change = (event) => onChange(event.target.value.trim());
+  const [draft, setDraft] = useState(null); // what is being typed; the page may be drawn meanwhile
+  const change = (event) => {
+    setDraft(null);
+    onChange(event.target.value.trim());
+  };
   return html`<label title=${description}>
     <span>${name}</span>
     ${options
-      ? html`<select value=${value} onChange=${change}>
+      ? html`<select aria-label=${name} value=${value} onChange=${change}>
           <option value="">${fallback ? `${fallback} (default)` : "default"}</option>
           ${options.filter((option) => option !== fallback).map((option) => html`<option value=${option}>${option}</option>`)}
         </select>`
-      : html`<input value=${value} placeholder=${fallback} inputmode=${schema.type === "integer" ? "numeric" : "text"} onChange=${change} />`}
+      : html`<input aria-label=${name} value=${draft ?? value} placeholder=${fallback} inputmode=${schema.type === "integer" ? "numeric" : "text"}
+          onInput=${(event) => setDraft(event.target.value)} onChange=${change} />`}
   </label>`;
 }
 
 /** A choice of the datasets and mixtures served. */
 export const DatasetField = ({ datasets, value, onChange }) => html`<label>
   <span>dataset</span>
-  <select value=${value} onChange=${(event) => onChange(event.target.value)}>
+  <select aria-label="dataset" value=${value} onChange=${(event) => onChange(event.target.value)}>
     ${!namesOf(datasets).includes(value) && html`<option value=${value}>${value}</option>`}
     ${namesOf(datasets).map((name) => html`<option value=${name}>${name}</option>`)}
   </select>

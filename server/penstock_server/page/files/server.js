@@ -1,7 +1,7 @@
 // The server: its rates over the last hour, its cache and its memory, and what it counts.
 import { html } from "./vendor/preact.module.js";
 import { usePoll } from "./api.js";
-import { bytes, compact, num, percent, shown, since } from "./format.js";
+import { bytes, clock, compact, duration, num, percent, shown } from "./format.js";
 import { Bar, Stat, Stats, Table, Trouble } from "./parts.js";
 import { Counted } from "./datasets.js";
 import { Plot } from "./plot.js";
@@ -24,7 +24,7 @@ export function ServerView({ jobs, datasets }) {
       <${Stat} name="cache" value=${html`<${Bar} label="cache" fraction=${server.cache_used_bytes / server.cache_budget_bytes} text=${bytes(server.cache_used_bytes)} />`}
         note=${`room for ${bytes(server.cache_budget_bytes)}`} />
       <${Stat} name="cache hits" value=${percent(server.cache_hit_fraction)} note="of blocks, the last minute" level=${server.cache_hit_fraction < 0.5 ? "waiting" : ""} />
-      <${Stat} name="since" value=${since(server.started_at, server.time)} note=${`${num(server.processes)} process${server.processes > 1 ? "es" : ""}, version ${server.version}`} />
+      <${Stat} name="began" value=${clock(server.started_at)} note=${`${duration(server.time - server.started_at)} ago, ${num(server.processes)} process${server.processes > 1 ? "es" : ""}, version ${server.version}`} />
     <//>
     ${failure && html`<p class="trouble">▲ Blocks cannot be stored: ${shown(failure)}</p>`}
     ${counting.length > 0 && html`<h2>Counting tokens</h2>
