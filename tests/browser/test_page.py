@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
 import pyarrow as pa
 import pytest
 
+from penstock import RemoteDataset
 from support.corpora import write, write_pairs, write_text, write_tokenizer
 from support.servers import Serve, Server
 
@@ -75,7 +76,7 @@ def open_page(browser: Any, server: Server) -> Iterator[Open]:
         if is_fault:
             faults.append(text)
 
-    def open_view(view: str = "", url: str = "", jobs: Any = fake_jobs, refusals: str = "none", **look: Any) -> Page:
+    def open_view(view: str = "", url: str = "", jobs: Any = None, refusals: str = "none", **look: Any) -> Page:
         contexts.append(browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | look)))
         page = contexts[-1].new_page()
         page.set_default_timeout(20_000)
@@ -97,6 +98,31 @@ def open_page(browser: Any, server: Server) -> Iterator[Open]:
     assert not faults
 
 
+@contextmanager
+def training(server: Server) -> Iterator[None]:
+    """Two ranks that train until the block ends."""
+    is_over = Event()
+
+    def train(rank: int) -> None:
+        data = RemoteDataset(
+            server.url, "stories", rank=rank, world_size=2, batch_size=1, seq_len=32, job="live run", epochs="endless"
+        )
+        while not is_over.is_set():
+            for _ in data:
+                if is_over.wait(0.05):
+                    break
+
+    threads = [Thread(target=train, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
 def fake_jobs(has_history: bool) -> dict[str, Any]:
     """A run of 64 ranks, one of them waiting for tokens, and a run that has ended."""
     now = time.time()
@@ -110,7 +136,8 @@ def fake_jobs(has_history: bool) -> dict[str, Any]:
         "doing": {"stage": "tokenize", "shard": "0412.parquet", "since": now - 3}, "waits_since": now - 900,
         "history": [None] * 20 + [0, 1] * 35 + [41] * 30,
     }  # fmt: skip
-    ranks = [{**quiet, **(waiting if rank == 17 else {}), "rank": rank} for rank in range(64)]
+    special: dict[int, dict[str, Any]] = {17: waiting, 18: {"history": [None] * 120}}
+    ranks = [{**quiet, **special.get(rank, {}), "rank": rank} for rank in range(64)]
     job = {
         "job": "llama <b>7b</b>", "dataset": "stories", "snapshot": "0123456789abcdef", "spec_digest": "00", "world_size": 64,
         "spec": {"batch_size": 1, "seq_len": 64, "world_size": 1, "mix": None}, "epoch": 0, "num_steps": 10_000,
@@ -132,8 +159,26 @@ def fake_jobs(has_history: bool) -> dict[str, Any]:
     return {"verdict": {"state": "waiting", "text": text}, "server": server, "jobs": [job, ended]}
 
 
+def test_page_follows_a_training_run(server: Server, open_page: Open) -> None:
+    with training(server):
+        page = open_page()
+        page.get_by_role("link", name="live run").click()
+        verdict, ranks = page.locator(".verdict"), page.get_by_role("region", name="ranks")
+        sync_api.expect(verdict).to_contain_text(re.compile("live run|ranks are fed"))
+        sync_api.expect(ranks.locator("tbody tr")).to_have_count(2)
+        page.locator(".heat canvas").wait_for()
+        before = ranks.inner_text()
+        sync_api.expect(ranks).not_to_have_text(before, use_inner_text=True)  # without a reload
+        ranks.get_by_title("show this batch").first.click()
+        page.locator(".sample").wait_for()
+        address = page.locator(".copy pre").first.inner_text()
+    other = open_page("#" + address.partition("#")[2])
+    other.locator(".sample").wait_for()
+    assert other.locator(".sample").all_inner_texts() == page.locator(".sample").all_inner_texts()
+
+
 def test_waiting_rank_is_explained(open_page: Open) -> None:
-    page = open_page()
+    page = open_page(jobs=fake_jobs)
     sync_api.expect(page.locator(".verdict")).to_contain_text("Rank 17 of llama <b>7b</b> waits 41 %")
     page.get_by_text("Rank 17 is 611 steps behind rank 3.").wait_for()
     which = page.locator(".trouble", has_text="Rank 17 waits 41 %").inner_text()
@@ -155,7 +200,7 @@ def test_waiting_rank_is_explained(open_page: Open) -> None:
 
 
 def test_heat_map_is_read_with_keys(open_page: Open) -> None:
-    page = open_page()
+    page = open_page(jobs=fake_jobs)
     heat = page.locator(".heat canvas")
     heat.focus()
     for _ in range(17):
@@ -163,13 +208,12 @@ def test_heat_map_is_read_with_keys(open_page: Open) -> None:
     page.locator(".readout", has_text=re.compile(r"^rank 17, .*: waits 41 %$")).wait_for()
     heat.press("Enter")
     assert page.locator("tr.chosen td").first.inner_text() == "17"
-    for _ in range(110):
-        heat.press("ArrowLeft")
+    heat.press("ArrowDown")
     page.locator(".readout", has_text="no report").wait_for()
 
 
 def test_server_view_plots_the_last_hour(open_page: Open) -> None:
-    page = open_page("#/server")
+    page = open_page("#/server", jobs=fake_jobs)
     page.locator(".plots canvas").nth(4).wait_for()
     tiles = page.locator(".stats").inner_text()
     assert all(text in tiles for text in ("120.0 MB", "budget 1.0 GB", "3.0 GB", "room for 8.0 GB", "98 %", "2 processes"))
@@ -327,7 +371,7 @@ def test_refused_parameter_is_explained(open_page: Open) -> None:
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_view_fits_a_phone_in_the_dark(open_page: Open, view: str) -> None:
-    page = open_page(view, viewport={"width": 360, "height": 740}, color_scheme="dark")
+    page = open_page(view, jobs=fake_jobs, viewport={"width": 360, "height": 740}, color_scheme="dark")
     page.locator("main h1").wait_for()
     page.wait_for_load_state("networkidle")
     assert page.evaluate("document.documentElement.scrollWidth") == 360

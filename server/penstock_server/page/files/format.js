@@ -7,11 +7,12 @@ const NONE = "–";
 
 export const num = (value) => (value == null ? NONE : number.format(value));
 
-/** A number in few digits: 0.0034, 264.3, 1.02M. */
+/** A number in few digits: 0.0034, 26.4, 1.02M. */
 export function compact(value) {
   if (value == null) return NONE;
   if (value !== 0 && Math.abs(value) < 1) return String(Number(value.toPrecision(2)));
-  return value < 10000 ? number.format(Math.round(value * 10) / 10) : short.format(value);
+  if (value < 100) return String(Number(value.toFixed(1)));
+  return value < 10000 ? number.format(Math.round(value)) : short.format(value);
 }
 
 /** A fraction as a percentage, with a digit after the point only below 10 %. */
@@ -26,7 +27,7 @@ export function bytes(value) {
   for (const [unit, size] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6]]) {
     if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
   }
-  return value ? `${(value / 1e3).toFixed(1)} kB` : "0";
+  return value < 1000 ? `${Math.round(value)} B` : `${(value / 1e3).toFixed(1)} kB`;
 }
 
 export function duration(seconds) {

@@ -86,7 +86,7 @@ function Job({ job, server, history }) {
       rows=${ranks.slice(0, isLong ? ranks.length : MAX_RANKS).map((rank) => ({
         key: rank.rank, class: rank.rank === chosen ? "chosen" : "",
         cells: [
-          html`<b>${num(rank.rank)}</b>`, html`<${Wait} fraction=${rank.wait_fraction} />`, reasons(rank.wait_seconds), since(rank.waits_since, now), html`<${Doing} doing=${rank.doing} now=${now} />`,
+          html`<b>${num(rank.rank)}</b>`, html`<${Wait} fraction=${rank.wait_fraction} />`, reasons(rank.wait_seconds, rank.wait_fraction > WAITING ? 3 : 1), since(rank.waits_since, now), html`<${Doing} doing=${rank.doing} now=${now} />`,
           num(rank.epoch), html`<a href=${batchOf(job, rank)} title="show this batch"><${Progress} ...${{ job, rank }} /></a>`,
           compact(rank.tokens_per_second), num(rank.lag), bytes(rank.buffered_bytes), num(rank.retries + rank.corrupted), `${duration(now - rank.last_seen_at)} ago`,
         ],
@@ -100,14 +100,14 @@ const batchOf = (job, rank) => link("batch", [job.dataset], { epoch: rank.epoch,
 
 /** Which rank waits, how long, why, since when, and what the server reads for it. */
 const Sentence = ({ rank, now }) => html`▲ <b>Rank ${num(rank.rank)} waits ${percent(rank.wait_fraction)}</b> of its time${rank.waits_since && ` since ${since(rank.waits_since, now)}`},
-  for ${reasons(rank.wait_seconds)}. ${rank.doing && html`Now: <${Doing} doing=${rank.doing} now=${now} />.`}`;
+  for ${reasons(rank.wait_seconds, 3)}. ${rank.doing && html`Now: <${Doing} doing=${rank.doing} now=${now} />.`}`;
 
-/** The stages that a rank waited for, longest first. */
-function reasons(waitSeconds) {
+/** The stages that a rank waited for most, longest first. */
+function reasons(waitSeconds, most) {
   const total = Object.values(waitSeconds).reduce((sum, seconds) => sum + seconds, 0);
   const stages = Object.entries(waitSeconds).filter(([, seconds]) => seconds > 0.05 * total).sort((a, b) => b[1] - a[1]);
   if (!stages.length) return "–";
-  return stages.slice(0, 3).map(([stage, seconds]) => `${stageName(stage)} ${percent(seconds / total)}`).join(", ");
+  return stages.slice(0, most).map(([stage, seconds]) => `${stageName(stage)} ${percent(seconds / total)}`).join(", ");
 }
 
 /** The request that a rank waits for now. */

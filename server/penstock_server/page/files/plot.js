@@ -40,7 +40,7 @@ export function Plot({ title, x, series, height = 140, max, note }) {
         width, height, padding: [8, 8, 0, 0],
         cursor: { drag: { x: false, y: false } },
         legend: { live: true },
-        scales: { x: { time: false, range: x.range }, y: { range: (_, low, high) => [Math.min(0, low), max ?? Math.max(high * 1.1, 1e-9)] } },
+        scales: { x: { time: false, range: x.range }, y: { range: (_, low, high) => [Math.min(0, low), max ?? (high > 0 ? high * 1.1 : 1)] } },
         axes: [
           { ...axis, space: 70, size: 32, values: (_, ticks) => ticks.map((tick) => shownX(tick)), ...(x.incrs && { incrs: x.incrs }) },
           { ...axis, size: 72, values: (_, ticks) => ticks.map((tick) => format(tick)) },
