@@ -6,7 +6,7 @@ import { bytes, num, shown } from "./format.js";
 import { Copy, DatasetField, Field, namesOf, SpecForm, Table, Trouble } from "./parts.js";
 
 const IGNORED = -100; // the label of a token without loss
-const MAX_TOKENS = 20000; // drawn of a sample; a longer one is cut
+const MAX_TOKENS = 5000; // drawn one by one of a sample
 
 export function BatchView({ route: { names, query }, datasets }) {
   const name = names[0] ?? namesOf(datasets)[0];
@@ -119,7 +119,7 @@ function Line({ line: { name, ids, texts, labels, width }, sources, starts, hasT
     <p class="quiet">${name && html`<b>${name}</b>: `}${num(ids.length)} tokens, ${num(numLoss)} with loss${width > ids.length && `, ${num(width - ids.length)} padding`}${numCut > 0 && html`, <b>▲ ${num(numCut)} cut off</b>`}</p>
     <div class="text ${hasTokens ? "tokens" : ""}" tabindex="0">
       ${runs({ ids, texts, labels, sources, starts, hasTokens, ofRow })}
-      ${ids.length > MAX_TOKENS && html`<span class="boundary">… and ${num(ids.length - MAX_TOKENS)} tokens more</span>`}
+      ${hasTokens && ids.length > MAX_TOKENS && html`<span class="boundary">… and ${num(ids.length - MAX_TOKENS)} tokens more</span>`}
       ${width > ids.length && html`<span class="padding">${num(width - ids.length)} padding</span>`}
     </div>
   </div>`;
@@ -136,7 +136,7 @@ function runs({ ids, texts, labels, sources, starts, hasTokens, ofRow }) {
   if (begins.size === 1) begins.delete(0);
   const parts = [];
   let run = "";
-  const count = Math.min(ids.length, MAX_TOKENS);
+  const count = hasTokens ? Math.min(ids.length, MAX_TOKENS) : ids.length;
   for (let at = 0; at < count; at++) {
     if (begins.has(at)) {
       const source = begins.get(at);

@@ -3,7 +3,7 @@ import { html, useState } from "./vendor/preact.module.js";
 import { datasetPath, link, queryOf, specOf, useGet } from "./api.js";
 import { bytes, compact, duration, num, percent, shown } from "./format.js";
 import { stepsDone } from "./jobs.js";
-import { Bar, SpecForm, Stat, Stats, Table, Trouble } from "./parts.js";
+import { Bar, Shares, SpecForm, Stat, Stats, Table, Trouble } from "./parts.js";
 import { Plot, Range } from "./plot.js";
 
 export function DatasetsView({ datasets, error }) {
@@ -24,11 +24,20 @@ export function DatasetsView({ datasets, error }) {
       ${datasets.refused.map((one) => html`<p class="trouble">▲ <b>${shown(one.name)}</b>: ${shown(one.error)}</p>`)}`}`;
 }
 
+const firstSeen = {}; // progress of each dataset when the page first saw it
+
+/** Seconds left by the pace since then, as another process counts; null before the first progress. */
+function secondsLeft(name, { blocks, blocks_done: done }) {
+  const first = (firstSeen[name] ??= { done, at: performance.now() });
+  return done > first.done ? ((performance.now() - first.at) / 1000) * ((blocks - done) / (done - first.done)) : null;
+}
+
 /** How far the tokens are counted. */
-export function Counted({ of: { index, tokens } }) {
+export function Counted({ of: { name, index, tokens } }) {
   if (tokens != null) return "all";
   if (!index.blocks_done) return "no";
-  const left = index.seconds_left ? `, ${duration(index.seconds_left)} left` : "";
+  const seconds = index.seconds_left ?? secondsLeft(name, index);
+  const left = seconds ? `, about ${duration(seconds)} left` : "";
   return html`<${Bar} label="counted" fraction=${index.blocks_done / index.blocks} text=${`${num(index.blocks_done)} of ${num(index.blocks)} blocks${left}`} />`;
 }
 
@@ -109,17 +118,6 @@ function Mixture({ one, jobs }) {
     ${running.length === 0 && html`<${Shares} name=${one.name} title="An epoch" query=${{ step: Number.MAX_SAFE_INTEGER }} />`}
     ${running.map((job) => html`<${Shares} key=${job.job + job.spec_digest} name=${one.name} title=${`Served so far to ${job.job}`} query=${{ ...job.spec, epoch: job.epoch, step: stepsDone(job) }} />`)}`;
 }
-
-export function Shares({ name, title, query }) {
-  const { data, error } = useGet(`${datasetPath(name)}/shares${queryOf(query)}`);
-  if (!data) return html`<${Trouble} error=${error} />`;
-  return html`<h2>${shown(title)}</h2><${SharesTable} shares=${data[0].datasets} />`;
-}
-
-export const SharesTable = ({ shares }) => html`
-  <${Table} name="shares" heads=${["dataset", "share", "#samples", "#passes"]} rows=${shares.map((each) => ({ cells: [
-    html`<a href=${link("dataset", [each.dataset])}>${shown(each.dataset)}</a>`, html`<${Bar} label="share" fraction=${each.share} />`, num(each.samples), compact(each.passes),
-  ] }))} />`;
 
 const MEASURES = {
   neighbour_distance_p1: "distance of neighbours, closest 1 %", neighbour_distance_p10: "distance of neighbours, closest 10 %",

@@ -2,8 +2,7 @@
 import { html, useMemo } from "./vendor/preact.module.js";
 import { datasetPath, link, queryOf, server, specOf, useGet } from "./api.js";
 import { bytes, compact, num, percent, shown } from "./format.js";
-import { SharesTable } from "./datasets.js";
-import { Copy, DatasetField, namesOf, SpecForm, Stat, Stats, Trouble } from "./parts.js";
+import { Copy, DatasetField, namesOf, SharesTable, SpecForm, Stat, Stats, Trouble } from "./parts.js";
 
 export function ExploreView({ route: { names, query }, datasets }) {
   const name = names[0] ?? namesOf(datasets)[0];

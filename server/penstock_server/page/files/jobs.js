@@ -2,7 +2,7 @@
 import { html, useState } from "./vendor/preact.module.js";
 import { datasetPath, link, queryOf, useGet, usePoll } from "./api.js";
 import { bytes, clock, compact, duration, num, percent, shown, since } from "./format.js";
-import { Bar, Stat, Stats, Table } from "./parts.js";
+import { Bar, Shares, Stat, Stats, Table } from "./parts.js";
 import { HeatMap } from "./plot.js";
 
 const WAITING = 0.05; // of the time; the server counts from here on, too
@@ -79,6 +79,7 @@ function Job({ job, server, history }) {
     ${isRunning && ranks.filter((rank) => rank.wait_fraction > WAITING).slice(0, 3).map((rank) => html`<p class="trouble"><${Sentence} ...${{ rank, now }} /></p>`)}
     ${job.stragglers.map((one) => html`<p class="trouble">▲ ${shown(one.text)}</p>`)}
     ${isRunning && html`<${Why} job=${job} /><${CacheNote} job=${job} server=${server} />`}
+    ${job.spec.mix && html`<${Shares} name=${job.dataset} title="Served so far of each dataset" query=${{ ...job.spec, epoch: job.epoch, step: stepsDone(job) }} />`}
     ${past && clockOf && html`<h3>How long each rank waited, the last hour</h3>
       <${HeatMap} rows=${[...past.ranks].sort((a, b) => a.rank - b.rank)} end=${clockOf.end} seconds=${clockOf.seconds} onChoose=${setChosen} />`}
     <h3>Ranks, longest wait first</h3>

@@ -1,7 +1,7 @@
 // Parts that several views share.
 import { html, useEffect, useRef, useState } from "./vendor/preact.module.js";
-import { get } from "./api.js";
-import { duration, num, percent, shown } from "./format.js";
+import { datasetPath, get, link, queryOf, useGet } from "./api.js";
+import { compact, duration, num, percent, shown } from "./format.js";
 
 export const Stat = ({ name, value, note, level = "" }) =>
   html`<div class="stat ${level}"><dt>${name}</dt><dd>${value}</dd>${note && html`<dd class="note">${note}</dd>`}</div>`;
@@ -39,6 +39,18 @@ export const Table = ({ heads, rows, name, isNowrap }) => html`
       </tr>`)}</tbody>
     </table>
   </div>`;
+
+/** The samples of each dataset of a mixture before a step, which the query names with the spec. */
+export function Shares({ name, title, query }) {
+  const { data, error } = useGet(`${datasetPath(name)}/shares${queryOf(query)}`);
+  if (!data) return html`<${Trouble} error=${error} />`;
+  return html`<h3>${shown(title)}</h3><${SharesTable} shares=${data[0].datasets} />`;
+}
+
+export const SharesTable = ({ shares }) => html`
+  <${Table} name="shares" heads=${["dataset", "share", "#samples", "#passes"]} rows=${shares.map((each) => ({ cells: [
+    html`<a href=${link("dataset", [each.dataset])}>${shown(each.dataset)}</a>`, html`<${Bar} label="share" fraction=${each.share} />`, num(each.samples), compact(each.passes),
+  ] }))} />`;
 
 /** Text to copy. Browsers give pages without TLS no clipboard, so it can also be selected. */
 export function Copy({ name, text }) {
