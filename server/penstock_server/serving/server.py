@@ -134,7 +134,8 @@ def greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> s
     lines += [f"  {name}: a mixture, {mixture.mix}" for name, mixture in catalog.mixtures.items()]
     for name, reason in catalog.refused.items():
         lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]
-    return "\n".join(map(printable, [*lines, "", f"every URL is listed at {url}/docs; Ctrl-C stops"]))
+    lines += ["", f"open {url} to watch runs and to look at batches; every URL is listed at {url}/docs; Ctrl-C stops"]
+    return "\n".join(map(printable, lines))
 
 
 def _small(num_rows: int) -> str:
