@@ -67,6 +67,7 @@ function Job({ job, server, history }) {
   const now = server.time;
   const ranks = [...job.ranks].sort((a, b) => (b.rank === chosen) - (a.rank === chosen) || (b.wait_fraction ?? 0) - (a.wait_fraction ?? 0) || b.lag - a.lag);
   const isRunning = job.state === "running";
+  const waiting = ranks.filter((rank) => rank.wait_fraction > WAITING).slice(0, 3);
   return html`<section class=${isRunning ? "" : "ended"}>
     <h2>${shown(job.job)}</h2>
     <${Stats}>
@@ -76,8 +77,8 @@ function Job({ job, server, history }) {
       <${Stat} name="time left" value=${isRunning ? duration(job.seconds_left) : "ended"} note=${isRunning ? "of the epoch" : since(job.last_seen_at, now)} />
       <${Stat} name="began" value=${clock(job.started_at)} note=${html`${duration(now - job.started_at)} ago, on <a href=${link("dataset", [job.dataset])}>${shown(job.dataset)}</a> <code>${job.snapshot}</code>`} />
     <//>
-    ${isRunning && ranks.filter((rank) => rank.wait_fraction > WAITING).slice(0, 3).map((rank) => html`<p class="trouble"><${Sentence} ...${{ rank, now }} /></p>`)}
-    ${job.stragglers.map((one) => html`<p class="trouble">▲ ${shown(one.text)}</p>`)}
+    ${isRunning && waiting.map((rank) => html`<p class="trouble"><${Sentence} ...${{ rank, now }} /> ${job.stragglers.filter((one) => one.rank === rank.rank).map((one) => shown(one.text))}</p>`)}
+    ${job.stragglers.filter((one) => !waiting.some((rank) => rank.rank === one.rank)).map((one) => html`<p class="trouble">▲ ${shown(one.text)}</p>`)}
     ${isRunning && html`<${Why} job=${job} /><${CacheNote} job=${job} server=${server} />`}
     ${job.spec.mix && html`<${Shares} name=${job.dataset} title="Served so far of each dataset" query=${{ ...job.spec, epoch: job.epoch, step: stepsDone(job) }} />`}
     ${past && clockOf && html`<h3>How long each rank waited, the last hour</h3>

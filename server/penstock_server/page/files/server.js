@@ -34,7 +34,7 @@ export function ServerView({ jobs, datasets }) {
 
 function plots({ seconds, end, tokens, bytes: sent, refusals, hits, misses, cache_used_bytes: used }) {
   const times = tokens.map((_, at) => end - (tokens.length - 1 - at) * seconds);
-  const rate = (values) => values.map((value) => (value == null ? null : value / seconds));
+  const rate = (values) => values.map((value, at) => (value == null || at === values.length - 1 ? null : value / seconds)); // the last is not over
   const hitFraction = hits.map((hit, at) => (hit == null || hit + misses[at] === 0 ? null : hit / (hit + misses[at])));
   const one = (title, values, format, max) => html`<${Plot} key=${title} title=${title} max=${max} x=${{ values: times }} series=${[{ name: title, values, format }]} />`;
   return [
