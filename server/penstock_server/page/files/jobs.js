@@ -77,7 +77,7 @@ function Job({ job, server, history }) {
       <${Stat} name="time left" value=${isRunning ? duration(job.seconds_left) : "ended"} note=${isRunning ? "of the epoch" : since(job.last_seen_at, now)} />
       <${Stat} name="began" value=${clock(job.started_at)} note=${html`${duration(now - job.started_at)} ago, on <a href=${link("dataset", [job.dataset])}>${shown(job.dataset)}</a> <code>${job.snapshot}</code>`} />
     <//>
-    ${isRunning && waiting.map((rank) => html`<p class="trouble"><${Sentence} ...${{ rank, now }} /> ${job.stragglers.filter((one) => one.rank === rank.rank).map((one) => shown(one.text))}</p>`)}
+    ${isRunning && waiting.map((rank) => html`<p class="trouble"><${Sentence} ...${{ rank, now }} /> ${job.stragglers.filter((one) => one.rank === rank.rank).map((one) => html`<span class="quiet">${shown(one.text)}</span>`)}</p>`)}
     ${job.stragglers.filter((one) => !waiting.some((rank) => rank.rank === one.rank)).map((one) => html`<p class="trouble">▲ ${shown(one.text)}</p>`)}
     ${isRunning && html`<${Why} job=${job} /><${CacheNote} job=${job} server=${server} />`}
     ${job.spec.mix && html`<${Shares} name=${job.dataset} title="Served so far of each dataset" query=${{ ...job.spec, epoch: job.epoch, step: stepsDone(job) }} />`}
