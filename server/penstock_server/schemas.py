@@ -531,7 +531,7 @@ class RankInfo(_Schema):
     """Recent waits by stage, in seconds that fade: compare them with one another. The stages are connect, queue, budget, index,
     read, decode, tokenize, make, network, receive, retry and client."""
     total_wait_seconds: float
-    """Seconds that its loop has waited."""
+    """Seconds that its loop has waited. Those since its last report are an estimate, by the size of its buffer."""
     total_wait_stages: dict[str, float]
     """The same by stage."""
     total_compute_seconds: float

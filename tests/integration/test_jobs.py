@@ -122,6 +122,7 @@ class Throttle:
         self._listener.close()
 
 
+@pytest.mark.slow
 def test_throttled_rank_and_cold_dataset_are_named(tmp_path: Path, serve: Serve) -> None:
     world_size, slow = 63, 17
     write_numbered(tmp_path / "numbers", 200_000, row_group_size=2000)

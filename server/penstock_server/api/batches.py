@@ -93,7 +93,7 @@ async def respond(request: Request, batches: BatchRange) -> Response:
         ClientDisconnect: the client has left.
         Problem: see BatchRange.steps, Catalog.plan and Blocks.get.
     """
-    watched = RankRequest((batches.epoch, batches.start))
+    watched = RankRequest((batches.epoch, batches.start), request.scope.get("client") or ("", 0))
     request.scope["stages"] = watched.clock  # for the header of an error
     in_thread = _choose_threads(request, batches)
     try:
@@ -142,7 +142,7 @@ def _open(request: Request, batches: BatchRange, in_thread: InThread, watched: R
         service.metrics.add_report(report, batches.dataset)
     plan = service.catalog.plan(batches.dataset, spec)
     if job:
-        job.num_steps = plan.schedule.num_steps
+        job.num_steps, job.step_nbytes = plan.schedule.num_steps, plan.step_nbytes
     steps = batches.steps(plan)
     address = f"{plan.identity} {batches.epoch} {batches.rank} {steps} {batches.format}"
     etag = f'"{blake2b(address.encode(), digest_size=16).hexdigest()}"'

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from penstock.spec import Spec
@@ -19,7 +20,12 @@ from penstock_server.monitoring.stages import SharedWait, StageClock
 KEPT_SECONDS = 3600.0  # a job that ended stays for this long
 WAITING_FRACTION = 0.05  # of its time; above it, a rank counts as waiting
 _MAX_RANKS = 20_000  # records of ranks; beyond it, new ones are not recorded
+_MIN_SECONDS = 0.5  # of a loop, before its wait fraction means anything
 _SAME_WAIT_SECONDS = 1.0  # a rank that requests a range again within this time has waited all along
+
+
+Client = tuple[str, int]  # host and port of a connection
+NONE_UNSENT: Mapping[Client, int] = MappingProxyType({})
 
 
 class JobKey(NamedTuple):
@@ -31,11 +37,15 @@ class JobKey(NamedTuple):
 
 
 class Doing(NamedTuple):
-    """What a rank's request does now: a stage, the shard that it reads, and since when the rank waits for its range."""
+    """What a rank's request does now: a stage, the shard that it reads, and since when the rank requests its range.
+
+    waited  seconds that its loop has probably waited since the last report: those of the request after its buffer was used up
+    """
 
     stage: str
     shard: str | None
     since: float
+    waited: float
 
 
 class PendingBlock(Protocol):
@@ -63,7 +73,7 @@ class RankRecord:
     shard            the last shard that it waited for
     doing            what its request does now, as it was packed
     requests         those under way in this process, oldest first
-    ended            the last one that ended: its place, since when the rank waited for it, and when it ended
+    last             the last one that ended; its host may not have acknowledged all of the response
     """
 
     first_seen: float
@@ -83,7 +93,7 @@ class RankRecord:
     shard: str | None = None
     doing: Doing | None = None
     requests: list[RankRequest] = field(default_factory=list)
-    ended: tuple[tuple[int, int], float, float] = ((-1, -1), 0.0, 0.0)
+    last: RankRequest | None = None
 
     def add(self, report: Report, num_steps: int | None) -> None:
         """Add a report that arrived now."""
@@ -112,14 +122,28 @@ class RankRecord:
 
     @property
     def recent_waits(self) -> dict[str, float]:
-        """Recent seconds by stage; only their ratios mean anything."""
-        return {stage: self.recent[stage] for stage in STAGES if self.recent[stage] > 0}
+        """Recent seconds by stage, those of the present wait included; only their ratios mean anything."""
+        recent = self._recent_now
+        return {stage: recent[stage] for stage in STAGES if recent.get(stage, 0.0) > 0}
 
     @property
     def wait_fraction(self) -> float | None:
-        """Fraction of its recent time that it waited; None before it reported any time."""
-        waited, computed = self.recent["waited"], self.recent["computed"]
-        return waited / (waited + computed) if waited + computed > 0 else None
+        """Fraction of its recent time that it waited, the present wait included; None if it has hardly begun."""
+        recent = self._recent_now
+        waited, computed = recent.get("waited", 0.0), recent.get("computed", 0.0)
+        return waited / (waited + computed) if waited + computed > _MIN_SECONDS else None
+
+    @property
+    def total_waits(self) -> dict[str, float]:
+        """Seconds that it waited by stage, the present wait included."""
+        return _added(self.wait_seconds, {self.doing.stage: self.doing.waited}) if self.doing else self.wait_seconds
+
+    @property
+    def _recent_now(self) -> Mapping[str, float]:
+        if not (self.doing and self.doing.waited):
+            return self.recent.values(self.recent.at)
+        past = self.recent.values(self.recent.at + self.doing.waited)
+        return _added(past, {self.doing.stage: self.doing.waited, "waited": self.doing.waited})
 
     def rate(self, name: str) -> float:
         """Return the recent tokens or steps a second of its loop."""
@@ -152,9 +176,12 @@ class RankRecord:
             doing=min((d for d in (first.doing, last.doing) if d), key=lambda doing: doing.since, default=None),
         )
 
-    def pack(self) -> list[Any]:
-        """Return the record as plain values for another process."""
-        doing = min((request.doing() for request in list(self.requests)), key=lambda doing: doing.since, default=None)
+    def pack(self, unsent: Mapping[Client, int]) -> list[Any]:
+        """Return the record as plain values for another process. `unsent`: see Monitor.unsent."""
+        requests = list(self.requests)
+        if not requests and self.last and unsent.get(self.last.client):
+            requests = [self.last]
+        doing = min((request.doing() for request in requests), key=lambda doing: doing.since, default=None)
         packed = [self.recent.pack(), self.waits.pack(), self.computes.pack(), doing]
         return [*(getattr(self, name) for name in _PLAIN), *packed]
 
@@ -194,10 +221,14 @@ def _sum_of(one: Any, other: Any) -> Any:
 
 @dataclass(slots=True)
 class JobRecord:
-    """A run on one dataset with one spec; `num_steps` of its epoch is None before the spec is planned."""
+    """A run on one dataset with one spec. Before the spec is planned, `num_steps` of an epoch and `step_nbytes` are not known.
+
+    step_nbytes  bytes of a batch
+    """
 
     spec: Mapping[str, Any]
     num_steps: int | None = None
+    step_nbytes: float = 0.0
     ranks: dict[int, RankRecord] = field(default_factory=dict)
 
     @property
@@ -209,17 +240,22 @@ class JobRecord:
 class RankRequest:
     """A request for the range of batches at `place`, an epoch and a first step: its stages."""
 
-    def __init__(self, place: tuple[int, int]) -> None:
+    def __init__(self, place: tuple[int, int], client: Client = ("", 0)) -> None:
         self.clock = StageClock("queue")
-        self._place, self._since = place, time.time()
+        self.client = client
+        self._place, self._ended_at = place, 0.0
+        self._asked_at = self._since = time.time()
         self._record: RankRecord | None = None
+        self._buffer_until = 0.0
         self._pending: Sequence[PendingBlock] = ()
 
-    def belongs_to(self, record: RankRecord) -> None:
-        """Show the request in the record of its rank until it ends."""
-        last_place, since, ended_at = record.ended
-        if self._place == last_place and self._since - ended_at < _SAME_WAIT_SECONDS:
-            self._since = since
+    def belongs_to(self, record: RankRecord, step_nbytes: float) -> None:
+        """Show the request in the record of its rank until it ends; `step_nbytes` are those of a batch in its buffer."""
+        if step_nbytes and (steps := record.recent["steps"]):
+            self._buffer_until = time.time() + record.buffered_bytes / step_nbytes * record.recent["computed"] / steps
+        last = record.last
+        if last and self._place == last._place and self._since - last._ended_at < _SAME_WAIT_SECONDS:
+            self._since = last._since
         self._record = record
         record.requests.append(self)
 
@@ -238,16 +274,17 @@ class RankRequest:
 
     def doing(self) -> Doing:
         """Return what the request does now."""
+        waited = max(0.0, time.time() - max(self._asked_at, self._buffer_until))
         for block in self._pending:
             if not block.done():
-                return Doing(block.clock.stage or "queue", block.shard, self._since)
-        return Doing(self.clock.stage or "receive", None, self._since)
+                return Doing(block.clock.stage or "queue", block.shard, self._since, waited)
+        return Doing(self.clock.stage or "receive", None, self._since, waited)
 
     def end(self) -> None:
         """Note that the response is sent, or failed. Idempotent."""
         if self._record and self in self._record.requests:
             self._record.requests.remove(self)
-            self._record.ended = (self._place, self._since, time.time())
+            self._record.last, self._ended_at = self, time.time()
 
 
 class Jobs:
@@ -272,10 +309,12 @@ class Jobs:
                 record = job.ranks[rank] = RankRecord(now, now)
                 self._num_ranks += 1
             record.add(report, job.num_steps)
-            request.belongs_to(record)
+            request.belongs_to(record, job.step_nbytes)
             return job
 
-    def pack(self) -> list[tuple[JobKey, Mapping[str, Any], int | None, dict[int, list[Any]]]]:
+    def pack(
+        self, unsent: Mapping[Client, int] = NONE_UNSENT
+    ) -> list[tuple[JobKey, Mapping[str, Any], int | None, dict[int, list[Any]]]]:
         """Return all records as plain values for another process. Drops jobs that ended long ago."""
         now = time.time()
         with self._lock:
@@ -283,7 +322,7 @@ class Jobs:
             self._records = kept
             self._num_ranks = sum(len(job.ranks) for job in kept.values())
             return [
-                (key, job.spec, job.num_steps, {rank: record.pack() for rank, record in job.ranks.items()})
+                (key, job.spec, job.num_steps, {rank: record.pack(unsent) for rank, record in job.ranks.items()})
                 for key, job in kept.items()
             ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from penstock import __version__, wire
 from penstock_server.api.service import InFlight
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.monitoring.buckets import BUCKET_SECONDS, NUM_BUCKETS, Buckets, bucket_of, summed
-from penstock_server.monitoring.jobs import JobKey, JobRecord, Jobs, merged
+from penstock_server.monitoring.jobs import Client, JobKey, JobRecord, Jobs, merged
 from penstock_server.monitoring.metrics import all_values
 from penstock_server.monitoring.place import Place
 from penstock_server.monitoring.view import describe_job, verdict
@@ -47,6 +47,8 @@ class Monitor:
         self._spent: dict[str, float] = {}  # counters of the processes before this one in its slot
         self._status: dict[str, Any] = {}
         self._looking = threading.Lock()
+        # Bytes of responses that a client's host has not acknowledged. The kernel holds ranges of a slow link.
+        self.unsent: Callable[[], Mapping[Client, int]] = dict
         if place and (before := _read(place.status_file)):
             self._jobs.restore(before["jobs"])
             self._history = {name: Buckets(*packed) for name, packed in before["history"].items()}
@@ -83,7 +85,7 @@ class Monitor:
         self._history["cache_used_bytes"].set(bucket, self._catalog.store.cache.used_bytes)
         self._totals = totals
         self._status = {
-            "jobs": self._jobs.pack(),
+            "jobs": self._jobs.pack(self.unsent()),
             "history": {name: buckets.pack() for name, buckets in self._history.items()},
             "started_at": self._started_at,
             "in_flight_bytes": self._in_flight.reserved_bytes,

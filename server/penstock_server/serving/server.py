@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import logging
 import math
 import resource
 import signal
 import socket
+import struct
+import termios
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +36,7 @@ from penstock_server.serving.listener import listen
 from penstock_server.settings import Settings
 
 _STOP_SECONDS = 3.0  # for responses in progress after a stop signal
+_KEEP_ALIVE_SECONDS = 60  # longer than a slow client reads what the kernel holds of a response
 _ABORT_SECONDS = 2.0  # for aborted responses to end; after that they are abandoned
 _GREETED = 20  # datasets listed at start
 _HERE = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "::1"}  # localhost may be 127.0.0.1 alone
@@ -73,7 +77,9 @@ def run(
         ends_at(signal.SIGINT)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes), place)
     with catalog.polling(settings.poll_seconds), app.state.monitor.running():
-        Server(app).run(sockets=[listener])
+        server = Server(app)
+        app.state.monitor.unsent = server.unsent
+        server.run(sockets=[listener])
     catalog.store.close()
 
 
@@ -89,6 +95,7 @@ class Server(uvicorn.Server):
                 log_config=None,  # keep the logging set up by begin_log
                 log_level="warning",
                 access_log=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=math.ceil(stop_seconds + _ABORT_SECONDS),
                 lifespan="off",
                 ws="none",
@@ -103,6 +110,17 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             aborting.cancel()
+
+    def unsent(self) -> dict[tuple[str, int], int]:
+        """Return the bytes that each client's host has not acknowledged, by its address and port."""
+        queued = dict[tuple[str, int], int]()
+        for connection in list(self.server_state.connections):
+            with suppress(OSError, AttributeError, ValueError, TypeError):  # it is being closed
+                opened = connection.transport.get_extra_info("socket")
+                [nbytes] = struct.unpack("i", fcntl.ioctl(opened.fileno(), termios.TIOCOUTQ, bytes(4)))
+                host, port = connection.transport.get_extra_info("peername")[:2]
+                queued[host, port] = nbytes
+        return queued
 
     def _abort(self) -> None:
         for connection in list(self.server_state.connections):

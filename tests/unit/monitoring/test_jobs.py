@@ -79,16 +79,35 @@ def test_request_says_what_it_waits_for_and_since_when(clock: Clock) -> None:
     block = Mock(clock=work, shard="0412.parquet")
     block.done.return_value = False
     request.wait_for([block])
-    assert seen(jobs)[KEY].ranks[0].doing == ("tokenize", "0412.parquet", 1000.0)
+    assert seen(jobs)[KEY].ranks[0].doing == ("tokenize", "0412.parquet", 1000.0, 0.0)
     request.end()
     clock.now += 0.5
     again = report(jobs, 0, 3)  # the client repeats it
-    assert seen(jobs)[KEY].ranks[0].doing == ("queue", None, 1000.0)
+    assert seen(jobs)[KEY].ranks[0].doing == ("queue", None, 1000.0, 0.0)
     again.end()
     assert seen(jobs)[KEY].ranks[0].doing is None
     clock.now += 9.0
     report(jobs, 0, 3)
-    assert seen(jobs)[KEY].ranks[0].doing == ("queue", None, 1009.5)
+    assert seen(jobs)[KEY].ranks[0].doing == ("queue", None, 1009.5, 0.0)
+
+
+def test_rank_whose_buffer_is_used_up_during_a_request_waits_now(clock: Clock) -> None:
+    jobs = Jobs()
+    for step in range(4):
+        told = Report(job="run", step=step, compute_seconds=10.0, buffered_bytes=500)
+        request = RankRequest((0, step + 5))
+        job = jobs.add(told, "wiki", SPEC, 0, request)
+        assert job
+        job.num_steps, job.step_nbytes = 1000, 100.0  # five steps are buffered, of ten seconds each
+        if step < 3:
+            request.end()
+    request.clock.enter("receive")
+    for seconds, waited in ((30.0, 0.0), (20.0, 0.0), (10.0, 10.0), (20.0, 30.0)):
+        clock.now += seconds
+        rank = seen(jobs)[KEY].ranks[0]
+        assert rank.total_waits == {"receive": waited}
+        assert rank.wait_fraction == pytest.approx(waited / (waited + 40.0 * 0.5 ** (waited / 10)))
+    assert verdict(seen(jobs), clock.now)["text"].endswith("it receives responses slowly.")
 
 
 def test_verdict_without_a_run_with_fed_ranks_and_with_one_that_waits(clock: Clock) -> None:
