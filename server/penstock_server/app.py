@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from typing import Any
 
 import swagger_ui_bundle
@@ -13,23 +14,35 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from penstock import __version__, wire
 from penstock.errors import SpecError
 from penstock.wire.report import TIMING_HEADER, format_timing
 from penstock_server.api import batches, datasets, monitoring
+from penstock_server.api.request_log import RequestLog
 from penstock_server.api.service import InFlight, Service, service_of
 from penstock_server.catalog.catalog import Catalog
-from penstock_server.logs import Seldom
+from penstock_server.logs import Seldom, request_id
 from penstock_server.monitoring.monitor import Monitor
 from penstock_server.monitoring.place import Place
 from penstock_server.page.routes import add_page
-from penstock_server.problems import MORE_THREADS, BadParameter, BlocksNotReady, NotReady, OutOfMemory, Problem, lacks_threads
+from penstock_server.problems import (
+    MORE_THREADS,
+    BadParameter,
+    BlocksNotReady,
+    Busy,
+    NotReady,
+    OutOfMemory,
+    Problem,
+    lacks_threads,
+)
 from penstock_server.schemas import HealthInfo, ReadyInfo
 
 log = logging.getLogger("penstock.app")
 
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
+_MAX_LOGGED = 20  # failed requests a minute, of each kind of problem
 _NULL = {"type": "null"}
 
 
@@ -57,6 +70,9 @@ def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None
 
 
 class _App(FastAPI):
+    def build_middleware_stack(self) -> ASGIApp:
+        return RequestLog(super().build_middleware_stack())  # around Starlette's own layers, which respond to faults
+
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:
             self.openapi_schema = _as_version_3_0(super().openapi())
@@ -119,7 +135,7 @@ def _as_version_3_0(node: Any) -> Any:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    out_of_memory_log = Seldom()
+    log_limits = defaultdict[type[Problem], Seldom](lambda: Seldom(_MAX_LOGGED))
 
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
@@ -127,8 +143,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         if isinstance(error, NotReady):
             progress = {"done": error.num_done, "total": error.total, "seconds_left": error.seconds_left}
         response = _problem_json(request, error.type, error.title, error.status, str(error), **progress)
-        if isinstance(error, OutOfMemory) and out_of_memory_log.is_due():
-            log.warning("%s", error, exc_info=error.__cause__)
+        # What makes a client wait is no fault. A trainer's error has the id of its request, which leads to this line.
+        if error.status >= 500 and not isinstance(error, NotReady | Busy) and log_limits[type(error)].is_due():
+            cause = error.__cause__ if isinstance(error, OutOfMemory) else None
+            log.warning("%s %s: %s: %s", request.method, request.url.path, error.slug, error, exc_info=cause)
         if error.status == 503:
             response.headers["Retry-After"] = "0" if isinstance(error, BlocksNotReady) else "1"
         return response
@@ -170,7 +188,14 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _problem_json(request: Request, type_: str, title: str, status: int, detail: str, **progress: int | None) -> JSONResponse:
-    content = {"type": type_, "title": title, "status": status, "detail": detail, "instance": request.url.path}
+    content = {
+        "type": type_,
+        "title": title,
+        "status": status,
+        "detail": detail,
+        "instance": request.url.path,
+        "request_id": request_id.get(),
+    }
     response = JSONResponse(content | progress, status, media_type="application/problem+json")
     if clock := request.scope.get("stages"):
         response.headers[TIMING_HEADER] = format_timing(clock.seconds())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextvars import ContextVar
 from datetime import UTC, datetime
 
 from penstock.cli.output import complain, report
@@ -12,6 +13,7 @@ from penstock.text import printable_lines
 from penstock_server.settings import LogFormat
 
 log = logging.getLogger("penstock.serve")
+request_id = ContextVar("request_id", default="")  # of the request that a thread or a task answers
 
 _SELDOM_SECONDS = 60.0
 
@@ -48,18 +50,19 @@ def complain_at_start(log_format: LogFormat, text: object, level: int = logging.
 
 
 class Seldom:
-    """Rate limit of one log line a minute, for errors of every block, as in a disk outage. For all threads."""
+    """Rate limit of `most` log lines a minute, for errors of every block, as in a disk outage. For all threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1) -> None:
+        self._most = self._left = most
         self._due_at = 0.0
 
     def is_due(self) -> bool:
         """Return whether to log now; the minute starts with a True."""
         now = time.monotonic()
-        if now < self._due_at:
-            return False
-        self._due_at = now + _SELDOM_SECONDS
-        return True
+        if now >= self._due_at:
+            self._due_at, self._left = now + _SELDOM_SECONDS, self._most
+        self._left -= 1
+        return self._left >= 0
 
 
 class _Json(logging.Formatter):
@@ -73,6 +76,8 @@ class _Json(logging.Formatter):
             "message": record.getMessage(),
             "process": record.process,
         }
+        if named := request_id.get():
+            content["request_id"] = named
         if record.exc_info:
             content["traceback"] = self.formatException(record.exc_info)
         return json.dumps(content)
@@ -83,4 +88,6 @@ class _Printable(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as logging calls it
         # A folder name with a line break could imitate a log line: indent continuation lines.
-        return printable_lines(super().formatMessage(record)).replace("\n", "\n    ")
+        line = printable_lines(super().formatMessage(record).rstrip()).replace("\n", "\n    ")
+        named = request_id.get() if record.levelno >= logging.WARNING else ""
+        return f"{line} (request {named})" if named else line

@@ -700,6 +700,8 @@ class ProblemInfo(_Schema):
     """What happened, why, and what to do."""
     instance: str
     """The path of the request."""
+    request_id: str
+    """The id of the request, as in the header `X-Request-ID` and in the server's log."""
     done: NotRequired[int]
     """Blocks done, while the server is counting or reading."""
     total: NotRequired[int]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -13,7 +17,7 @@ import pytest
 
 from penstock import DataError, RemoteDataset, Spec, __version__, wire
 from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from support.processes import until
+from support.processes import Fork, until
 from support.servers import Serve, Server
 
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -93,9 +97,62 @@ def test_batch_is_immutable_when_its_url_names_the_snapshot(server: Server) -> N
 def test_head_has_the_headers_of_get(server: Server, path: str) -> None:
     head, whole = (ask(f"{server.url}{BATCHES}{path}") for ask in (httpx.head, httpx.get))
     for answer in (head, whole):
-        del answer.headers["Date"], answer.headers["Server-Timing"]
+        del answer.headers["Date"], answer.headers["Server-Timing"], answer.headers["X-Request-ID"]
     assert (head.status_code, head.headers, head.content) == (200, whole.headers, b"")
     assert int(head.headers["Content-Length"]) == len(whole.content) > 0
+
+
+@pytest.mark.parametrize(
+    "path", ["/healthz", f"{BATCHES}/0", "/v1/datasets", "/v1/datasets/none", "/nowhere", f"{BATCHES}/0?seed=x"]
+)
+def test_response_has_the_id_of_its_request(server: Server, path: str) -> None:
+    for given in ("a", "Run-7.step_3", "f" * 64):
+        answer = httpx.get(f"{server.url}{path}", headers={"X-Request-ID": given}, timeout=60)
+        assert answer.headers.get_list("X-Request-ID") == [given]
+        assert answer.is_success or answer.json()["request_id"] == given
+    made = set()
+    for wrong in ("", "two words", "f" * 65, "a/b", "a,b"):
+        answer = httpx.get(f"{server.url}{path}", headers=[("X-Request-ID", wrong)], timeout=60)
+        made.add(answer.headers["X-Request-ID"])
+        assert answer.is_success or answer.json()["request_id"] in made
+    assert len(made) == 5
+    assert all(re.fullmatch("[0-9a-f]{12}", id_) for id_ in made)
+
+
+def test_failed_request_is_logged_with_its_id(serve: Serve, tmp_path: Path) -> None:
+    write_shards(tmp_path / "numbers", "tokens", [[[1], [], [3, 4]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    with serve(tmp_path) as server:
+        for given in ("first", "second"):
+            answer = httpx.get(f"{server.url}{BATCHES}/0?batch_size=3", headers={"X-Request-ID": given}, timeout=60)
+            assert answer.status_code == 500
+        assert server.get(f"{BATCHES}/0", seed="x").status_code == 422
+        lines = [line for line in server.stop().splitlines() if f"GET {BATCHES}/0: " in line]
+    assert [line.rpartition(" (request ")[2] for line in lines] == ["first)", "second)"]
+    assert answer.json()["detail"] in lines[0]
+
+
+def test_fault_of_the_server_is_logged_with_the_id_of_its_request(tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 1200)
+    (tmp_path / "faulty.py").write_text("""
+from penstock.cli import main
+from penstock_server.batches.assemble import Chunk
+
+def fail(self):
+    raise KeyError("odd")
+
+Chunk.request = Chunk.mapped = fail
+main()
+""")
+    flags = ("--cache-dir", tmp_path / "cache", "--port", "0", "--log-format", "json")
+    with closing(Fork("serve", tmp_path / "data", *flags, script=tmp_path / "faulty.py")) as process:
+        until(lambda: process.is_alive() and "Ctrl-C stops" in process.errors())
+        [url] = re.findall(r" at (http://\S+:\d+)\\n", process.errors())
+        answer = httpx.get(f"{url}{BATCHES}/0", headers={"X-Request-ID": "mine"}, timeout=60)
+        assert (answer.status_code, answer.headers["X-Request-ID"]) == (500, "mine")
+        process.send_signal(signal.SIGINT)
+        error = json.loads(process.communicate(timeout=20)[2].splitlines()[-1])
+    assert (error["level"], error["logger"], error["request_id"]) == ("ERROR", "uvicorn.error", "mine")
+    assert error["traceback"].endswith("KeyError: 'odd'")
 
 
 def test_etag_follows_the_address(server: Server) -> None:

@@ -234,7 +234,10 @@ def test_truncated_shard_leaves_the_served_snapshots(start: Serve, folder: Path,
     assert problem.json()["type"] == "urn:penstock:problem:dataset-invalid"
     assert epoch_of(data) == expected == epoch_of(dataset(server))
     log = server.stop()
-    assert log.count("part-100.parquet is truncated") == 1
+    [of_dataset, of_request] = [line for line in told(log) if "part-100.parquet is truncated" in line]
+    assert of_dataset.startswith("numbers: ")
+    assert of_request.startswith(f"POST {NUMBERS}/refresh: dataset-invalid: ")
+    assert of_request.endswith(f" (request {problem.headers['X-Request-ID']})")
     drop_blocks(tmp_path)
     server.start()  # jobs go on; who would begin one is told what is wrong
     assert "part-100.parquet is truncated" in server.greeting

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
@@ -76,7 +77,7 @@ class Executors:
 
 async def _run(threads: ThreadPoolExecutor, make: Callable[[], _T]) -> _T:
     """Runs `make` in one of these threads. A cancelled call still waits for a `make` that has started."""
-    made = threads.submit(make)
+    made = threads.submit(copy_context().run, make)  # the context has the id of the request
     try:
         return await asyncio.wrap_future(made)
     except asyncio.CancelledError:
