@@ -14,7 +14,8 @@ _PENSTOCK = [sys.executable, "-m", "penstock"]
 
 def serve_command(data_dir: Path, cache_dir: Path) -> list[str]:
     """Return the command `penstock serve` on a free port."""
-    return [*_PENSTOCK, "serve", str(data_dir), "--cache-dir", str(cache_dir), "--poll-seconds", "0", "--port", "0"]
+    flags = ["--poll-seconds", "0", "--drain-seconds", "0", "--port", "0"]
+    return [*_PENSTOCK, "serve", str(data_dir), "--cache-dir", str(cache_dir), *flags]
 
 
 def penstock(

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from penstock import __version__, wire
 from penstock.errors import SpecError
+from penstock.wire.names import DATASETS
 from penstock.wire.report import TIMING_HEADER, format_timing
 from penstock_server.api import batches, datasets, monitoring
 from penstock_server.api.request_log import RequestLog
@@ -33,6 +34,7 @@ from penstock_server.problems import (
     BlocksNotReady,
     Busy,
     NotReady,
+    NotServing,
     OutOfMemory,
     Problem,
     lacks_threads,
@@ -71,7 +73,8 @@ def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None
 
 class _App(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
-        return RequestLog(super().build_middleware_stack())  # around Starlette's own layers, which respond to faults
+        # Around Starlette's own layers, which respond to faults.
+        return RequestLog(super().build_middleware_stack(), self.state.service)
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:
@@ -90,8 +93,13 @@ def _add_probes(app: FastAPI) -> None:
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", summary="Check that datasets are served", tags=["probes"])
     async def readyz(request: Request) -> ReadyInfo:
-        """Returns the number of datasets that are served, and of those that cannot be."""
-        catalog = service_of(request).catalog
+        """Returns the number of datasets that are served, and of those that cannot be. 503: send requests elsewhere."""
+        service = service_of(request)
+        if service.is_draining:
+            raise NotServing("The server is about to stop. It still serves requests; send new ones to another server.")
+        catalog = service.catalog
+        if not catalog.is_serving:
+            raise NotServing(f"No dataset can be served now. GET {DATASETS} has the reason of each.")
         return {"status": "ready", "datasets": len(catalog.datasets), "refused": len(catalog.refused)}
 
 
@@ -144,7 +152,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             progress = {"done": error.num_done, "total": error.total, "seconds_left": error.seconds_left}
         response = _problem_json(request, error.type, error.title, error.status, str(error), **progress)
         # What makes a client wait is no fault. A trainer's error has the id of its request, which leads to this line.
-        if error.status >= 500 and not isinstance(error, NotReady | Busy) and log_limits[type(error)].is_due():
+        if error.status >= 500 and not isinstance(error, NotReady | NotServing | Busy) and log_limits[type(error)].is_due():
             cause = error.__cause__ if isinstance(error, OutOfMemory) else None
             log.warning("%s %s: %s: %s", request.method, request.url.path, error.slug, error, exc_info=cause)
         if error.status == 503:

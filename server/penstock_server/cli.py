@@ -39,6 +39,7 @@ _SETTINGS = {  # metavar and help of each option
     ),
     "processes": ("N", "processes that serve the port, for machines with many cores (default: 1)"),
     "poll_seconds": ("N", "check for new data every N seconds (default: 30; 0 for never)"),
+    "drain_seconds": ("N", "go on serving for N seconds after SIGTERM, while trainers leave (default: 5)"),
     "log_format": ("FORMAT", "human, or json for a log of one object a line (default: human)"),
 }
 
@@ -51,7 +52,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Serves every folder of Parquet files below DATA_DIR as a dataset. Each option can also be given as "
         "an environment variable: --cache-dir as PENSTOCK_CACHE_DIR, and so on.",
     )
-    _add_settings(serve, "host", "port", "inflight_bytes", "decoded_bytes", "processes", "poll_seconds", "log_format")
+    of_serving = ("host", "port", "inflight_bytes", "decoded_bytes", "processes", "poll_seconds", "drain_seconds", "log_format")
+    _add_settings(serve, *of_serving)
     set_run(serve, _serve, Problem, only_prints=False)
 
     inspect = commands.add_parser(

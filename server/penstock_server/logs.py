@@ -19,7 +19,7 @@ _SELDOM_SECONDS = 60.0
 
 
 def begin_log(log_format: LogFormat) -> None:
-    """Start the log. Changes of datasets are not logged yet: see `log_changes`."""
+    """Start the log. Changes of datasets are not logged yet: see `log_events`."""
     handler = logging.StreamHandler()
     human = _Printable("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_Json() if log_format == "json" else human)
@@ -28,9 +28,10 @@ def begin_log(log_format: LogFormat) -> None:
     log.setLevel(logging.INFO)
 
 
-def log_changes(*, is_first: bool) -> None:
-    """Log changes of datasets from now on, but only in the first of several processes: all of them see these."""
-    logging.getLogger("penstock.dataset").setLevel(logging.INFO if is_first else logging.ERROR)
+def log_events(*, is_first: bool) -> None:
+    """Log changes of datasets and the stop from now on, but only in the first of several processes: all of them see these."""
+    for logger in (log, logging.getLogger("penstock.dataset")):
+        logger.setLevel(logging.INFO if is_first else logging.ERROR)
 
 
 def greet(log_format: LogFormat, text: str) -> None:

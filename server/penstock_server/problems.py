@@ -5,7 +5,7 @@ Problem
 ├── 409  SnapshotGone
 ├── 422  BadParameter
 ├── 500  DatasetInvalid, ShardUnreadable, IndexFailed, BadRow
-└── 503  DatasetUnavailable, ShardUnavailable, OutOfMemory, Busy, NotReady (IndexNotReady, BlocksNotReady)
+└── 503  DatasetUnavailable, ShardUnavailable, OutOfMemory, Busy, NotServing, NotReady (IndexNotReady, BlocksNotReady)
 
 Faults of stored data are a 5xx, never a 404: a client that took them for "does not exist" would train on a shorter epoch.
 """
@@ -102,6 +102,10 @@ def lacks_threads(error: Exception) -> bool:
 
 class Busy(Problem, status=503, title="The server is busy"):
     """The responses in flight use their whole budget, or new data is being checked."""
+
+
+class NotServing(Problem, status=503, title="Not ready"):
+    """No dataset can be served, or the server is about to stop. Only probes get it: requests are served while they can be."""
 
 
 class NotReady(Problem, status=503):

@@ -46,6 +46,7 @@ class Settings:
     decoded_bytes   budget of decoded text that waits in memory to be tokenized; None is an eighth of the memory
     processes       number of server processes; they share the bytes in flight equally
     poll_seconds    interval of checks for changes in the data folder; 0 is never
+    drain_seconds   time from SIGTERM to the stop; meanwhile requests are served, and trainers go to other servers
     log_format      human, or json for one object a line
     published       HOST:PORT to print instead of the listener's address, if a container's port is published elsewhere
     """
@@ -60,6 +61,7 @@ class Settings:
     port: int = 8000
     processes: int = 1
     poll_seconds: float = 30.0
+    drain_seconds: float = 5.0
     log_format: LogFormat = "human"
     published: str = ""
 
@@ -138,6 +140,7 @@ _PARSED: Mapping[str, tuple[Callable[[str], float | str | None], str]] = {
     "decoded_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "processes": (_within(1, _MAX_PROCESSES, _whole_number), f"a whole number from 1 to {_MAX_PROCESSES}"),
     "poll_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 30, or 0 for never"),
+    "drain_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 5, or 0 to stop at once"),
     "log_format": (_log_format, " or ".join(get_args(LogFormat))),
 }
 

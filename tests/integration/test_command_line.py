@@ -29,7 +29,7 @@ from support.servers import ROOT, SERVER_PACKAGES, Serve, penstock, penstock_wit
 def serving(tmp_path: Path, *flags: str) -> list[str]:
     """Returns the command that serves nine numbered rows."""
     write_numbered(tmp_path / "data" / "numbers", 9)
-    folders = (tmp_path / "data", "--cache-dir", tmp_path / "cache")
+    folders = (tmp_path / "data", "--cache-dir", tmp_path / "cache", "--drain-seconds", "0")
     return [sys.executable, "-m", "penstock", "serve", *map(str, folders), *flags]
 
 

@@ -294,6 +294,22 @@ def test_datasets_appear_and_disappear(start: Serve, folder: Path, tmp_path: Pat
     }
 
 
+def test_server_without_a_dataset_is_not_ready(start: Serve, folder: Path, tmp_path: Path) -> None:
+    (folder.parent / "odd").mkdir()
+    (folder.parent / "odd" / "half.parquet").write_bytes(b"PAR1 and then nothing")
+    server = start(*POLL)
+    assert server.json("/readyz") == {"status": "ready", "datasets": 1, "refused": 1}
+    folder.rename(tmp_path / "aside")
+    until(lambda: server.get("/readyz").status_code == 503)
+    answer = server.get("/readyz")
+    assert (answer.json()["type"], answer.headers["Retry-After"]) == ("urn:penstock:problem:not-serving", "1")
+    assert "GET /v1/datasets has the reason of each" in answer.json()["detail"]
+    assert server.get("/healthz").status_code == 200
+    (tmp_path / "aside").rename(folder)
+    until(lambda: server.get("/readyz").status_code == 200)
+    assert "/readyz" not in server.stop()
+
+
 def test_emptied_data_folder_is_served_from_the_cache(start: Serve, folder: Path, tmp_path: Path) -> None:
     server = start(*POLL)
     data = dataset(server)

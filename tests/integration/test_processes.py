@@ -107,7 +107,7 @@ def test_workers_end_with_the_supervisor(serve: Serve, data: Path, how: signal.S
 @contextmanager
 def started(data: Path, cache: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A server of two processes, in the process group of the tests."""
-    command = f"exec {sys.executable} -m penstock serve {data} --cache-dir {cache} --port 0 --processes 2"
+    command = f"exec {sys.executable} -m penstock serve {data} --cache-dir {cache} --port 0 --processes 2 --drain-seconds 0"
     with subprocess.Popen(["sh", "-c", command]) as process:
         try:
             until(lambda: len(serving_below(process.pid)) == 2)

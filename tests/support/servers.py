@@ -47,7 +47,7 @@ class Server:
     """Serves a folder until it is stopped or killed. `start` again takes the same port."""
 
     def __init__(self, data_dir: Path, cache_dir: Path, *flags: str) -> None:
-        self._arguments: list[str | Path] = ["serve", data_dir, "--cache-dir", cache_dir, *flags]
+        self._arguments: list[str | Path] = ["serve", data_dir, "--cache-dir", cache_dir, "--drain-seconds", "0", *flags]
         self._port = 0
         self._client = httpx.Client(timeout=60, verify=False)  # to read certificates would take longer than many a test
         self.start()
@@ -79,7 +79,9 @@ class Server:
         """Asks the server to stop; what it wrote to its log."""
         self._process.send_signal(how)
         with closing(self._process):
-            return self._process.communicate(timeout=20)[2]
+            status, _, errors = self._process.communicate(timeout=20)
+        assert how == signal.SIGKILL or status != -signal.SIGKILL, "the server did not stop"
+        return errors
 
     def __enter__(self) -> Server:
         return self

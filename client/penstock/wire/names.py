@@ -6,6 +6,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 DATASETS = "/v1/datasets"
+DRAINING = "Penstock-Draining"  # "true" in the responses of a server that will stop
 REQUEST_ID = "X-Request-ID"  # names one attempt in the logs of both sides
 IGNORED = -100  # label of a token without loss: the default ignore_index of torch's cross entropy
 SIDES = ("", "chosen_", "rejected_")  # prefixes of tensor names: a plain sample, and the two sides of a preference pair

@@ -1,4 +1,4 @@
-"""Ids of requests: in the response, in the log, and in problems, so that a trainer's error leads to the server's log."""
+"""Headers of all responses: the request's id, by which a trainer's error leads to the server's log, and what a drain needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from secrets import token_hex
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.wire.names import REQUEST_ID
+from penstock.wire.names import DRAINING, REQUEST_ID
+from penstock_server.api.service import Service
 from penstock_server.logs import request_id
 
 _NAME = REQUEST_ID.lower().encode()
@@ -18,8 +19,8 @@ _WELL_FORMED = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 class RequestLog:
     """ASGI layer around the application: names each request, by the client's id if that is well-formed."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request. Its id stays set afterwards: uvicorn, which runs a task a request, logs what this raises."""
@@ -32,7 +33,14 @@ class RequestLog:
 
         def send_named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (_NAME, named)]
+                headers = [*message["headers"], (_NAME, named)]
+                message["headers"] = _as_draining(headers) if self._service.is_draining else headers
             return send(message)
 
         await self._app(scope, receive, send_named)
+
+
+def _as_draining(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Returns the headers of a response that makes the client leave this server. A cache must not repeat them."""
+    kept = (header for header in headers if header[0] != b"cache-control")
+    return [*kept, (b"cache-control", b"no-store"), (b"connection", b"close"), (DRAINING.lower().encode(), b"true")]

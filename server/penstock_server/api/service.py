@@ -157,9 +157,12 @@ class KeptForRetry:
         self._kept.pop(etag)[0].forget()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Service:
-    """One catalog, one budget of bytes in flight, and the state of requests."""
+    """One catalog, one budget of bytes in flight, and the state of requests.
+
+    A server that is draining will stop, and tells clients to leave.
+    """
 
     catalog: Catalog
     in_flight: InFlight
@@ -167,6 +170,7 @@ class Service:
     executors: Executors = field(default_factory=Executors)
     kept_for_retry: KeptForRetry = field(default_factory=KeptForRetry)
     refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)  # async, so that waiters take no thread
+    is_draining: bool = False
 
     @property
     def metrics(self) -> Metrics:

@@ -98,6 +98,11 @@ class Catalog:
         states = [loader.state for loader in self._names.datasets.values()]
         return {**self._names.refused, **{s.name: s.error for s in states if s.error and not s.opened}}
 
+    @property
+    def is_serving(self) -> bool:
+        """Return whether any dataset can be served, be it by an older snapshot."""
+        return any(loader.state.opened or loader.state.snapshots for loader in self._names.datasets.values())
+
     def __contains__(self, name: object) -> bool:
         """Return whether a dataset or mixture of that name is known, served or not."""
         return name in self._names.datasets or name in self._names.mixtures
@@ -141,7 +146,7 @@ class Catalog:
             for name, loader in loaders.items():
                 with suppress(DatasetInvalid):  # a request for the dataset raises the error
                     loader.refresh(scan.shards[name])
-        if any(loader.state.snapshots for loader in loaders.values()):
+        if self.is_serving:
             return
         reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
         if reasons:

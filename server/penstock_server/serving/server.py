@@ -13,10 +13,12 @@ import socket
 import struct
 import termios
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,12 +27,12 @@ from penstock import __version__
 from penstock.ending import ends_at
 from penstock.text import counted, printable
 from penstock.wire.names import DATASETS, batches_path
-from penstock_server.api.service import InFlight
+from penstock_server.api.service import InFlight, Service
 from penstock_server.app import create_app
 from penstock_server.catalog.catalog import Catalog, open_data
 from penstock_server.catalog.describe import summary
 from penstock_server.catalog.warnings import warn
-from penstock_server.logs import complain_at_start, greet, log_changes
+from penstock_server.logs import complain_at_start, greet, log, log_events
 from penstock_server.monitoring.place import Place
 from penstock_server.serving.listener import listen
 from penstock_server.settings import Settings
@@ -68,7 +70,7 @@ def run(
         # In a thread: a full stdout pipe without a reader must not block serving.
         text = greeting(catalog, settings, listener)
         threading.Thread(target=greet, args=(settings.log_format, text), name="penstock-greeting", daemon=True).start()
-    log_changes(is_first=is_first)
+    log_events(is_first=is_first)
     if ready:
         ready(catalog.store.cache.budget_bytes)
     else:
@@ -77,17 +79,23 @@ def run(
         ends_at(signal.SIGINT)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes), place)
     with catalog.polling(settings.poll_seconds), app.state.monitor.running():
-        server = Server(app)
+        server = Server(app, drain_seconds=settings.drain_seconds)
         app.state.monitor.unsent = server.unsent
         server.run(sockets=[listener])
     catalog.store.close()
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server. On stop, responses in progress have `stop_seconds`; then their connections are aborted."""
+    """A uvicorn server. SIGTERM drains it for `drain_seconds`: it serves on, but tells clients to leave. Then it stops.
 
-    def __init__(self, app: FastAPI, *, stop_seconds: float = _STOP_SECONDS) -> None:
-        self._stop_seconds = stop_seconds
+    Ctrl-C or a second signal stops it at once. On stop, responses in progress have `stop_seconds`; then their connections are
+    aborted.
+    """
+
+    def __init__(self, app: FastAPI, *, drain_seconds: float = 0.0, stop_seconds: float = _STOP_SECONDS) -> None:
+        self._service: Service = app.state.service
+        self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
+        self._stop_at = math.inf  # monotonic time
         super().__init__(
             uvicorn.Config(
                 app,
@@ -101,6 +109,25 @@ class Server(uvicorn.Server):
                 ws="none",
             )
         )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain, or stop."""
+        if sig == signal.SIGTERM and self._drain_seconds and not self._service.is_draining:
+            self._captured_signals.append(sig)  # at the end uvicorn raises it again
+        else:
+            super().handle_exit(sig, frame)
+            self.force_exit = False  # a second Ctrl-C would cut responses, and log a traceback for each
+        self._service.is_draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to stop. Called ten times a second."""
+        if self._service.is_draining and not self.should_exit:
+            if self._stop_at == math.inf:
+                self._stop_at = time.monotonic() + self._drain_seconds
+                log.info("SIGTERM: serves for another %g seconds, then stops", self._drain_seconds)
+            if time.monotonic() >= self._stop_at:
+                self.should_exit = True
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting and close the open connections."""

@@ -29,7 +29,7 @@ from penstock_server.settings import Settings, SettingsError
 
 log = logging.getLogger("penstock.workers")
 
-_STOP_SECONDS = 6.0  # for responses in progress; a worker itself stops after three
+_STOP_SECONDS = 6.0  # after the drain, for responses in progress; a worker itself stops after three
 _STEADY_SECONDS = 5.0  # a worker that lived longer is replaced immediately
 _MIN_DELAY_SECONDS, _MAX_DELAY_SECONDS = 0.5, 16.0
 _PR_SET_PDEATHSIG = 1
@@ -61,7 +61,7 @@ def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
                     worker.check()
             return 0
         finally:
-            _stop(workers)
+            _stop(workers, stop, settings.drain_seconds)
 
 
 class ServerProcess:
@@ -128,26 +128,38 @@ def _wait(workers: list[ServerProcess]) -> float | None:
     return max(0.0, min(due) - time.monotonic()) if due else None
 
 
-def _stop(workers: list[ServerProcess]) -> None:
+def _stop(workers: list[ServerProcess], stop: socket.socket, drain_seconds: float) -> None:
+    """Stop the workers. They drain first, unless the signal is SIGINT, or another one follows."""
     for worker in workers:
         worker.process.terminate()
-    deadline = time.monotonic() + _STOP_SECONDS
+    deadline = time.monotonic() + drain_seconds + _STOP_SECONDS
+    num_signals = 0
+    while alive := [worker.process for worker in workers if worker.process.is_alive()]:
+        ended = wait([stop, *(process.sentinel for process in alive)], max(0.0, deadline - time.monotonic()))
+        if stop in ended:
+            num_signals += 1
+            if stop.recv(1)[0] == signal.SIGINT or num_signals > 1:
+                deadline = min(deadline, time.monotonic() + _STOP_SECONDS)
+                for process in alive:
+                    assert process.pid
+                    os.kill(process.pid, signal.SIGINT)  # each ignores it unless it serves; SIGTERM ends it then
+        elif not ended:
+            break
     for worker in workers:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
         worker.process.kill()
         worker.process.join()
 
 
 @contextmanager
 def _stop_signals() -> Iterator[socket.socket]:
-    """Yield a socket that becomes readable on SIGINT or SIGTERM."""
+    """Yield a socket from which each SIGINT or SIGTERM can be read, a byte that is its number."""
     stop, sender = socket.socketpair()
     with stop, sender:
         sender.setblocking(False)
 
-        def send(*_: object) -> None:
+        def send(number: int, _: object) -> None:
             with suppress(BlockingIOError):
-                sender.send(b"!")
+                sender.send(bytes([number]))
 
         before = {number: signal.signal(number, send) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
