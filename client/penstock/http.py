@@ -18,6 +18,7 @@ from ipaddress import ip_address, ip_network
 from itertools import accumulate
 from multiprocessing.connection import wait as wait_for
 from queue import Empty, SimpleQueue
+from secrets import token_hex
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -29,6 +30,7 @@ from penstock.errors import SpecError, WireError
 from penstock.responses import TransientError, UnexpectedServer, failure_of
 from penstock.waits import Reporter
 from penstock.wire import content_digest
+from penstock.wire.names import REQUEST_ID
 from penstock.wire.report import TIMING_HEADER
 
 MAX_BUFFER = 16 << 20  # larger than most bodies
@@ -53,6 +55,8 @@ class HttpClient:
     Each request carries the report of `reporter`, which learns what the client does.
 
     Other threads may call `interrupt`. A fork must not use or close its parent's client.
+
+    request_id  names the last request in the server's log; "" if it could not be sent
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class HttpClient:
         reporter: Reporter | None = None,
     ) -> None:
         self.is_interrupted = False
+        self.request_id = ""
         self._reporter = reporter or Reporter()
         self._interrupts = SimpleQueue[None]()
         self._silence_seconds = silence_seconds
@@ -69,7 +74,7 @@ class HttpClient:
         self._routes: dict[str, _Route] = {}
         self._idle: dict[str, HTTPConnection] = {}  # by server
         self._sockets: list[socket.socket] = []
-        self._ahead: tuple[str, HTTPConnection] | None = None  # URL of the request sent ahead, and its connection
+        self._ahead: tuple[str, HTTPConnection, str] | None = None  # URL, connection and id of the request sent ahead
         self._paused_until = 0.0  # monotonic time; no request is sent ahead before
 
     def get(self, server: str, target: str, *, then: str | None = None) -> memoryview:
@@ -87,6 +92,7 @@ class HttpClient:
         response: HTTPResponse | None = None
         try:
             connection, response = self._respond(server, target, then)
+            self.request_id = response.headers.get(REQUEST_ID, self.request_id)  # a proxy may have named it anew
             # A cache on the way repeats the timing of an old response.
             self._reporter.answered("" if "Age" in response.headers else response.headers.get(TIMING_HEADER, ""))
             if response.status == 200 and then and not self._ahead:
@@ -141,9 +147,10 @@ class HttpClient:
     def _respond(self, server: str, target: str, then: str | None) -> tuple[HTTPConnection, HTTPResponse]:
         """Return the head of the response, and its connection. While the server is silent, it gets `then` to work on, too."""
         self._reporter.clock.enter("network")
-        (ahead_url, ahead), self._ahead = self._ahead or ("", None), None
+        (ahead_url, ahead, ahead_id), self._ahead = self._ahead or ("", None, ""), None
         if ahead:
             if ahead_url == server + target:
+                self.request_id = ahead_id
                 if then and not wait_for([ahead.sock], _SILENT_SECONDS):
                     self._send_ahead(server, then)
                 with suppress(ConnectionError):
@@ -156,15 +163,16 @@ class HttpClient:
             ahead.close()
         if kept := self._idle.pop(server, None):
             try:
-                self._send(kept, server, target)
+                self.request_id = self._send(kept, server, target)
                 return kept, kept.getresponse()
             except ConnectionError:  # the server has closed the idle connection
                 self._reporter.failed()
                 kept.close()
+        self.request_id = ""
         self._reporter.clock.enter("connect")
         connection = self._connect(server)
         self._reporter.clock.enter("network")
-        self._send(connection, server, target)
+        self.request_id = self._send(connection, server, target)
         return connection, connection.getresponse()
 
     def _send_ahead(self, server: str, target: str) -> None:
@@ -172,14 +180,16 @@ class HttpClient:
             return
         try:
             connection = self._idle.pop(server, None) or self._connect(server)
-            self._send(connection, server, target)
-            self._ahead = (server + target, connection)
+            self._ahead = (server + target, connection, self._send(connection, server, target))
         except OSError:  # a connect may have taken seconds, while a response waits
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
-    def _send(self, connection: HTTPConnection, server: str, target: str) -> None:
-        route = self._routes[server]
-        connection.request("GET", route.prefix + target, headers=_HEADERS | route.headers | self._reporter.headers())
+    def _send(self, connection: HTTPConnection, server: str, target: str) -> str:
+        """Send a request. Return its id: another for each attempt, since each has its own line in the server's log."""
+        route, request_id = self._routes[server], token_hex(6)
+        headers = _HEADERS | route.headers | self._reporter.headers() | {REQUEST_ID: request_id}
+        connection.request("GET", route.prefix + target, headers=headers)
+        return request_id
 
     def _connect(self, server: str) -> HTTPConnection:
         if server not in self._routes:

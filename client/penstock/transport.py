@@ -171,6 +171,8 @@ class Transport:
         except (TransientError, PenstockError) as failure:
             if self._http.is_interrupted:
                 raise _Interrupted(f"interrupted while reading from {server}") from failure
+            if self._http.request_id:
+                failure.args = (f"{failure} (request {self._http.request_id})",)
             if isinstance(failure, TransientError) or len(self._servers) > 1:
                 self.num_retries += 1
                 next_server = self._servers.failed(server, getattr(failure, "after_seconds", 0.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -111,7 +112,7 @@ def test_error_after_retry_seconds_names_them_the_server_and_the_reason() -> Non
 
 
 def test_refusal_of_the_only_server_is_raised_at_once() -> None:
-    with server(problem("bad-row", 500)) as url, pytest.raises(DataError, match="^this is bad-row$") as raised:
+    with server(problem("bad-row", 500)) as url, pytest.raises(DataError, match=r"^this is bad-row \(request \w+\)$") as raised:
         get(url)
     assert raised.value.__cause__ is None
 
@@ -333,7 +334,7 @@ def test_refusals_of_all_servers_are_final_and_named() -> None:
     with (
         server(problem("snapshot-gone", 409)) as newer,
         server(problem("unknown-dataset", 404)) as stranger,
-        pytest.raises(SnapshotGone, match=f"all 2 servers refuse.\n{newer}: this is snapshot-gone\n{stranger}: this is unk"),
+        pytest.raises(SnapshotGone, match=rf"all 2 servers refuse.\n{newer}: this is snap.*\n{stranger}: this is unk"),
     ):
         get(newer, stranger)
 
@@ -349,9 +350,38 @@ def test_refusal_is_not_final_while_another_server_may_return() -> None:
 def test_error_names_a_refusal_and_a_silence() -> None:
     with (
         pages(lambda _: (409, b'{"type": "urn:penstock:problem:snapshot-gone", "detail": "other data"}')) as newer,
-        pytest.raises(ServerUnavailable, match=f"{newer}: other data; {AWAY}: .*Connection refused"),
+        pytest.raises(ServerUnavailable, match=rf"{newer}: other data \(request \w+\); {AWAY}: .*Connection refused\. Start"),
     ):
         get(newer, AWAY, retry_seconds=0.2)
+
+
+def test_error_names_its_request_as_the_server_does() -> None:
+    renamed = problem("bad-row", 500, "X-Request-ID: by-a-proxy")
+    with server(renamed) as url, pytest.raises(DataError, match=r"^this is bad-row \(request by-a-proxy\)$"):
+        get(url)
+
+
+def test_log_and_error_name_the_request_of_each_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    ids: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            for answer in (b"", CUT + b"short", response(b"damaged"), problem("bad-row", 500)):
+                with listener.accept()[0] as connection:
+                    ids.extend(re.findall("X-Request-ID: (.*)\r\n", connection.recv(65536).decode()))
+                    connection.sendall(answer)
+
+        def decode(_: memoryview) -> None:
+            raise WireError("damaged")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        with opened(f"http://127.0.0.1:{listener.getsockname()[1]}") as transport, pytest.raises(DataError) as raised:
+            transport.get("/", decode)
+        thread.join()
+    assert len(set(ids)) == 4
+    assert str(raised.value) == f"this is bad-row (request {ids[3]})"
+    assert f" (request {ids[0]}); trying again" in caplog.text
 
 
 # Servers
