@@ -30,7 +30,7 @@ from penstock.errors import SpecError, WireError
 from penstock.responses import TransientError, UnexpectedServer, failure_of
 from penstock.waits import Reporter
 from penstock.wire import content_digest
-from penstock.wire.names import REQUEST_ID
+from penstock.wire.names import DRAINING, REQUEST_ID
 from penstock.wire.report import TIMING_HEADER
 
 MAX_BUFFER = 16 << 20  # larger than most bodies
@@ -56,7 +56,8 @@ class HttpClient:
 
     Other threads may call `interrupt`. A fork must not use or close its parent's client.
 
-    request_id  names the last request in the server's log; "" if it could not be sent
+    request_id   names the last request in the server's log; "" if it could not be sent
+    is_draining  the server of the last response will stop
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class HttpClient:
         allocate: Callable[[int], memoryview] | None = None,
         reporter: Reporter | None = None,
     ) -> None:
-        self.is_interrupted = False
+        self.is_interrupted = self.is_draining = False
         self.request_id = ""
         self._reporter = reporter or Reporter()
         self._interrupts = SimpleQueue[None]()
@@ -93,9 +94,10 @@ class HttpClient:
         try:
             connection, response = self._respond(server, target, then)
             self.request_id = response.headers.get(REQUEST_ID, self.request_id)  # a proxy may have named it anew
+            self.is_draining = DRAINING in response.headers
             # A cache on the way repeats the timing of an old response.
             self._reporter.answered("" if "Age" in response.headers else response.headers.get(TIMING_HEADER, ""))
-            if response.status == 200 and then and not self._ahead:
+            if response.status == 200 and then and not self._ahead and not self.is_draining:
                 self._send_ahead(server, then)
             body = _receive(response, self._allocate)
         except BaseException as error:

@@ -26,6 +26,7 @@ _READ_SECONDS = 30.0
 _STUCK_SECONDS = 120.0  # of preparation without progress, before the next server is tried
 _AWAY_SECONDS = 30.0  # before a rank tries its home server again; doubled after each failed try
 _MAX_AWAY_SECONDS = 300.0
+_DRAIN_SECONDS = 10.0  # that a server which will stop comes last: less than a rank stays away from home
 _QUIET_SECONDS = 10.0  # between log lines of one kind: otherwise a network that flips bits would log each failure
 _BAR_WIDTH = 20
 
@@ -40,6 +41,8 @@ class Transport:
     After a failure the transport tries the next server at once; it waits only after all have failed. It does the same after a
     refusal: that server may have another snapshot, or a broken disk. At the `first_contact` of a run, data that cannot be
     opened and responses that no penstock server sends are refusals. A running loop waits for such servers.
+
+    A server that will stop says so in its responses. The next request goes to another one: that is no failure.
 
     Create the transport in the process that uses it; in a fork `close` does nothing. One thread uses it at a time; only
     `interrupt` may be called from another thread. For `allocate` and `reporter` see HttpClient.
@@ -178,8 +181,17 @@ class Transport:
                 next_server = self._servers.failed(server, getattr(failure, "after_seconds", 0.0))
                 self._log.failed(server, failure, next_server)
             raise
-        self._log.answered(server, is_back_home=self._servers.answered(server))
+        is_back_home = not self._http.is_draining and self._servers.answered(server)
+        self._log.answered(server, is_back_home=is_back_home)
+        self._leave_draining(server)
         return result
+
+    def _leave_draining(self, server: str) -> bool:
+        """Go on with another server if this one will stop. Return whether there is one."""
+        if not self._http.is_draining or (next_server := self._servers.leave(server)) == server:
+            return False
+        self._log.leaving(server, next_server)
+        return True
 
     def _ask(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None) -> T:
         """Ask one server, again while it prepares the blocks. Raises as `_attempt` does."""
@@ -190,6 +202,8 @@ class Transport:
                 self.num_bytes += len(body)
                 return decode(body)
             except BlocksNotReady as progress:
+                if self._leave_draining(server):
+                    raise
                 self._log.progress(progress)
                 if progress.share != share:
                     share, since = progress.share, time.monotonic()
@@ -241,6 +255,7 @@ class Servers:
         self.current = self.home
         self._clock = clock
         self._not_before = dict.fromkeys(self.addresses, 0.0)
+        self._last_until = dict.fromkeys(self.addresses, 0.0)
         self._away_seconds = _AWAY_SECONDS
         self._return_at = math.inf
 
@@ -255,11 +270,10 @@ class Servers:
     def to_try(self, *, also_busy: bool = False) -> list[str]:
         """Return the addresses to try now, each once, in order, without those whose Retry-After has not passed.
 
-        If the home server failed a while ago, it comes first, to find out whether it is back.
+        If the home server failed a while ago, it comes first, to find out whether it is back. Servers that will stop come last.
         """
-        first = self.home if self._clock() >= self._return_at else self.current
-        order = [first, *(address for address in self.addresses if address != first)]
-        return [address for address in order if also_busy or self._not_before[address] <= self._clock()]
+        now = self._clock()
+        return [address for address in self._in_order(now) if also_busy or self._not_before[address] <= now]
 
     def seconds_until_ready(self) -> float:
         """Return the seconds until an address may be asked; 0 for now."""
@@ -271,18 +285,32 @@ class Servers:
 
     def failed(self, address: str, after_seconds: float = 0.0) -> str:
         """Record that an address failed and requests no retry for `after_seconds`. Return the next address."""
+        now = self._clock()
         self.leave_alone(address, after_seconds)
+        if any(until > now for until in self._last_until.values()):
+            self._last_until[address] = now + _DRAIN_SECONDS  # after those that will stop, but still answer
         if address == self.home:
             self._return_at = math.inf  # until another server has answered
         if address == self.current:
             self.current = self.addresses[(self.addresses.index(address) + 1) % len(self)]
         return self.current
 
+    def leave(self, address: str) -> str:
+        """Record an answer of a server that will stop: the others come first for a while. Return the next address."""
+        now = self._clock()
+        self._not_before[address] = 0.0
+        if self._last_until[address] <= now:
+            self._last_until[address] = now + _DRAIN_SECONDS
+        if address == self.home:
+            self._return_at = math.inf  # until another server has answered
+        self.current = self._in_order(now)[0]
+        return self.current
+
     def answered(self, address: str) -> bool:
         """Record an answer; the address becomes the current one. Return whether the rank came back home."""
         is_back_home = address == self.home != self.current and self._return_at < math.inf
         self.current = address
-        self._not_before[address] = 0.0
+        self._not_before[address] = self._last_until[address] = 0.0
         if address == self.home:
             self._away_seconds, self._return_at = _AWAY_SECONDS, math.inf
         elif self._return_at == math.inf:
@@ -290,6 +318,11 @@ class Servers:
             self._return_at = self._clock() + self._away_seconds * uniform(0.5, 1.5)
             self._away_seconds = min(2 * self._away_seconds, _MAX_AWAY_SECONDS)
         return is_back_home
+
+    def _in_order(self, now: float) -> list[str]:
+        first = self.home if now >= self._return_at else self.current
+        order = [first, *(address for address in self.addresses if address != first)]
+        return sorted(order, key=lambda address: until if (until := self._last_until[address]) > now else 0.0)
 
 
 class RetryLog:
@@ -325,6 +358,10 @@ class RetryLog:
         self._num_failures = 0
         if is_back_home:
             self._log("home", f"{server} answers again: back to it")
+
+    def leaving(self, server: str, next_server: str) -> None:
+        """Log that a server will stop, and which one is asked next."""
+        self._log(f"leaving {server}", f"{server} will stop; going on with {next_server}")
 
     def progress(self, progress: IndexNotReady) -> None:
         """Draw a progress bar on the terminal of the first rank; log a line now and then elsewhere."""

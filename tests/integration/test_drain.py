@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
+from itertools import islice
 from pathlib import Path
 
 import httpx
 import pytest
 
+from penstock import RemoteDataset
 from support.corpora import write_numbered
 from support.processes import until
+from support.recorded import contents
 from support.servers import Serve
 
+NUM_RANKS = 8
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
 LOGGED = r" INFO SIGTERM: serves for another 600 seconds, then stops"
 PROCESSES = ["1", pytest.param("2", marks=pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"))]
@@ -58,3 +64,59 @@ def test_ctrl_c_stops_without_a_drain(serve: Serve, data: Path, processes: str) 
     with serve(data, "--drain-seconds", "600", "--processes", processes) as server:
         server.get("/healthz")
         assert server.stop(signal.SIGINT) == ""
+
+
+class Rank:
+    """A loop in a thread, until it is told to end. `seen` are its batches."""
+
+    def __init__(self, rank: int, servers: list[str]) -> None:
+        self.data = endless(rank, servers)
+        self.seen: list[bytes] = []
+        self.is_over = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for batch in self.data:
+            self.seen.append(contents(batch))
+            if self.is_over:
+                return
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        self.is_over = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def endless(rank: int, servers: list[str]) -> RemoteDataset:
+    return RemoteDataset(
+        servers, "numbers", batch_size=5, seq_len=8, rank=rank, world_size=NUM_RANKS, epochs="endless", prefetch_bytes=1 << 10
+    )
+
+
+def go_on(ranks: list[Rank]) -> None:
+    """Wait until each rank has made some steps more."""
+    before = [len(rank.seen) for rank in ranks]
+    until(lambda: all(len(rank.seen) > past + 5 for rank, past in zip(ranks, before, strict=True)))
+
+
+def test_rolling_restart_of_two_servers_fails_no_request(serve: Serve, data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flags = ("--drain-seconds", "2.5")
+    with serve(data, *flags) as one, serve(data, *flags) as other:
+        ranks = [Rank(rank, [one.url, other.url]) for rank in range(NUM_RANKS)]
+        try:
+            for server in (one, other):
+                go_on(ranks)
+                server.stop()
+                server.start()  # it returns once the server serves
+            go_on(ranks)
+        finally:
+            for rank in ranks:
+                rank.end()
+        for number, rank in enumerate(ranks):
+            expected = islice(endless(number, [one.url]), len(rank.seen))
+            assert rank.seen == [contents(batch) for batch in expected]
+        assert sum(rank.data.stats().num_retries for rank in ranks) < NUM_RANKS  # without a drain, each rank has one
+    assert f"{one.url} will stop; going on with {other.url}" in caplog.text
+    assert f"{other.url} will stop; going on with {one.url}" in caplog.text

@@ -80,6 +80,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Transfer-Encoding", "chunked")
         elif kind != "until-closed":
             self.send_header("Content-Length", str(len(CONTENT)))
+        if kind == "draining":
+            self.send_header("Penstock-Draining", "true")
         if kind == "closing":
             self.send_header("Connection", "close")
         self.end_headers()
@@ -194,6 +196,14 @@ def test_request_ahead_is_not_sent_after_a_refusal(server: Listener, client: Htt
     client.get(server.url, "/sized", then="/busy-at-first")
     client.get(server.url, "/busy-at-first", then="/chunked")
     client.get(server.url, "/sized")
+    assert "chunked" not in server.asked
+
+
+def test_request_ahead_is_not_sent_to_a_server_that_will_stop(server: Listener, client: HttpClient) -> None:
+    client.get(server.url, "/draining", then="/chunked")
+    assert client.is_draining
+    client.get(server.url, "/sized")
+    assert not client.is_draining
     assert "chunked" not in server.asked
 
 

@@ -27,6 +27,7 @@ from support.servers import pages, problem, response, server
 
 AWAY = "http://127.0.0.1:9"
 NAMES = ["a", "b", "c"]
+DRAINING = "Penstock-Draining: true"
 CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
 
 Answer = Callable[[str], tuple[int, bytes]]
@@ -226,10 +227,10 @@ def test_get_some_ignores_a_truncated_response_of_another_version() -> None:
         assert transport.get_some("/", decode) == []
 
 
-def preparing(done: int) -> bytes:
+def preparing(done: int, *headers: str) -> bytes:
     progress = {"detail": f"The server is tokenizing: {done} of 3 row groups.", "done": done, "total": 3}
     body = json.dumps({"type": "urn:penstock:problem:blocks-not-ready"} | progress).encode()
-    return response(body, "503 Service Unavailable", "Retry-After: 0")
+    return response(body, "503 Service Unavailable", "Retry-After: 0", *headers)
 
 
 def test_transport_retries_the_server_that_prepares_blocks(caplog: pytest.LogCaptureFixture) -> None:
@@ -328,6 +329,38 @@ def test_slow_response_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 1.0)
     with pages(lambda _: (200, b"drop" * 5), seconds_per_byte=0.1) as slow:
         assert get(slow) == (b"drop" * 5, 0)
+
+
+@pytest.mark.usefixtures("never_waits")
+def test_server_that_will_stop_is_left_without_a_failed_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    with server(response(b"last", "200 OK", DRAINING)) as old, pages(named(b"new")) as new, opened(old, new) as transport:
+        given = [transport.get("/", bytes), bytes(transport.get_some("/", bytes)), transport.get("/", bytes)]
+        assert (given, transport.num_retries) == ([b"last", b"new", b"new"], 0)
+    lines = [without_process(record.message) for record in caplog.records if record.name == "penstock"]
+    assert lines == [f"penstock: {old} will stop; going on with {new}"]
+
+
+@pytest.mark.usefixtures("never_waits")
+def test_server_that_will_stop_is_not_awaited_while_it_prepares() -> None:
+    with server(preparing(0, DRAINING)) as old, pages(named(b"new")) as new, opened(old, new) as transport:
+        assert (transport.get("/", bytes), transport.num_retries) == (b"new", 0)
+
+
+@pytest.mark.usefixtures("never_waits")
+def test_only_server_is_asked_until_it_stops(caplog: pytest.LogCaptureFixture) -> None:
+    answers = [preparing(0, DRAINING), response(b"one", "200 OK", DRAINING), response(b"two", "200 OK", DRAINING)]
+    with server(*answers, response(b"back")) as url, opened(url) as transport:
+        given = [transport.get("/", bytes) for _ in range(3)]
+        assert (given, transport.num_retries) == ([b"one", b"two", b"back"], 0)
+    assert "will stop" not in caplog.text
+
+
+@pytest.mark.usefixtures("never_waits")
+def test_servers_that_all_will_stop_are_asked_until_they_do() -> None:
+    last = [response(b"here", "200 OK", DRAINING)] * 9
+    with server(*last) as one, server(*last) as other, opened(one, other) as transport:
+        assert [transport.get("/", bytes) for _ in range(9)] == [b"here"] * 9
+        assert transport.num_retries == 0
 
 
 def test_refusals_of_all_servers_are_final_and_named() -> None:
@@ -441,6 +474,34 @@ def test_turn_leaves_out_servers_until_their_retry_after_has_passed(clock: Clock
     assert servers.to_try() == ["b", "c"]
     servers.answered("a")
     assert servers.to_try() == ["a", "b", "c"]
+
+
+def test_servers_that_will_stop_come_last_for_a_while(clock: Clock) -> None:
+    servers = Servers(NAMES, 0, clock)
+    assert servers.leave("a") == "b"
+    clock.now += 1
+    assert servers.leave("b") == "c"
+    servers.answered("c")
+    assert servers.to_try() == ["c", "a", "b"]
+    clock.now += 1
+    servers.failed("a")  # it has stopped
+    assert servers.to_try() == ["c", "b", "a"]
+    clock.now += 12
+    assert servers.to_try() == ["c", "a", "b"]
+    assert servers.leave("c") == "a"
+    assert not servers.answered("a")  # not worth another line in the log
+    assert servers.to_try() == ["a", "b", "c"]
+
+
+def test_rank_returns_to_a_home_that_stopped_after_a_while(clock: Clock) -> None:
+    servers = Servers(NAMES, 0, clock)
+    servers.leave("a")
+    servers.answered("b")
+    clock.now += 29
+    assert not asks_home(servers)
+    clock.now += 1
+    assert asks_home(servers)
+    assert servers.answered("a")
 
 
 def test_home_is_tried_less_and_less_often_while_it_fails(clock: Clock) -> None:
