@@ -627,7 +627,7 @@ class ServerInfo(_Schema):
     time: float
     """The server's clock, in seconds since 1970."""
     started_at: float
-    """Start of its oldest process, in seconds since 1970."""
+    """Start of the server, in seconds since 1970."""
     processes: int
     """Processes that serve."""
     tokens_per_second: float

@@ -84,8 +84,12 @@ class Catalog:
     @property
     def datasets(self) -> dict[str, OpenSnapshot]:
         """Return the latest snapshot of each served dataset, by name, sorted by name."""
-        states = {name: loader.state for name, loader in self._names.datasets.items()}
-        return {name: state.opened for name, state in states.items() if state.opened}
+        return {name: state.opened for name, state in self.states.items() if state.opened}
+
+    @property
+    def states(self) -> dict[str, DatasetState]:
+        """Return each dataset as it is now, served or not, by name, sorted by name."""
+        return {name: loader.state for name, loader in self._names.datasets.items()}
 
     @property
     def mixtures(self) -> Mapping[str, DeclaredMixture]:
@@ -95,8 +99,7 @@ class Catalog:
     @property
     def refused(self) -> dict[str, str]:
         """Return the names that are not served, each with the reason."""
-        states = [loader.state for loader in self._names.datasets.values()]
-        return {**self._names.refused, **{s.name: s.error for s in states if s.error and not s.opened}}
+        return {**self._names.refused, **{s.name: s.error for s in self.states.values() if s.error and not s.opened}}
 
     @property
     def is_serving(self) -> bool:

@@ -96,6 +96,11 @@ class Counting(Generic[T]):
         return bool(self._made)
 
     @property
+    def is_running(self) -> bool:
+        """Whether the thread makes the result now."""
+        return bool((thread := self._thread) and thread.is_alive())
+
+    @property
     def is_stored(self) -> bool:
         """Whether all files of the result exist."""
         return all(map(os.path.exists, self._files()))

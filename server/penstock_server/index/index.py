@@ -119,6 +119,11 @@ class Index:
         return max(self.lengths.num_done, int(self._snapshot.first_block_of_shard[self.lengths.num_files_done]))
 
     @property
+    def is_counting(self) -> bool:
+        """Whether tokens are counted now."""
+        return self.lengths.is_running
+
+    @property
     def is_stored(self) -> bool:
         """Whether all counts are stored, so that no other process counts again."""
         return all(counting.is_stored for counting in self._countings if counting.is_ready)

@@ -1,15 +1,18 @@
 """Metrics for Prometheus: counters and histograms that the data path increments.
 
 Every label value is from a closed set: routes, datasets served, problem types, stages. A request cannot create a series.
-Gauges are read when a scrape asks for them; see Monitor.
+Gauges are read at each scrape; see gauges.py.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, values
+from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.wire.report import Report
@@ -18,18 +21,30 @@ _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
+class MetricInfo(NamedTuple):
+    """What a metric is; `labels` are the names of its labels."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    labels: tuple[str, ...] = ()
+
+
 class Metrics:
-    """The counters and histograms of one process, in a registry of their own."""
+    """The counters and histograms of one process, in a registry of their own; `infos` lists them."""
 
     def __init__(self) -> None:
         # Without them a scrape is the same for one process and for several.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        self.infos = list[MetricInfo]()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
+            self.infos.append(MetricInfo(f"penstock_{name}", "counter", text, labels))
             return Counter(f"penstock_{name}", text, labels, registry=self.registry)
 
         def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SLOW) -> Histogram:
+            self.infos.append(MetricInfo(f"penstock_{name}", "histogram", text, labels))
             return Histogram(f"penstock_{name}", text, labels, registry=self.registry, buckets=buckets)
 
         self.requests = counter(
@@ -71,10 +86,9 @@ class Metrics:
         for stage, seconds in report.wait_seconds.items():
             self.rank_wait_seconds.labels(dataset, stage).inc(seconds)
         self.rank_compute_seconds.labels(dataset).inc(report.compute_seconds)
-        if report.num_retries:
-            self.rank_retries.labels(dataset).inc(report.num_retries)
-        if report.num_corrupted:
-            self.rank_corrupted.labels(dataset).inc(report.num_corrupted)
+        # Also if it is 0: Prometheus sees no increase in the first value of a series.
+        self.rank_retries.labels(dataset).inc(report.num_retries)
+        self.rank_corrupted.labels(dataset).inc(report.num_corrupted)
 
 
 def share_values(folder: Path, slot: int) -> None:
@@ -84,6 +98,11 @@ def share_values(folder: Path, slot: int) -> None:
     """
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue(lambda: slot)  # type: ignore[no-untyped-call]
+
+
+def slot_counters(folder: Path, slot: int) -> Iterable[Metric]:
+    """Return the counters of the process of a slot, with those that only the processes before it incremented."""
+    return MultiProcessCollector.merge([str(folder / f"counter_{slot}.db")])  # type: ignore[no-untyped-call, no-any-return]
 
 
 def all_values(folder: Path) -> CollectorRegistry:

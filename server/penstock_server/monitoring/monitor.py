@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock import __version__, wire
+from penstock import __version__
 from penstock_server.api.service import InFlight
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.monitoring.buckets import BUCKET_SECONDS, NUM_BUCKETS, Buckets, bucket_of, summed
+from penstock_server.monitoring.gauges import Gauges, dataset_values, process_values
 from penstock_server.monitoring.jobs import Client, JobKey, JobRecord, Jobs, merged
-from penstock_server.monitoring.metrics import all_values
+from penstock_server.monitoring.metrics import all_values, slot_counters
 from penstock_server.monitoring.place import Place
 from penstock_server.monitoring.view import describe_job, verdict
 from penstock_server.schemas import JobsInfo
@@ -32,7 +31,14 @@ from penstock_server.schemas import JobsInfo
 log = logging.getLogger("penstock.monitor")
 
 _SECONDS = 1.0
-_RATES = ("tokens", "bytes", "batches", "refusals", "hits", "misses")  # whose history is kept
+_RATES = {  # counters whose history is kept
+    "tokens": "penstock_tokens_total",
+    "bytes": "penstock_response_bytes_total",
+    "batches": "penstock_batches_total",
+    "refusals": "penstock_refusals_total",
+    "hits": "penstock_cache_hits_total",
+    "misses": "penstock_cache_misses_total",
+}
 
 
 class Monitor:
@@ -44,15 +50,16 @@ class Monitor:
         self._started_at = time.time()
         self._history = {name: Buckets() for name in (*_RATES, "cache_used_bytes")}
         self._totals: Mapping[str, float] = {}  # of `_RATES`, at the last look
-        self._spent: dict[str, float] = {}  # counters of the processes before this one in its slot
+        self._process_before: Mapping[str, float] = {}  # values of the process before this one in its slot
         self._status: dict[str, Any] = {}
         self._looking = threading.Lock()
         # Bytes of responses that a client's host has not acknowledged. The kernel holds ranges of a slow link.
         self.unsent: Callable[[], Mapping[Client, int]] = dict
         if place and (before := _read(place.status_file)):
+            self._started_at = before["started_at"]
             self._jobs.restore(before["jobs"])
             self._history = {name: Buckets(*packed) for name, packed in before["history"].items()}
-            self._spent = {name: value for name, value in before["process"].items() if _is_counter(name)}
+            self._process_before = before["process"]
         self.look()
 
     @contextmanager
@@ -85,27 +92,24 @@ class Monitor:
         self._history["cache_used_bytes"].set(bucket, self._catalog.store.cache.used_bytes)
         self._totals = totals
         self._status = {
+            "slot": self._place.slot if self._place else 0,
             "jobs": self._jobs.pack(self.unsent()),
             "history": {name: buckets.pack() for name, buckets in self._history.items()},
             "started_at": self._started_at,
             "in_flight_bytes": self._in_flight.reserved_bytes,
             "in_flight_budget_bytes": self._in_flight.budget_bytes,
-            "process": _process_values(self._spent),
+            "datasets": dataset_values(self._catalog),
+            "process": process_values(self._process_before),
         }
         if self._place:
             _write(self._place.status_file, self._status)
 
     def _count(self) -> dict[str, float]:
-        """Return the totals of `_RATES` of this process."""
-        metrics = self._metrics
-        return {
-            "tokens": _total(metrics.tokens),
-            "bytes": _total(metrics.response_bytes),
-            "batches": _total(metrics.batches),
-            "refusals": _total(metrics.refusals),
-            "hits": _total(metrics.cache_hits),
-            "misses": _total(metrics.cache_misses),
-        }
+        """Return the totals of `_RATES` of this process and those before it in its slot."""
+        place = self._place
+        families = slot_counters(place.folder, place.slot) if place else self._metrics.registry.collect()
+        samples = [sample for family in families for sample in family.samples]
+        return {name: sum(s.value for s in samples if s.name == counter) for name, counter in _RATES.items()}
 
     def _statuses(self) -> list[dict[str, Any]]:
         """Return the statuses of all processes of the server."""
@@ -162,108 +166,8 @@ class Monitor:
         self.look()
         counters = all_values(self._place.folder) if self._place else self._metrics.registry
         gauges = CollectorRegistry()
-        gauges.register(_Gauges(self._catalog, self._statuses()))
+        gauges.register(Gauges(self._catalog, self._statuses()))
         return generate_latest(counters) + generate_latest(gauges)
-
-
-class _Gauges(Collector):
-    """The gauges, as one scrape reads them."""
-
-    def __init__(self, catalog: Catalog, statuses: list[dict[str, Any]]) -> None:
-        self._catalog, self._statuses = catalog, statuses
-
-    def collect(self) -> Iterator[Metric]:
-        cache = self._catalog.store.cache
-        yield InfoMetricFamily("penstock_build", "Version of the server.", {"version": __version__, "wire": str(wire.VERSION)})
-        yield GaugeMetricFamily("penstock_processes", "Server processes that answer.", len(self._statuses))
-        yield GaugeMetricFamily("penstock_cache_bytes", "Bytes of the cached blocks.", cache.used_bytes)
-        yield GaugeMetricFamily("penstock_cache_budget_bytes", "Most bytes that cached blocks may take.", cache.budget_bytes)
-        for name, text in (
-            ("in_flight_bytes", "Bytes of responses that clients have not read yet."),
-            ("in_flight_budget_bytes", "Most bytes that such responses may take."),
-        ):
-            yield GaugeMetricFamily(f"penstock_{name}", text, sum(status[name] for status in self._statuses))
-        yield from self._of_datasets()
-        yield from self._of_ranks()
-        yield from self._of_processes()
-
-    def _of_datasets(self) -> Iterator[Metric]:
-        blocks, counted, changed, bad = (
-            GaugeMetricFamily(f"penstock_{name}", text, labels=["dataset"])
-            for name, text in (
-                ("dataset_blocks", "Blocks of the latest snapshot."),
-                ("index_counted_blocks", "Blocks of the latest snapshot whose tokens are counted."),
-                ("snapshot_timestamp_seconds", "When the latest snapshot was made; it changes with the data."),
-                ("bad_rows", "Rows of the latest snapshot that are known to be unusable."),
-            )
-        )
-        refused = GaugeMetricFamily("penstock_refused_datasets", "Datasets that cannot be served.", len(self._catalog.refused))
-        for name, opened in self._catalog.datasets.items():
-            blocks.add_metric([name], opened.snapshot.num_blocks)
-            counted.add_metric([name], opened.index.num_counted)
-            bad.add_metric([name], opened.blocks.quarantine.num_bad_rows)
-            with suppress(Exception):
-                changed.add_metric([name], next(iter(self._catalog[name].records.values())).made_at_ns / 1e9)
-        yield from (blocks, counted, changed, bad, refused)
-
-    def _of_ranks(self) -> Iterator[Metric]:
-        active, worst = (
-            GaugeMetricFamily(f"penstock_{name}", text, labels=["dataset"])
-            for name, text in (
-                ("active_ranks", "Ranks that reported lately."),
-                ("rank_wait_fraction_max", "Wait fraction of the rank that waits most, 0 to 1."),
-            )
-        )
-        now, served = time.time(), self._catalog
-        running = dict[str, list[float]]()
-        for key, job in merged(status["jobs"] for status in self._statuses).items():
-            if key.dataset in served.datasets or key.dataset in served.mixtures:
-                fractions = [rank.wait_fraction or 0.0 for rank in job.ranks.values() if rank.is_running(now)]
-                running.setdefault(key.dataset, []).extend(fractions)
-        for dataset in (*served.datasets, *served.mixtures):
-            active.add_metric([dataset], len(running.get(dataset, [])))
-            worst.add_metric([dataset], max(running.get(dataset, []), default=0.0))
-        yield from (active, worst)
-
-    def _of_processes(self) -> Iterator[Metric]:
-        """Yield the values of each process, such as its memory and its garbage collections, by its slot."""
-        families = dict[str, Metric]()
-        for slot, status in enumerate(self._statuses):
-            for name, value in status["process"].items():
-                family = families.get(name)
-                if family is None:
-                    kind = CounterMetricFamily if _is_counter(name) else GaugeMetricFamily
-                    family = families[name] = kind(name, _PROCESS_TEXTS[name], labels=["process"])
-                family.add_metric([str(slot)], value)  # type: ignore[attr-defined]
-        yield from families.values()
-
-
-_process, _collections = ProcessCollector(registry=None), GCCollector(registry=CollectorRegistry())
-_PROCESS_TEXTS = {
-    "process_resident_memory_bytes": "Resident memory of a server process.",
-    "process_cpu_seconds_total": "CPU time of a server process, and of those before it in its place.",
-    "process_open_fds": "Open file descriptors of a server process.",
-    "process_start_time_seconds": "Start of a server process.",
-    "python_gc_collections_total": "Garbage collections of a server process, and of those before it in its place.",
-}
-
-
-def _process_values(spent: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of this process; counters go on from those of the processes before it."""
-    values = dict.fromkeys(_PROCESS_TEXTS, 0.0)
-    for family in (*_process.collect(), *_collections.collect()):
-        for sample in family.samples:
-            if sample.name in values:
-                values[sample.name] += sample.value
-    return {name: value + spent.get(name, 0.0) for name, value in values.items()}
-
-
-def _is_counter(name: str) -> bool:
-    return name.endswith("_total")
-
-
-def _total(counter: Any) -> float:
-    return float(sum(s.value for family in counter.collect() for s in family.samples if s.name.endswith("_total")))
 
 
 def _newest_first(jobs: Mapping[JobKey, JobRecord]) -> list[tuple[JobKey, JobRecord]]:
