@@ -1,6 +1,6 @@
-"""Writes the generated parts of the docs: the table of parameters, the help of the commands, and the lines of tests.
+"""Writes the generated parts of the docs: tables of parameters and metrics, help of the commands, lines of tests.
 
-python docs/generate.py            writes docs/reference/parameters.md and cli.md, and docs/guides/trainers.md
+python docs/generate.py            writes the pages that `main` lists
 python docs/generate.py --check    exits with 1 if one of them is not up to date
 """
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from textwrap import dedent
 
 from penstock.spec import as_text, describe
+from penstock_server.monitoring.gauges import GAUGES
+from penstock_server.monitoring.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("serve", "prepare", "inspect", "import", "sample", "peek", "bench", "doctor", "audit")
@@ -23,8 +25,20 @@ def parameters(page: str) -> str:
     for parameter in describe():
         default = "" if parameter["default"] is None else f"`{as_text(parameter['default'])}`"
         rows.append(f"| `{parameter['name']}` | {default} | {parameter['doc']} |\n")
+    return with_rows(page, rows)
+
+
+def metrics(page: str) -> str:
+    """Returns the page with a row for each metric."""
+    infos = [*Metrics().infos, *GAUGES]
+    labels = {info.name: ", ".join(f"`{label}`" for label in info.labels) for info in infos}
+    return with_rows(page, [f"| `{info.name}` | {info.kind} | {labels[info.name]} | {info.text} |\n" for info in infos])
+
+
+def with_rows(page: str, rows: list[str]) -> str:
+    """Returns the page with these rows in its table, whose rows begin with code."""
     others = [line for line in page.splitlines(keepends=True) if not line.startswith("| `")]
-    at = others.index("|---|---|---|\n") + 1
+    at = next(number for number, line in enumerate(others, start=1) if line.startswith("|---"))
     return "".join(others[:at] + rows + others[at:])
 
 
@@ -62,7 +76,12 @@ def snippets(page: str) -> str:
 def main() -> None:
     """Writes the pages, or checks them."""
     is_current = True
-    pages = {"reference/parameters.md": parameters, "reference/cli.md": commands, "guides/trainers.md": snippets}
+    pages = {
+        "reference/parameters.md": parameters,
+        "reference/metrics.md": metrics,
+        "reference/cli.md": commands,
+        "guides/trainers.md": snippets,
+    }
     for name, render in pages.items():
         path = Path(__file__).parent / name
         page = path.read_text()
