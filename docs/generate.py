@@ -1,4 +1,4 @@
-"""Writes the generated parts of the docs: tables of parameters and metrics, help of the commands, lines of tests.
+"""Writes the generated parts of the docs: tables of parameters, metrics and stages, help of the commands, lines of tests.
 
 python docs/generate.py            writes the pages that `main` lists
 python docs/generate.py --check    exits with 1 if one of them is not up to date
@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import dedent
 
 from penstock.spec import as_text, describe
+from penstock.wire.report import STAGES
 from penstock_server.monitoring.gauges import GAUGES
 from penstock_server.monitoring.metrics import Metrics
 
@@ -33,6 +34,11 @@ def metrics(page: str) -> str:
     infos = [*Metrics().infos, *GAUGES]
     labels = {info.name: ", ".join(f"`{label}`" for label in info.labels) for info in infos}
     return with_rows(page, [f"| `{info.name}` | {info.kind} | {labels[info.name]} | {info.text} |\n" for info in infos])
+
+
+def stages(page: str) -> str:
+    """Returns the page with a row for each stage of a wait."""
+    return with_rows(page, [f"| `{stage}` | {text} |\n" for stage, text in STAGES.items()])
 
 
 def with_rows(page: str, rows: list[str]) -> str:
@@ -80,6 +86,7 @@ def main() -> None:
         "reference/parameters.md": parameters,
         "reference/metrics.md": metrics,
         "reference/cli.md": commands,
+        "guides/monitoring.md": stages,
         "guides/trainers.md": snippets,
     }
     for name, render in pages.items():

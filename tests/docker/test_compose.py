@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from support.corpora import write_text, write_tokenizer
+from support.processes import until
 from support.servers import REASON, ROOT, compose_command
 
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -24,14 +25,15 @@ class Compose:
     """The project under a name and on a port of its own, over one data folder."""
 
     def __init__(self, data: Path, tokenizer: str = "", sample: str = "") -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        port, prometheus_port, grafana_port = (_free_port() for _ in range(3))
+        self.url, self.prometheus_url, self.grafana_url = (
+            f"http://127.0.0.1:{port}" for port in (port, prometheus_port, grafana_port)
+        )
         self._environment = {
             "COMPOSE_PROJECT_NAME": f"penstock-test-{port}", "PENSTOCK_PORT": str(port), "PENSTOCK_DATA": str(data),
             "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_CACHE_BYTES": "300MB",
-            "PENSTOCK_SAMPLE": sample,
+            "PENSTOCK_SAMPLE": sample, "PENSTOCK_PROMETHEUS_PORT": str(prometheus_port),
+            "PENSTOCK_GRAFANA_PORT": str(grafana_port),
         }  # fmt: skip
         if subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode != 0:
             self._environment["DOCKER_BUILDKIT"] = "0"  # an older engine builds by itself
@@ -63,6 +65,12 @@ class Compose:
             time.sleep(0.5)
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """An empty folder that the container's user may enter."""
@@ -82,7 +90,7 @@ def composed(data: Path, tokenizer: str = "", sample: str = "") -> Iterator[Comp
     try:
         yield compose
     finally:
-        compose("--profile", "demo", "down", "--volumes")
+        compose("--profile", "demo", "--profile", "monitoring", "down", "--volumes")
 
 
 @pytest.fixture
@@ -117,6 +125,26 @@ def test_compose_serves_the_data_folder_or_the_sample(project: Compose, expected
 def test_compose_demo_trains_in_a_second_container(project: Compose) -> None:
     project("--profile", "demo", "up", "--build", "--abort-on-container-exit", "--exit-code-from", "trainer")
     assert "60/60" in project("--profile", "demo", "logs", "trainer")
+
+
+def test_compose_monitoring_scrapes_the_server_and_has_a_dashboard(project: Compose) -> None:
+    pulled = project.run("--profile", "monitoring", "pull", "prometheus", "grafana")
+    if pulled.returncode != 0:
+        pytest.skip(
+            "the images of Prometheus and Grafana cannot be pulled; tests/integration/test_prometheus.py checks the files"
+        )
+    project("--profile", "monitoring", "up", "--detach", "--build")
+
+    def answers(url: str) -> bool:
+        with suppress(httpx.TransportError, KeyError, ValueError):
+            result = httpx.get(url, params={"query": "up"}, timeout=60).json()["data"]["result"]
+            return [sample["value"][1] for sample in result] == ["1"]
+        return False
+
+    until(lambda: answers(f"{project.prometheus_url}/api/v1/query"), 180)
+    until(lambda: answers(f"{project.grafana_url}/api/datasources/proxy/uid/penstock-prometheus/api/v1/query"), 180)
+    page = httpx.get(f"{project.grafana_url}/api/dashboards/uid/penstock", timeout=60).json()
+    assert page["dashboard"]["title"] == "Penstock"
 
 
 def test_compose_names_a_missing_data_folder(data: Path) -> None:
