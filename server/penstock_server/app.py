@@ -180,6 +180,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001
+        request.scope["problem"] = "other"
         return Response(status_code=499)  # the client has left; its loads are released
 
     @app.exception_handler(HTTPException)
@@ -204,6 +205,7 @@ def _problem_json(request: Request, type_: str, title: str, status: int, detail:
         "instance": request.url.path,
         "request_id": request_id.get(),
     }
+    request.scope["problem"] = "other" if type_ == "about:blank" else type_.rpartition(":")[2]
     response = JSONResponse(content | progress, status, media_type="application/problem+json")
     if clock := request.scope.get("stages"):
         response.headers[TIMING_HEADER] = format_timing(clock.seconds())
