@@ -101,6 +101,7 @@ def go_on(ranks: list[Rank]) -> None:
     until(lambda: all(len(rank.seen) > past + 5 for rank, past in zip(ranks, before, strict=True)))
 
 
+@pytest.mark.slow
 def test_rolling_restart_of_two_servers_fails_no_request(serve: Serve, data: Path, caplog: pytest.LogCaptureFixture) -> None:
     flags = ("--drain-seconds", "2.5")
     with serve(data, *flags) as one, serve(data, *flags) as other:

@@ -41,6 +41,7 @@ def run_epoch(server: Server, seed: int = 0) -> int:
 
 
 @linux
+@pytest.mark.slow
 def test_no_counter_goes_backwards_when_a_worker_is_killed(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
