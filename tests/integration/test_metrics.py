@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import random
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,18 +18,28 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import RemoteDataset
+from penstock.wire.report import HEADER
+from penstock_server.api.service import InFlight
+from penstock_server.app import create_app
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
 from support.corpora import write_numbered
 from support.processes import until
 from support.servers import Serve, Server
 
-Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]  # by name and labels
+Key = tuple[str, tuple[tuple[str, str], ...]]  # the name and the labels of a series
+Samples = Mapping[Key, float]
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def scrape(server: Server) -> Samples:
     """All samples, on a new connection: any process may answer."""
-    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=60).text)
+    return parsed(httpx.get(f"{server.url}/metrics", timeout=60).text)
+
+
+def parsed(text: str) -> Samples:
+    families = text_string_to_metric_families(text)
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
@@ -112,3 +125,55 @@ def test_servers_with_one_cache_folder_count_what_each_did(serve: Serve, tmp_pat
     assert all(total(samples, "penstock_cache_hits_total") >= 15 for samples in scrapes)
     cached = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.block"))
     assert [total(samples, "penstock_cache_bytes") for samples in scrapes] == [cached, cached]
+
+
+def random_requests(number: int, rng: random.Random) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Methods, URLs and headers of requests of all kinds, with random names and numbers."""
+    batches = "/v1/datasets/numbers/epochs/{}/ranks/0/batches"
+    for kind in range(number):
+        word, other = (f"{rng.getrandbits(64):x}" for _ in range(2))
+        report = {"job": word, "epoch": 0, "step": kind, "compute_seconds": 1.0, "tokens": 1, "retries": 1, "corrupted": 1}
+        report |= {"buffered_bytes": 0, "wait_seconds": {"tokenize": 1.0, word: 1.0}}
+        kinds: list[tuple[str, str, dict[str, str]]] = [
+            ("GET", f"/{word}", {}),
+            ("POST", f"/{word}/{other}?{word}={other}", {}),
+            (word.upper(), f"/v1/datasets/{word}", {}),
+            ("DELETE", f"/v1/{word}", {}),
+            ("GET", f"/v1/datasets/{word}/spec?batch_size=2", {}),
+            ("GET", f"/v1/datasets/numbers/spec?{word}={other}", {}),
+            ("GET", f"/v1/datasets/numbers/rows/{rng.randrange(1 << 40, 1 << 50)}", {}),
+            ("GET", f"{batches.format(rng.randrange(1000))}/{rng.randrange(10)}?batch_size=4&seq_len=8&job={word}", {}),
+            ("HEAD", f"{batches.format(word)}?rank={other}", {}),
+            (
+                "GET",
+                f"{batches.format(rng.randrange(1000))}?batch_size=4&seq_len=8&stop=1&seed={rng.randrange(1 << 30)}",
+                {HEADER: json.dumps(report), "User-Agent": word, word: other},
+            ),
+            ("GET", f"/v1/datasets/{word}/epochs/0/ranks/0/batches", {HEADER: json.dumps(report)}),
+            ("POST", f"/v1/datasets/{word}/refresh", {}),
+        ]
+        yield kinds[kind % len(kinds)]
+
+
+def test_requests_create_no_series(tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 480)
+    store = BlockStore(tmp_path / "cache")
+    app = create_app(open_catalog(tmp_path / "data", None, store), InFlight(1 << 30))
+
+    async def send(number: int, seed: int) -> set[Key]:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            for method, url, headers in random_requests(number, random.Random(seed)):
+                await client.request(method, url, headers=headers)
+            await client.get("/metrics")  # it counts itself, too
+            return {*parsed((await client.get("/metrics")).text)}
+
+    before = asyncio.run(send(100, seed=0))
+    after = asyncio.run(send(10_000, seed=1))
+    store.close()
+    assert after == before
+    labels = {(name, label): {dict(of)[label] for key, of in after if key == name} for name, of in after for label, _ in of}
+    assert labels["penstock_requests_total", "method"] == {"GET", "HEAD", "POST", "other"}
+    assert {"other", "/v1/datasets/{dataset}/spec"} < labels["penstock_requests_total", "route"]
+    assert labels["penstock_rank_wait_seconds_total", "stage"] == {"tokenize"}
+    assert labels["penstock_rank_wait_seconds_total", "dataset"] == {"numbers"}
