@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock import RemoteDataset
@@ -67,11 +70,73 @@ def training(server: Server) -> Iterator[None]:
             thread.join()
 
 
+class Prometheus:
+    """A Prometheus that scrapes a server every second, with the rules of this repository."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def get(self, path: str, **query: str) -> Any:
+        response = httpx.get(f"{self._url}/api/v1/{path}", params=query, timeout=60)
+        assert response.status_code == 200, response.text
+        return response.json()["data"]
+
+    def query(self, expression: str) -> list[float]:
+        """The values of an expression now, without those of divisions by 0."""
+        values = [float(sample["value"][1]) for sample in self.get("query", query=expression)["result"]]
+        return [value for value in values if value == value]
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    config = CONFIG.read_text()
+    for shipped, here in (("server:8000", server.url.removeprefix("http://")), ("15s", "1s")):
+        assert shipped in config
+        config = config.replace(shipped, here)
+    (folder / "prometheus.yml").write_text(config)
+    shutil.copy(ALERTS, folder)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--web.listen-address={address}"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([*command, f"--storage.tsdb.path={folder}/data"], stderr=log)
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        try:
+            return httpx.get(f"http://{address}/-/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        until(is_ready)
+        yield Prometheus(f"http://{address}")
+    finally:
+        process.terminate()
+        process.wait()
+
+
 def test_promtool_accepts_the_metrics_and_the_configuration(server: Server) -> None:
     with training(server):
         until(lambda: "penstock_rank_wait_seconds_total{" in server.get("/metrics").text)
         promtool("check", "metrics", given=server.get("/metrics").content)
     promtool("check", "config", CONFIG)
+
+
+def test_panels_and_alerts_get_data_from_a_real_run(server: Server, prometheus: Prometheus) -> None:
+    expressions = [target["expr"].replace("$__rate_interval", "15s") for panel in PANELS for target in panel["targets"]]
+    [group] = prometheus.get("rules")["groups"]
+    metrics = {name for rule in group["rules"] for name in re.findall(r"\bpenstock_\w+|\bup\b", rule["query"])}
+    assert len(expressions) > 20
+    assert len(metrics) > 8
+    with training(server):
+        for expression in [*expressions, *metrics]:
+            until(partial(prometheus.query, expression))
+    [group] = prometheus.get("rules")["groups"]
+    assert {rule["health"] for rule in group["rules"]} == {"ok"}
+    server.stop()
+    until(lambda: [alert["labels"]["alertname"] for alert in prometheus.get("alerts")["alerts"]] == ["PenstockServerGone"])
 
 
 def test_panels_have_a_place_and_a_data_source() -> None:
