@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
+from penstock.text import as_utf8
+
 HEADER = "Penstock-Report"
 TIMING_HEADER = "Server-Timing"
 
@@ -83,16 +85,17 @@ class Report:
         try:
             job, epoch, step, *amounts, waits = _values_of(json.loads(text))
             known = {stage: float(waits[stage]) for stage in STAGES if stage in waits}
+            epoch, step = int(epoch), int(step)
             seconds, tokens, retries, corrupted, buffered = (float(amount) for amount in amounts)
-            numbers = (float(epoch), step + 1.0, seconds, tokens, retries, corrupted, buffered, *known.values())
+            numbers = (epoch, step + 1, seconds, tokens, retries, corrupted, buffered, *known.values())
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
         if not (isinstance(job, str) and 0 < len(job) <= _MAX_JOB and all(0 <= number <= _MAX_AMOUNT for number in numbers)):
             return None  # a comparison with NaN is false
         return cls(
-            job=job,
-            epoch=int(epoch),
-            step=int(step),
+            job=as_utf8(job),  # the environment's job name may hold bytes that no JSON can
+            epoch=epoch,
+            step=step,
             compute_seconds=seconds,
             num_tokens=int(tokens),
             num_retries=int(retries),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -54,12 +55,20 @@ def header(**values: object) -> str:
         header(tokens=1e300),
         header(tokens="many"),
         header(epoch=10**400),
+        header(epoch="1.5"),
+        header(epoch=float("inf")),
         header(wait_seconds=None),
         header(wait_seconds={"tokenize": "x"}),
     ],
 )
 def test_invalid_report_is_ignored(text: str) -> None:
     assert Report.from_header(text) is None
+
+
+def test_job_name_that_is_not_utf8_is_escaped() -> None:
+    found = Report.from_header(Report(job=os.fsdecode(b"run \xff")).to_header())
+    assert found is not None
+    assert found.job == "run \\udcff"
 
 
 def test_unknown_stage_is_ignored() -> None:
