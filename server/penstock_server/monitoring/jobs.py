@@ -21,6 +21,7 @@ KEPT_SECONDS = 3600.0  # a job that ended stays for this long
 WAITING_FRACTION = 0.05  # of its time; above it, a rank counts as waiting
 _MAX_RANKS = 20_000  # records of ranks; beyond it, new ones are not recorded
 _MIN_SECONDS = 0.5  # of a loop, before its wait fraction means anything
+_BLOCKS = "blocks"  # stage of a clock until `waited` divides it
 _SAME_WAIT_SECONDS = 1.0  # a rank that requests a range again within this time has waited all along
 
 
@@ -264,7 +265,7 @@ class RankRequest:
         self._pending = pending
         if self._record and pending:
             self._record.shard = pending[0].shard
-        self.clock.enter("blocks")
+        self.clock.enter(_BLOCKS)
         return SharedWait(dict.fromkeys(block.clock for block in pending))
 
     def waited(self, wait: SharedWait, next_stage: str | None) -> None:
@@ -278,13 +279,16 @@ class RankRequest:
         for block in self._pending:
             if not block.done():
                 return Doing(block.clock.stage or "queue", block.shard, self._since, waited)
-        return Doing(self.clock.stage or "receive", None, self._since, waited)
+        stage = self.clock.stage
+        # With its blocks done, it waits for the event loop to go on.
+        return Doing("queue" if stage == _BLOCKS else stage or "receive", None, self._since, waited)
 
     def end(self) -> None:
         """Note that the response is sent, or failed. Idempotent."""
         if self._record and self in self._record.requests:
             self._record.requests.remove(self)
             self._record.last, self._ended_at = self, time.time()
+            self._pending = ()  # of a client that left; the record would keep the blocks in memory
 
 
 class Jobs:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import tracemalloc
+import weakref
 from unittest.mock import Mock
 
 import msgpack
@@ -89,6 +91,28 @@ def test_request_says_what_it_waits_for_and_since_when(clock: Clock) -> None:
     clock.now += 9.0
     report(jobs, 0, 3)
     assert seen(jobs)[KEY].ranks[0].doing == ("queue", None, 1009.5, 0.0)
+
+
+def test_request_whose_blocks_are_done_waits_in_the_queue(clock: Clock) -> None:
+    jobs, block = Jobs(), Mock(clock=StageClock("tokenize"), shard="0412.parquet")
+    request = report(jobs, 0, 3, compute=0.0)
+    request.wait_for([block])
+    clock.now += 1.0
+    rank = seen(jobs)[KEY].ranks[0]
+    assert rank.doing == ("queue", None, 1000.0, 1.0)
+    assert verdict(seen(jobs), clock.now)["text"].endswith("the server has more requests than threads for them.")
+
+
+def test_record_keeps_no_blocks_of_a_client_that_left(clock: Clock) -> None:
+    jobs, block = Jobs(), Mock(clock=StageClock("tokenize"), shard="0412.parquet")
+    request = report(jobs, 0, 3)
+    request.wait_for([block])
+    left = weakref.ref(block)
+    del block
+    request.end()
+    gc.collect()
+    assert jobs.pack()
+    assert left() is None
 
 
 def test_rank_whose_buffer_is_used_up_during_a_request_waits_now(clock: Clock) -> None:
