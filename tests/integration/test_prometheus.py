@@ -124,6 +124,7 @@ def test_promtool_accepts_the_metrics_and_the_configuration(server: Server) -> N
     promtool("check", "config", CONFIG)
 
 
+@pytest.mark.slow
 def test_panels_and_alerts_get_data_from_a_real_run(server: Server, prometheus: Prometheus) -> None:
     expressions = [target["expr"].replace("$__rate_interval", "15s") for panel in PANELS for target in panel["targets"]]
     [group] = prometheus.get("rules")["groups"]
