@@ -58,24 +58,24 @@ class Fading:
 
     def __init__(self, at: float = 0.0, amounts: Mapping[str, float] | None = None) -> None:
         self.at = at
-        self._amounts = dict(amounts or {})
+        self.amounts = dict(amounts or {})  # as of `at`
 
     def add(self, now: float, amounts: Mapping[str, float]) -> None:
         """Add amounts of now."""
         faded = self.values(now)
         for name, amount in amounts.items():
             faded[name] = faded.get(name, 0.0) + amount
-        self.at, self._amounts = now, faded
+        self.at, self.amounts = now, faded
 
     def __getitem__(self, name: str) -> float:
         """Return a sum as of the last amount."""
-        return self._amounts.get(name, 0.0)
+        return self.amounts.get(name, 0.0)
 
     def values(self, now: float) -> dict[str, float]:
         """Return the sums at a time that is not before the last amount."""
         factor = 0.5 ** (max(0.0, now - self.at) / _FADE_SECONDS)
-        return {name: amount * factor for name, amount in self._amounts.items()}
+        return {name: amount * factor for name, amount in self.amounts.items()}
 
     def pack(self) -> tuple[float, dict[str, float]]:
         """Return the arguments that make this object again."""
-        return self.at, self._amounts
+        return self.at, self.amounts

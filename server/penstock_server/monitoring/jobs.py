@@ -142,7 +142,7 @@ class RankRecord:
     @property
     def _recent_now(self) -> Mapping[str, float]:
         if not (self.doing and self.doing.waited):
-            return self.recent.values(self.recent.at)
+            return self.recent.amounts
         past = self.recent.values(self.recent.at + self.doing.waited)
         return _added(past, {self.doing.stage: self.doing.waited, "waited": self.doing.waited})
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, values
 from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.wire.report import Report
+
+T = TypeVar("T", Counter, Histogram)
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -30,6 +33,12 @@ class MetricInfo(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
+def _remembering(metric: T) -> T:
+    """Make `labels` of a metric return a series it has made without a lock: a request takes a dozen."""
+    metric.labels = cache(metric.labels)  # type: ignore[method-assign]
+    return metric
+
+
 class Metrics:
     """The counters and histograms of one process, in a registry of their own; `infos` lists them."""
 
@@ -41,11 +50,11 @@ class Metrics:
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             self.infos.append(MetricInfo(f"penstock_{name}", "counter", text, labels))
-            return Counter(f"penstock_{name}", text, labels, registry=self.registry)
+            return _remembering(Counter(f"penstock_{name}", text, labels, registry=self.registry))
 
         def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SLOW) -> Histogram:
             self.infos.append(MetricInfo(f"penstock_{name}", "histogram", text, labels))
-            return Histogram(f"penstock_{name}", text, labels, registry=self.registry, buckets=buckets)
+            return _remembering(Histogram(f"penstock_{name}", text, labels, registry=self.registry, buckets=buckets))
 
         self.requests = counter(
             "requests_total", "Requests by route, method and problem type; none is a success.", "route", "method", "problem"
