@@ -263,7 +263,7 @@ class EstimateInfo(_Schema):
     cache_room_bytes: int
     """Bytes that the server's cache has room for now."""
     cache_advice: str | None
-    """Why the cache is too small, and what to do; null if it is large enough."""
+    """Why the cache is too small, and what to do; null if a window of blocks fits."""
     shares: list[ShareInfo]
     """Samples of each dataset in an epoch."""
 

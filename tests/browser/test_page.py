@@ -199,6 +199,19 @@ def test_waiting_rank_is_explained(open_page: Open) -> None:
     assert "step=811" in str(first.first.get_by_role("link").get_attribute("href"))
 
 
+@pytest.mark.parametrize("room, verdict", [(10**9, "large enough for"), (1, "small for")])
+def test_cache_with_less_room_than_the_order_needs_is_small(open_page: Open, room: int, verdict: str) -> None:
+    def estimate(route: Any) -> None:
+        route.fulfill(json=route.fetch().json() | {"cache_room_bytes": room})
+
+    page = open_page(jobs=fake_jobs)
+    page.route("**/estimate*", estimate)
+    page.reload()
+    page.get_by_text(f"The cache is {verdict} this job.").wait_for()
+    page.goto(page.url.partition("#")[0] + "#/explore/stories")
+    page.locator(".stat", has_text="cache needed").get_by_text(f": {verdict.removesuffix(' for')}").wait_for()
+
+
 def test_heat_map_is_read_with_keys(open_page: Open) -> None:
     page = open_page(jobs=fake_jobs)
     heat = page.locator(".heat canvas")

@@ -27,6 +27,7 @@ export function ExploreView({ route: { names, query }, datasets }) {
 function Result({ name, query, estimate, resolved }) {
   const { spec } = resolved;
   const perStep = spec.batch_size * spec.world_size;
+  const cache = estimate.cache_advice ? "too small" : estimate.cache_room_bytes < estimate.cache_bytes ? "small" : "large enough";
   const uncounted = estimate.tokens == null && "not known until the tokens are counted";
   return html`
     <${Stats}>
@@ -36,8 +37,8 @@ function Result({ name, query, estimate, resolved }) {
       <${Stat} name="padding" value=${percent(estimate.padding)} level=${estimate.padding > 0.5 ? "waiting" : ""} note=${uncounted || (spec.pad === "seq_len" ? "of all positions" : "at most; pad makes less")} />
       <${Stat} name="cut rows" value=${percent(estimate.cut_rows)} level=${estimate.cut_tokens > 0.1 ? "waiting" : ""} note=${uncounted || `${percent(estimate.cut_tokens)} of the tokens are lost`} />
       <${Stat} name="a batch on the wire" value=${bytes(estimate.batch_bytes)} note=${`${bytes(estimate.batch_bytes * spec.world_size)} a step for all ranks`} />
-      <${Stat} name="cache needed" value=${bytes(estimate.cache_bytes)} level=${estimate.cache_advice ? "waiting" : ""}
-        note=${`the server has room for ${bytes(estimate.cache_room_bytes)}: ${estimate.cache_advice ? "too small" : "large enough"}`} />
+      <${Stat} name="cache needed" value=${bytes(estimate.cache_bytes)} level=${cache === "large enough" ? "" : "waiting"}
+        note=${`the server has room for ${bytes(estimate.cache_room_bytes)}: ${cache}`} />
     <//>
     ${estimate.cache_advice && html`<p class="trouble">▲ ${shown(estimate.cache_advice)}</p>`}
     ${resolved.advice.filter((advice) => advice !== estimate.cache_advice).map((advice) => html`<p class="trouble">▲ ${shown(advice)}</p>`)}

@@ -79,7 +79,7 @@ function Job({ job, server, history }) {
     <//>
     ${isRunning && waiting.map((rank) => html`<p class="trouble"><${Sentence} ...${{ rank, now }} /> ${job.stragglers.filter((one) => one.rank === rank.rank).map((one) => html`<span class="quiet">${shown(one.text)}</span>`)}</p>`)}
     ${job.stragglers.filter((one) => !waiting.some((rank) => rank.rank === one.rank)).map((one) => html`<p class="trouble">▲ ${shown(one.text)}</p>`)}
-    ${isRunning && html`<${Why} job=${job} /><${CacheNote} job=${job} server=${server} />`}
+    ${isRunning && html`<${Why} job=${job} /><${CacheNote} job=${job} />`}
     ${job.spec.mix && html`<${Shares} name=${job.dataset} title="Served so far of each dataset" query=${{ ...job.spec, epoch: job.epoch, step: stepsDone(job) }} />`}
     ${past && clockOf && html`<h3>How long each rank waited, the last hour</h3>
       <${HeatMap} rows=${[...past.ranks].sort((a, b) => a.rank - b.rank)} end=${clockOf.end} seconds=${clockOf.seconds} onChoose=${setChosen} />`}
@@ -131,12 +131,13 @@ function Why({ job }) {
 }
 
 /** Whether the cache is large enough for a job, from its order and not from what happened to be asked for. */
-function CacheNote({ job, server }) {
+function CacheNote({ job }) {
   const { data } = useGet(`${datasetPath(job.dataset)}/estimate${queryOf(job.spec)}`);
   if (!data) return null;
   const [{ cache_bytes: needed, cache_room_bytes: room, blocks_bytes: all, cache_advice: advice }] = data;
-  const hits = server.cache_hit_fraction == null ? "" : ` In the last minute ${percent(server.cache_hit_fraction)} of the blocks were in it.`;
-  return advice
-    ? html`<p class="trouble">▲ The cache is too small for this job. ${shown(advice)}${hits}</p>`
-    : html`<p>● The cache is large enough for this job: its order needs ${bytes(needed)}, all blocks take ${bytes(all)}, and there is room for ${bytes(room)}.${hits}</p>`;
+  const sizes = `Its order needs ${bytes(needed)}, all blocks take ${bytes(all)}, and there is room for ${bytes(room)}.`;
+  if (advice) return html`<p class="trouble">▲ The cache is too small for this job. ${shown(advice)} ${sizes}</p>`;
+  return room < needed
+    ? html`<p class="trouble">▲ The cache is small for this job. ${sizes} Some blocks are made more than once an epoch; if ranks wait for blocks, a larger cache helps.</p>`
+    : html`<p>● The cache is large enough for this job. ${sizes}</p>`;
 }
