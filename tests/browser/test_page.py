@@ -182,8 +182,10 @@ def test_waiting_rank_is_explained(open_page: Open) -> None:
     sync_api.expect(page.locator(".verdict")).to_contain_text("Rank 17 of llama <b>7b</b> waits 41 %")
     page.get_by_text("Rank 17 is 611 steps behind rank 3.").wait_for()
     which = page.locator(".trouble", has_text="Rank 17 waits 41 %").inner_text()
-    assert re.search(r"since \d\d:\d\d, 15 min ago,\s+for tokenizing 92 %, decoding Parquet 8.0 %\.", which)
-    assert "Now: tokenizing of 0412.parquet, 3 s." in which
+    assert re.search(r"of its time: tokenizing 38 %, decoding Parquet 3.3 %\.\s+It has waited since \d\d:\d\d, 15 min ago\.", which)
+    assert "Now: tokenizing (0412.parquet), requested 3 s ago." in which
+    bar = page.locator(".why + .legend").inner_text()
+    assert all(text in bar for text in ("tokenizing 0.8 %", "the network 0.1 %", "computing 99 %"))
     page.get_by_text("The cache is large enough for this job").wait_for()
     assert page.locator("tr.ended").inner_text().startswith("evaluation (ended 25 min ago)")
 
@@ -192,7 +194,7 @@ def test_waiting_rank_is_explained(open_page: Open) -> None:
     assert [cell.strip() for cell in first.first.locator("td").all_inner_texts()[:3]] == [
         "17",
         "▲ 41 %",
-        "tokenizing 92 %, decoding Parquet 8.0 %",
+        "tokenizing 38 %, decoding Parquet 3.3 %",
     ]
     page.get_by_role("button", name="Show all 64 ranks").click()
     assert first.count() == 64

@@ -88,7 +88,7 @@ function Job({ job, server, history }) {
       rows=${ranks.slice(0, isLong ? ranks.length : MAX_RANKS).map((rank) => ({
         key: rank.rank, class: rank.rank === chosen ? "chosen" : "",
         cells: [
-          html`<b>${num(rank.rank)}</b>`, html`<${Wait} fraction=${rank.wait_fraction} />`, reasons(rank.wait_seconds, rank.wait_fraction > WAITING ? 3 : 1), since(rank.waits_since, now), html`<${Doing} doing=${rank.doing} now=${now} />`,
+          html`<b>${num(rank.rank)}</b>`, html`<${Wait} fraction=${rank.wait_fraction} />`, reasons(rank, rank.wait_fraction > WAITING ? 3 : 1), since(rank.waits_since, now), html`<${Doing} doing=${rank.doing} now=${now} />`,
           num(rank.epoch), html`<a href=${batchOf(job, rank)} title="show this batch"><${Progress} ...${{ job, rank }} /></a>`,
           compact(rank.tokens_per_second), num(rank.lag), bytes(rank.buffered_bytes), num(rank.retries + rank.corrupted), `${duration(now - rank.last_seen_at)} ago`,
         ],
@@ -101,33 +101,41 @@ function Job({ job, server, history }) {
 const batchOf = (job, rank) => link("batch", [job.dataset], { epoch: rank.epoch, rank: rank.rank, step: Math.max(0, rank.step), ...job.spec });
 
 /** Which rank waits, how long, why, since when, and what the server reads for it. */
-const Sentence = ({ rank, now }) => html`▲ <b>Rank ${num(rank.rank)} waits ${percent(rank.wait_fraction)}</b> of its time${rank.waits_since && ` since ${since(rank.waits_since, now)}`},
-  for ${reasons(rank.wait_seconds, 3)}. ${rank.doing && html`Now: <${Doing} doing=${rank.doing} now=${now} />.`}`;
+const Sentence = ({ rank, now }) => html`▲ <b>Rank ${num(rank.rank)} waits ${percent(rank.wait_fraction)}</b> of its time: ${reasons(rank, 3)}.
+  ${rank.waits_since && ` It has waited since ${since(rank.waits_since, now)}.`} ${rank.doing && html`Now: <${Doing} doing=${rank.doing} now=${now} />.`}`;
 
-/** The stages that a rank waited for most, longest first. */
-function reasons(waitSeconds, most) {
-  const total = Object.values(waitSeconds).reduce((sum, seconds) => sum + seconds, 0);
-  const stages = Object.entries(waitSeconds).filter(([, seconds]) => seconds > 0.05 * total).sort((a, b) => b[1] - a[1]);
-  if (!stages.length) return "–";
-  return stages.slice(0, most).map(([stage, seconds]) => `${stageName(stage)} ${percent(seconds / total)}`).join(", ");
+/** The stages that a rank waited for most, longest first, with the part of its time that each took. */
+function reasons(rank, most) {
+  const parts = partsOf(rank).filter(([, part]) => part > 0.05 * rank.wait_fraction).slice(0, most);
+  if (parts.length < 2) return parts.length ? stageName(parts[0][0]) : "–";
+  return parts.map(([stage, part]) => `${stageName(stage)} ${percent(part)}`).join(", ");
+}
+
+/** The parts of the time of a rank, or of a job, that it waited: pairs of stage and fraction, longest first. */
+function partsOf({ wait_seconds: seconds, wait_fraction: fraction }) {
+  const total = Object.values(seconds).reduce((sum, each) => sum + each, 0);
+  return Object.entries(seconds).map(([stage, each]) => [stage, (fraction * each) / total]).filter(([, part]) => part > 0).sort((a, b) => b[1] - a[1]);
 }
 
 /** The request that a rank waits for now. */
 function Doing({ doing, now }) {
   if (!doing) return "–";
-  const shard = doing.shard ? html` of <b>${shown(doing.shard)}</b>` : "";
-  return html`${stageName(doing.stage)}${shard}, ${duration(Math.max(0, now - doing.since))}`;
+  const shard = doing.shard ? html` (<b>${shown(doing.shard)}</b>)` : "";
+  return html`${stageName(doing.stage)}${shard}, requested ${duration(Math.max(0, now - doing.since))} ago`;
 }
 
-/** A job's waits by stage, as one bar with a legend in words. */
+/** The time of a job's ranks as one bar, its waits by stage, with a legend in words. */
 function Why({ job }) {
-  const total = Object.values(job.wait_seconds).reduce((sum, seconds) => sum + seconds, 0);
-  if (!total) return null;
-  const stages = Object.entries(job.wait_seconds).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
-  return html`<h3>What it waits for, the last minute</h3>
-    <div class="why" aria-hidden="true">${stages.map(([stage, seconds]) => html`<span class=${`side-${STAGES[stage]?.[1]}`} style=${{ flexGrow: seconds / total }}></span>`)}</div>
-    <ul class="legend">${stages.filter(([, seconds]) => seconds > 0.005 * total).map(([stage, seconds]) => html`
-      <li><span class=${`swatch side-${STAGES[stage]?.[1]}`}></span> ${stageName(stage)} <b>${percent(seconds / total)}</b> <span class="quiet">(${SIDES[STAGES[stage]?.[1]] ?? "other"})</span></li>`)}</ul>`;
+  const parts = partsOf(job);
+  if (!parts.length) return null;
+  return html`<h3>What its ranks wait for, in the last minute</h3>
+    <div class="why" aria-hidden="true">
+      ${parts.map(([stage, part]) => html`<span class=${`side-${STAGES[stage]?.[1]}`} style=${{ flexGrow: part }}></span>`)}
+      <span class="side-compute" style=${{ flexGrow: 1 - job.wait_fraction }}></span>
+    </div>
+    <ul class="legend">${parts.filter(([, part]) => part >= 0.0005).map(([stage, part]) => html`
+      <li><span class=${`swatch side-${STAGES[stage]?.[1]}`}></span> ${stageName(stage)} <b>${percent(part)}</b> <span class="quiet">(${SIDES[STAGES[stage]?.[1]] ?? "other"})</span></li>`)}
+      <li><span class="swatch side-compute"></span> computing <b>${percent(1 - job.wait_fraction)}</b></li></ul>`;
 }
 
 /** Whether the cache is large enough for a job, from its order and not from what happened to be asked for. */
