@@ -214,6 +214,18 @@ def test_cache_with_less_room_than_the_order_needs_is_small(open_page: Open, roo
     page.locator(".stat", has_text="cache needed").get_by_text(f": {verdict.removesuffix(' for')}").wait_for()
 
 
+def test_page_of_a_server_that_is_away_is_stale(open_page: Open) -> None:
+    page = open_page(jobs=fake_jobs, refusals="ERR_FAILED")
+    page.locator(".heat canvas").wait_for()
+    page.route("**/v1/**", lambda route: route.abort())
+    verdict = page.locator(".verdict", has_text=re.compile(r"server does not answer\. .* This page is as of \d\d:\d\d\.$"))
+    verdict.wait_for()
+    assert page.locator("main").get_attribute("class") == "stale"
+    page.unroute("**/v1/**")
+    sync_api.expect(page.locator(".verdict")).to_contain_text("Rank 17")
+    assert page.locator("main").get_attribute("class") == ""
+
+
 def test_heat_map_is_read_with_keys(open_page: Open) -> None:
     page = open_page(jobs=fake_jobs)
     heat = page.locator(".heat canvas")

@@ -4,7 +4,7 @@ import { link, usePoll, useRoute } from "./api.js";
 import { BatchView, RowView } from "./batch.js";
 import { DatasetsView, DatasetView } from "./datasets.js";
 import { ExploreView } from "./explore.js";
-import { shown } from "./format.js";
+import { clock, shown } from "./format.js";
 import { JobsView, JobView } from "./jobs.js";
 import { ServerView } from "./server.js";
 
@@ -24,7 +24,7 @@ function Page() {
     scrollTo(0, 0);
   }, [route.view, route.names.join("/")]);
   const verdict = jobs.error
-    ? { state: "waiting", text: jobs.error.message }
+    ? { state: "waiting", text: `${jobs.error.message}${jobs.data ? ` This page is as of ${clock(jobs.data.server.time)}.` : ""}` }
     : jobs.data?.verdict ?? { state: "idle", text: "Asking the server …" };
   return html`
     <header>
@@ -34,7 +34,7 @@ function Page() {
         <a href="docs" class="away">API</a>
       </nav>
     </header>
-    <main><${View} key=${route.view} ...${{ route, jobs: jobs.data, datasets: datasets.data, error: datasets.error }} /></main>
+    <main class=${jobs.error && jobs.data ? "stale" : ""}><${View} key=${route.view} ...${{ route, jobs: jobs.data, datasets: datasets.data, error: datasets.error }} /></main>
     <footer class="quiet">
       Penstock ${jobs.data?.server.version}. An HTTP cache between trainers and server hides requests from this page, and each server shows its own ranks.
     </footer>`;
