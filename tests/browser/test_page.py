@@ -226,6 +226,13 @@ def test_page_of_a_server_that_is_away_is_stale(open_page: Open) -> None:
     assert page.locator("main").get_attribute("class") == ""
 
 
+def test_page_of_a_server_that_hangs_is_stale(open_page: Open) -> None:
+    page = open_page(jobs=fake_jobs)
+    page.locator(".heat canvas").wait_for()
+    page.route("**/v1/**", lambda route: None)
+    page.locator(".verdict", has_text="server does not answer").wait_for()
+
+
 def test_heat_map_is_read_with_keys(open_page: Open) -> None:
     page = open_page(jobs=fake_jobs)
     heat = page.locator(".heat canvas")

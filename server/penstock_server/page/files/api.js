@@ -23,6 +23,8 @@ export async function get(path, signal) {
   throw new Problem(response.status, await response.json().catch(() => ({})));
 }
 
+const POLL_TIMEOUT = 10_000; // ms
+
 /** Polls a path while the page is visible: {data, error}; the last data stays when a request fails. */
 export function usePoll(path, seconds) {
   const [state, setState] = useState({});
@@ -33,7 +35,8 @@ export function usePoll(path, seconds) {
       clearTimeout(timer);
       if (!document.hidden) {
         try {
-          const data = await get(path, controller.signal);
+          // Without a timeout, a server that hangs would leave the page as it was, perhaps green, for minutes.
+          const data = await get(path, AbortSignal.any([controller.signal, AbortSignal.timeout(POLL_TIMEOUT)]));
           setState({ data });
         } catch (error) {
           if (controller.signal.aborted) return;
