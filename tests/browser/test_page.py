@@ -182,7 +182,9 @@ def test_waiting_rank_is_explained(open_page: Open) -> None:
     sync_api.expect(page.locator(".verdict")).to_contain_text("Rank 17 of llama <b>7b</b> waits 41 %")
     page.get_by_text("Rank 17 is 611 steps behind rank 3.").wait_for()
     which = page.locator(".trouble", has_text="Rank 17 waits 41 %").inner_text()
-    assert re.search(r"of its time: tokenizing 38 %, decoding Parquet 3.3 %\.\s+It has waited since \d\d:\d\d, 15 min ago\.", which)
+    assert re.search(
+        r"of its time: tokenizing 38 %, decoding Parquet 3.3 %\.\s+It has waited since \d\d:\d\d, 15 min ago\.", which
+    )
     assert "Now: tokenizing (0412.parquet), requested 3 s ago." in which
     bar = page.locator(".why + .legend").inner_text()
     assert all(text in bar for text in ("tokenizing 0.8 %", "the network 0.1 %", "computing 99 %"))

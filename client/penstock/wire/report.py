@@ -86,12 +86,13 @@ class Report:
             job, epoch, step, *amounts, waits = _values_of(json.loads(text))
             known = {stage: float(waits[stage]) for stage in STAGES if stage in waits}
             epoch, step = int(epoch), int(step)
-            seconds, tokens, retries, corrupted, buffered = (float(amount) for amount in amounts)
+            seconds, tokens, retries, corrupted, buffered = map(float, amounts)
             numbers = (epoch, step + 1, seconds, tokens, retries, corrupted, buffered, *known.values())
+            total = sum(numbers)  # a NaN with a NaN among them: a comparison with it is false
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
-        if not (isinstance(job, str) and 0 < len(job) <= _MAX_JOB and all(0 <= number <= _MAX_AMOUNT for number in numbers)):
-            return None  # a comparison with NaN is false
+        if not (isinstance(job, str) and 0 < len(job) <= _MAX_JOB and min(numbers) >= 0 and total <= _MAX_AMOUNT):
+            return None
         return cls(
             job=as_utf8(job),  # the environment's job name may hold bytes that no JSON can
             epoch=epoch,

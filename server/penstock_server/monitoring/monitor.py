@@ -86,6 +86,7 @@ class Monitor:
             self._look()
 
     def _look(self) -> None:
+        self._metrics.flush()
         bucket, totals = bucket_of(time.time()), self._count()
         for name in _RATES:
             self._history[name].add(bucket, totals[name] - self._totals.get(name, totals[name]))
