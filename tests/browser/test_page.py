@@ -182,9 +182,8 @@ def test_waiting_rank_is_explained(open_page: Open) -> None:
     sync_api.expect(page.locator(".verdict")).to_contain_text("Rank 17 of llama <b>7b</b> waits 41 %")
     page.get_by_text("Rank 17 is 611 steps behind rank 3.").wait_for()
     which = page.locator(".trouble", has_text="Rank 17 waits 41 %").inner_text()
-    assert re.search(
-        r"of its time: tokenizing 38 %, decoding Parquet 3.3 %\.\s+It has waited since \d\d:\d\d, 15 min ago\.", which
-    )
+    assert "of its time: tokenizing 38 %, decoding Parquet 3.3 %." in which
+    assert re.search(r"It has waited since \d\d:\d\d, 15 min ago\.", which)
     assert "Now: tokenizing (0412.parquet), requested 3 s ago." in which
     bar = page.locator(".why + .legend").inner_text()
     assert all(text in bar for text in ("tokenizing 0.8 %", "the network 0.1 %", "computing 99 %"))
@@ -203,7 +202,7 @@ def test_waiting_rank_is_explained(open_page: Open) -> None:
     assert "step=811" in str(first.first.get_by_role("link").get_attribute("href"))
 
 
-@pytest.mark.parametrize("room, verdict", [(10**9, "large enough for"), (1, "small for")])
+@pytest.mark.parametrize(("room", "verdict"), [(10**9, "large enough for"), (1, "small for")])
 def test_cache_with_less_room_than_the_order_needs_is_small(open_page: Open, room: int, verdict: str) -> None:
     def estimate(route: Any) -> None:
         route.fulfill(json=route.fetch().json() | {"cache_room_bytes": room})
@@ -231,7 +230,7 @@ def test_page_of_a_server_that_is_away_is_stale(open_page: Open) -> None:
 def test_page_of_a_server_that_hangs_is_stale(open_page: Open) -> None:
     page = open_page(jobs=fake_jobs)
     page.locator(".heat canvas").wait_for()
-    page.route("**/v1/**", lambda route: None)
+    page.route("**/v1/**", lambda _: None)
     page.locator(".verdict", has_text="server does not answer").wait_for()
 
 
