@@ -24,6 +24,7 @@ T = TypeVar("T", Counter, Histogram)
 
 _MAX_REPORTS = 100_000  # between two flushes, a second apart
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_FILE_BYTES = 1 << 20  # for the values of a hundred datasets
 _SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -118,7 +119,13 @@ def share_values(folder: Path, slot: int) -> None:
     """Keep the values of this process in files of a folder, for all processes of the server to read.
 
     A process that takes the slot of another goes on with its values. Call it before `Metrics`.
+    Raises OSError: the disk is full.
     """
+    for kind in ("counter", "histogram"):
+        file = folder / f"{kind}_{slot}.db"
+        if not file.exists():
+            # The files are mapped. With holes, the first count after the disk is full would end the process by SIGBUS.
+            file.write_bytes(bytes(_FILE_BYTES))
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue(lambda: slot)  # type: ignore[no-untyped-call]
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
+from penstock_server.settings import SettingsError
+
 _PREFIX = "penstock-server-"
 _LOCK = "server.lock"
 
@@ -33,12 +35,16 @@ def shared_folder() -> Iterator[Path]:
     """Make the folder that the processes of a server share, and remove it at the end.
 
     Folders of servers that were killed are removed, too: they have a lock file, and no process holds its lock any more.
+    Raises SettingsError: no temporary folder can be written.
     """
-    parent = Path(tempfile.gettempdir())
-    for old in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError), _locked(old / _LOCK):
-            rmtree(old)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    try:
+        parent = Path(tempfile.gettempdir())
+        for old in parent.glob(f"{_PREFIX}*"):
+            with suppress(OSError), _locked(old / _LOCK):
+                rmtree(old)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    except OSError as error:
+        raise unusable(error) from error
     # The lock file gets its name when it is locked. Otherwise another server could lock it first, and remove the folder.
     unlocked = folder / f"{_LOCK}.new"
     unlocked.touch(0o600)
@@ -48,6 +54,14 @@ def shared_folder() -> Iterator[Path]:
             yield folder
     finally:
         rmtree(folder, ignore_errors=True)
+
+
+def unusable(error: OSError) -> SettingsError:
+    """Return the error of a temporary folder that cannot be written."""
+    return SettingsError(
+        f"several processes share their metrics in a temporary folder, which cannot be written: {error}. Set TMPDIR to a "
+        f"folder on this machine that has room, or serve with --processes 1."
+    )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from multiprocessing.context import SpawnProcess
 
 from penstock.cli.output import prepare_streams
 from penstock_server.logs import begin_log, complain_at_start
-from penstock_server.monitoring.place import Place, shared_folder
+from penstock_server.monitoring.place import Place, shared_folder, unusable
 from penstock_server.problems import DatasetInvalid
 from penstock_server.settings import Settings, SettingsError
 
@@ -180,14 +180,16 @@ def _serve(settings: Settings, listener: socket.socket, place: Place, ready: Con
     from penstock_server.monitoring.metrics import share_values
     from penstock_server.serving.server import run
 
-    share_values(place.folder, place.slot)
-
     def send_ready(cache_bytes: int) -> None:
         if ready:
             ready.send(cache_bytes)
             ready.close()
 
     try:
+        try:
+            share_values(place.folder, place.slot)
+        except OSError as error:
+            raise unusable(error) from error
         run(settings, listener, is_first=ready is not None, ready=send_ready, place=place)
     except (SettingsError, DatasetInvalid) as error:
         complain_at_start(settings.log_format, error)
