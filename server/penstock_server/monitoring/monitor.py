@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from penstock import __version__
 from penstock_server.api.service import InFlight
 from penstock_server.catalog.catalog import Catalog
+from penstock_server.logs import Seldom
 from penstock_server.monitoring.buckets import BUCKET_SECONDS, NUM_BUCKETS, Buckets, bucket_of, summed
 from penstock_server.monitoring.gauges import Gauges, dataset_values, process_values
 from penstock_server.monitoring.jobs import Client, JobKey, JobRecord, Jobs, merged
@@ -65,14 +66,15 @@ class Monitor:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Look at this process once a second, in a thread."""
-        stopped = threading.Event()
+        stopped, failures = threading.Event(), Seldom()
 
         def run() -> None:
             while not stopped.wait(_SECONDS):
                 try:
                     self.look()
                 except Exception:  # otherwise the thread would end, and the page would show old numbers
-                    log.exception("the status of this process cannot be gathered")
+                    if failures.is_due():  # not each second, if its folder is removed
+                        log.exception("the status of this process cannot be gathered")
 
         threading.Thread(target=run, name="penstock-monitor", daemon=True).start()
         try:
