@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from operator import add
 
 BUCKET_SECONDS = 30.0
 NUM_BUCKETS = 120
@@ -38,9 +39,17 @@ class Buckets:
 
     def until(self, bucket: int) -> list[float]:
         """Return the amounts of the last hour until a bucket, oldest first."""
-        known = range(max(0, self.newest - NUM_BUCKETS + 1), self.newest + 1)
-        wanted = range(bucket - NUM_BUCKETS + 1, bucket + 1)
-        return [self._amounts[number % NUM_BUCKETS] if number in known else 0.0 for number in wanted]
+        last, later = (self.newest + 1) % NUM_BUCKETS, bucket - self.newest
+        amounts = self._amounts[last:].tolist() + self._amounts[:last].tolist()
+        nothing = [0.0] * min(abs(later), NUM_BUCKETS)
+        return amounts[later:] + nothing if later >= 0 else nothing + amounts[:later]
+
+    def __add__(self, other: Buckets) -> Buckets:
+        """Return the sums of both. Fast: /v1/jobs adds two for each rank and process."""
+        newest = max(self.newest, other.newest)
+        amounts = list(map(add, self.until(newest), other.until(newest)))
+        first = -(newest + 1) % NUM_BUCKETS  # the amount at the start of the array
+        return Buckets(newest, array("f", amounts[first:] + amounts[:first]).tobytes())
 
     def pack(self) -> tuple[int, bytes]:
         """Return the arguments that make this object again."""

@@ -213,11 +213,7 @@ def _sum_of(one: Any, other: Any) -> Any:
     if isinstance(one, Fading):
         now = max(one.at, other.at)
         return Fading(now, _added(one.values(now), other.values(now)))
-    joined, newest = Buckets(), max(one.newest, other.newest)
-    amounts = map(sum, zip(one.until(newest), other.until(newest), strict=True))
-    for bucket, amount in enumerate(amounts, newest - NUM_BUCKETS + 1):
-        joined.add(bucket, amount)
-    return joined
+    return one + other
 
 
 @dataclass(slots=True)

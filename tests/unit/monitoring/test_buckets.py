@@ -31,6 +31,14 @@ def test_packed_buckets_are_the_same(amounts: list[tuple[int, int]]) -> None:
     assert Buckets(*buckets.pack()).until(buckets.newest) == buckets.until(buckets.newest)
 
 
+@given(AMOUNTS, AMOUNTS, st.integers(0, 200))
+def test_sum_has_the_amounts_of_both(some: list[tuple[int, int]], others: list[tuple[int, int]], later: int) -> None:
+    one, other = held(some), held(others)
+    both, newest = one + other, max(one.newest, other.newest)
+    assert both.newest == newest
+    assert both.until(newest + later) == summed([one, other], newest + later)
+
+
 def test_buckets_of_several_processes_are_summed() -> None:
     assert summed([held([(5, 1), (7, 2)]), held([(7, 3)])], 8)[-4:] == [1.0, 0.0, 5.0, 0.0]
     assert summed([], 8) == [0.0] * NUM_BUCKETS
