@@ -340,6 +340,7 @@ class RemoteDataset(IterableDataset[Batch]):
             tensors=self._tensors,
             form=self._form,
             job=self._job,
+            num_workers=worker.stride if worker else 1,
         )
         with self._stats.counting(batches):
             checks_rows = self.rank == 0 and (not worker or worker.first == 0) and not self._has_checked_rows

@@ -95,13 +95,14 @@ class BatchIterator:
         tensors: Container[str],
         form: Form = DEFAULT_FORM,
         job: str = "",
+        num_workers: int = 1,
     ) -> None:
         self._destination, self._num_steps, self._replay = destination, num_batches, replay
         self._tensors, self._form = tensors, form
         self._num_batches = self._num_tokens = 0
         self._last: Address | None = None  # of the batch that the loop was given last
         self._logged = Stats()  # at the end of the last epoch
-        self._clock, self._job = LoopClock(), job
+        self._clock, self._job, self._num_workers = LoopClock(), job, num_workers
         device = destination.device
         self._client = client
         self._buffer: Prefetch[Frame] | None = None  # the thread of `_frames` makes its first report before they are set
@@ -190,9 +191,11 @@ class BatchIterator:
     def _report(self) -> Report:
         return Report(
             job=self._job,
+            num_workers=self._num_workers,
             epoch=self._last.epoch if self._last else 0,
             step=self._last.step if self._last else -1,
             compute_seconds=self._clock.computing.seconds,
+            num_batches=self._num_batches,
             num_tokens=self._num_tokens,
             num_retries=self._transport.num_retries,
             num_corrupted=self._transport.num_corrupted,

@@ -132,7 +132,17 @@ def random_requests(number: int, rng: random.Random) -> Iterator[tuple[str, str,
     batches = "/v1/datasets/numbers/epochs/{}/ranks/0/batches"
     for kind in range(number):
         word, other = (f"{rng.getrandbits(64):x}" for _ in range(2))
-        report = {"job": word, "epoch": 0, "step": kind, "compute_seconds": 1.0, "tokens": 1, "retries": 1, "corrupted": 1}
+        report = {
+            "job": word,
+            "workers": 1,
+            "epoch": 0,
+            "step": kind,
+            "compute_seconds": 1.0,
+            "batches": 1,
+            "tokens": 1,
+            "retries": 1,
+            "corrupted": 1,
+        }
         report |= {"buffered_bytes": 0, "wait_seconds": {"tokenize": 1.0, word: 1.0}}
         kinds: list[tuple[str, str, dict[str, str]]] = [
             ("GET", f"/{word}", {}),

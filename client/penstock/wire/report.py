@@ -1,7 +1,8 @@
 """Report of a rank: one request header, sent with each range, that says how long the loop waited, and for what.
 
-    Penstock-Report: {"job": "train.py ann@gpu7", "epoch": 0, "step": 812, "compute_seconds": 1.9, "tokens": 65536,
-                      "retries": 0, "corrupted": 0, "buffered_bytes": 0, "wait_seconds": {"tokenize": 0.8}}
+    Penstock-Report: {"job": "train.py ann@gpu7", "workers": 1, "epoch": 0, "step": 812, "compute_seconds": 1.9,
+                      "batches": 8, "tokens": 65536, "retries": 0, "corrupted": 0, "buffered_bytes": 0,
+                      "wait_seconds": {"tokenize": 0.8}}
 
 It is one line of JSON. All amounts are those since the rank's last report. The header is not a part of the URL: caches share
 URLs. The server replies with the standard header Server-Timing: what the time to the first byte was spent on, in milliseconds.
@@ -39,7 +40,7 @@ STAGES: Mapping[str, str] = {
 }
 SERVER_STAGES = ("queue", "index", "read", "decode", "tokenize", "make")
 
-_NAMES = "job epoch step compute_seconds tokens retries corrupted buffered_bytes wait_seconds".split()
+_NAMES = "job workers epoch step compute_seconds batches tokens retries corrupted buffered_bytes wait_seconds".split()
 _values_of = itemgetter(*_NAMES)
 _MAX_BYTES = 4096
 _MAX_JOB = 200  # characters
@@ -52,8 +53,10 @@ class Report:
     """What a rank's loop did since its last report, and where it is.
 
     job              name of the run
+    num_workers      processes that report for the rank, each its own time: loader workers, or 1
     epoch, step      those of the last batch that the loop was given; step -1: none yet
     compute_seconds  time that the loop worked with batches
+    num_batches      batches that the loop was given
     num_tokens       tokens in the batches that the loop was given, without padding
     num_retries      failed attempts
     num_corrupted    those whose response arrived, but was damaged
@@ -62,9 +65,11 @@ class Report:
     """
 
     job: str
+    num_workers: int = 1
     epoch: int = 0
     step: int = -1
     compute_seconds: float = 0.0
+    num_batches: int = 0
     num_tokens: int = 0
     num_retries: int = 0
     num_corrupted: int = 0
@@ -74,8 +79,9 @@ class Report:
     def to_header(self) -> str:
         """Return the value of the header: one line of ASCII."""
         waits = {stage: round(seconds, 4) for stage, seconds in self.wait_seconds.items() if seconds >= 5e-5}
-        amounts = (round(self.compute_seconds, 4), self.num_tokens, self.num_retries, self.num_corrupted, self.buffered_bytes)
-        return json.dumps(dict(zip(_NAMES, (self.job[:_MAX_JOB], self.epoch, self.step, *amounts, waits), strict=True)))
+        place, seconds = (self.num_workers, self.epoch, self.step), round(self.compute_seconds, 4)
+        counts = (self.num_batches, self.num_tokens, self.num_retries, self.num_corrupted, self.buffered_bytes)
+        return json.dumps(dict(zip(_NAMES, (self.job[:_MAX_JOB], *place, seconds, *counts, waits), strict=True)))
 
     @classmethod
     def from_header(cls, text: str) -> Report | None:
@@ -83,11 +89,12 @@ class Report:
         if not text or len(text) > _MAX_BYTES:
             return None
         try:
-            job, epoch, step, *amounts, waits = _values_of(json.loads(text))
+            job, workers, epoch, step, *amounts, waits = _values_of(json.loads(text))
             known = {stage: float(waits[stage]) for stage in STAGES if stage in waits}
-            epoch, step = int(epoch), int(step)
-            seconds, tokens, retries, corrupted, buffered = map(float, amounts)
-            numbers = (epoch, step + 1, seconds, tokens, retries, corrupted, buffered, *known.values())
+            workers, epoch, step = int(workers), int(epoch), int(step)
+            amounts = [float(amount) for amount in amounts]
+            seconds, batches, tokens, retries, corrupted, buffered = amounts
+            numbers = (workers - 1, epoch, step + 1, *amounts, *known.values())
             total = sum(numbers)  # a NaN with a NaN among them: a comparison with it is false
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
@@ -95,9 +102,11 @@ class Report:
             return None
         return cls(
             job=as_utf8(job),  # the environment's job name may hold bytes that no JSON can
+            num_workers=workers,
             epoch=epoch,
             step=step,
             compute_seconds=seconds,
+            num_batches=int(batches),
             num_tokens=int(tokens),
             num_retries=int(retries),
             num_corrupted=int(corrupted),
@@ -110,6 +119,7 @@ class Report:
         return replace(
             self,
             compute_seconds=self.compute_seconds - last.compute_seconds,
+            num_batches=self.num_batches - last.num_batches,
             num_tokens=self.num_tokens - last.num_tokens,
             num_retries=self.num_retries - last.num_retries,
             num_corrupted=self.num_corrupted - last.num_corrupted,

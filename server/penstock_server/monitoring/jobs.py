@@ -66,6 +66,7 @@ class PendingBlock(Protocol):
 class RankRecord:
     """What a rank of a job reported, in total and lately.
 
+    num_workers      loader workers that report for it, each its own time; 1 without any
     epoch, step      those of the last batch that its loop was given; step -1: none yet
     longest_gap      longest time between two reports, in seconds
     wait_seconds     total by stage
@@ -79,6 +80,7 @@ class RankRecord:
 
     first_seen: float
     last_seen: float
+    num_workers: int = 1
     epoch: int = 0
     step: int = -1
     longest_gap: float = 0.0
@@ -96,19 +98,24 @@ class RankRecord:
     requests: list[RankRequest] = field(default_factory=list)
     last: RankRequest | None = None
 
-    def add(self, report: Report, num_steps: int | None) -> None:
+    def add(self, report: Report) -> None:
         """Add a report that arrived now."""
         now, waited = time.time(), sum(report.wait_seconds.values())
-        num_new = report.step - self.step + (report.epoch - self.epoch) * (num_steps or 0)
         self.longest_gap = max(self.longest_gap, now - self.last_seen)
         self.last_seen = now
         self.epoch, self.step, self.buffered_bytes = report.epoch, report.step, report.buffered_bytes
+        self.num_workers = report.num_workers
         self.num_retries += report.num_retries
         self.num_corrupted += report.num_corrupted
         self.compute_seconds += report.compute_seconds
         for stage, seconds in report.wait_seconds.items():
             self.wait_seconds[stage] = self.wait_seconds.get(stage, 0.0) + seconds
-        amounts = {"tokens": report.num_tokens, "steps": max(0, num_new), "waited": waited, "computed": report.compute_seconds}
+        amounts = {
+            "tokens": report.num_tokens,
+            "steps": report.num_batches,
+            "waited": waited,
+            "computed": report.compute_seconds,
+        }
         self.recent.add(now, {**amounts, **report.wait_seconds})
         if (self.wait_fraction or 0.0) <= WAITING_FRACTION:
             self.waits_since = None
@@ -149,7 +156,7 @@ class RankRecord:
     def rate(self, name: str) -> float:
         """Return the recent tokens or steps a second of its loop."""
         seconds = self.recent["waited"] + self.recent["computed"]
-        return self.recent[name] / seconds if seconds > 0 else 0.0
+        return self.num_workers * self.recent[name] / seconds if seconds > 0 else 0.0
 
     def is_running(self, now: float) -> bool:
         """Whether it may go on: it waits, or its last report is not much older than it was apart from the one before."""
@@ -200,8 +207,8 @@ class RankRecord:
 
 
 _PLAIN = (
-    "first_seen last_seen epoch step longest_gap buffered_bytes num_retries num_corrupted compute_seconds wait_seconds "
-    "waits_since shard"
+    "first_seen last_seen num_workers epoch step longest_gap buffered_bytes num_retries num_corrupted compute_seconds "
+    "wait_seconds waits_since shard"
 ).split()
 
 
@@ -308,7 +315,7 @@ class Jobs:
                 job = self._records.setdefault(key, JobRecord(spec.to_dict()))
                 record = job.ranks[rank] = RankRecord(now, now)
                 self._num_ranks += 1
-            record.add(report, job.num_steps)
+            record.add(report)
             request.belongs_to(record, job.step_nbytes)
             return job
 

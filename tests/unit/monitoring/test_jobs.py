@@ -6,6 +6,7 @@ import gc
 import time
 import tracemalloc
 import weakref
+from dataclasses import replace
 from unittest.mock import Mock
 
 import msgpack
@@ -38,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def report(jobs: Jobs, rank: int, step: int, compute: float = 1.0, **waits: float) -> RankRequest:
     """A report of a rank, with a request that is under way."""
     request = RankRequest((0, step + 1))
-    told = Report(job="run", step=step, compute_seconds=compute, num_tokens=100, wait_seconds=waits)
+    told = Report(job="run", step=step, compute_seconds=compute, num_batches=1, num_tokens=100, wait_seconds=waits)
     job = jobs.add(told, "wiki", SPEC, rank, request)
     assert job
     job.num_steps = 1000
@@ -62,8 +63,22 @@ def test_processes_that_each_have_a_part_of_the_reports_know_all_together(clock:
     assert (rank.step, rank.first_seen, rank.last_seen) == (19, 1007.0, 1140.0)
     assert (rank.compute_seconds, rank.wait_seconds) == (20.0, {"tokenize": 10.0, "network": 5.0})
     assert rank.wait_fraction == pytest.approx(wanted.wait_fraction) == pytest.approx(0.75 / 1.75)
+    assert rank.rate("steps") == pytest.approx(wanted.rate("steps")) == pytest.approx(1 / 1.75)
     assert rank.waits.until(38) == pytest.approx(wanted.waits.until(38))
     assert rank.waits_since is not None
+
+
+def test_loader_workers_share_the_time_of_a_loop(clock: Clock) -> None:
+    jobs = Jobs()
+    for step in range(40):  # four workers: each gives the loop every fourth batch, and the loop takes one a second
+        clock.now += 1.0
+        told = Report(job="run", num_workers=4, step=step, compute_seconds=3.0, num_batches=1, num_tokens=100)
+        request = RankRequest((0, step))
+        jobs.add(replace(told, wait_seconds={"make": 1.0}), "wiki", SPEC, 0, request)
+        request.end()
+    [rank] = seen(jobs)[KEY].ranks.values()
+    assert (rank.rate("steps"), rank.rate("tokens")) == pytest.approx((1.0, 100.0))
+    assert rank.wait_fraction == pytest.approx(0.25)
 
 
 def test_next_process_in_a_slot_goes_on_with_the_records(clock: Clock) -> None:
@@ -118,7 +133,7 @@ def test_record_keeps_no_blocks_of_a_client_that_left(clock: Clock) -> None:
 def test_rank_whose_buffer_is_used_up_during_a_request_waits_now(clock: Clock) -> None:
     jobs = Jobs()
     for step in range(4):
-        told = Report(job="run", step=step, compute_seconds=10.0, buffered_bytes=500)
+        told = Report(job="run", step=step, compute_seconds=10.0, num_batches=1, buffered_bytes=500)
         request = RankRequest((0, step + 5))
         job = jobs.add(told, "wiki", SPEC, 0, request)
         assert job

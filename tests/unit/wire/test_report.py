@@ -13,9 +13,11 @@ from penstock.wire.report import STAGES, Report, format_timing, parse_timing
 
 REPORT = Report(
     job="train.py ann@gpu7 & co ü",
+    num_workers=4,
     epoch=2,
     step=812,
     compute_seconds=1.5,
+    num_batches=8,
     num_tokens=65_536,
     num_retries=1,
     num_corrupted=1,
@@ -51,6 +53,7 @@ def header(**values: object) -> str:
         header(compute_seconds=float("inf")),
         header(compute_seconds=-1),
         header(step=-2),
+        header(workers=0),
         header(step=None),
         header(tokens=1e300),
         header(tokens="many"),
@@ -85,13 +88,20 @@ def test_any_header_is_a_report_or_ignored(header: str) -> None:
 
 def test_amounts_since_the_last_report() -> None:
     later = Report(
-        job="j", epoch=3, step=1, compute_seconds=2.0, num_tokens=70_000, wait_seconds={"tokenize": 0.5, "read": 1.0}
+        job="j",
+        epoch=3,
+        step=1,
+        compute_seconds=2.0,
+        num_batches=9,
+        num_tokens=70_000,
+        wait_seconds={"tokenize": 0.5, "read": 1.0},
     )
     assert later.since(REPORT) == Report(
         job="j",
         epoch=3,
         step=1,
         compute_seconds=0.5,
+        num_batches=1,
         num_tokens=4_464,
         num_retries=-1,
         num_corrupted=-1,
