@@ -20,6 +20,7 @@ from penstock_server.monitoring.stages import SharedWait, StageClock
 KEPT_SECONDS = 3600.0  # a job that ended stays for this long
 WAITING_FRACTION = 0.05  # of its time; above it, a rank counts as waiting
 _MAX_RANKS = 20_000  # records of ranks; beyond it, new ones are not recorded
+_LEAST = 1e-9  # of seconds and of a rate; a quotient by less may be infinite, which is no JSON
 _MIN_SECONDS = 0.5  # of a loop, before its wait fraction means anything
 _BLOCKS = "blocks"  # stage of a clock until `waited` divides it
 _SAME_WAIT_SECONDS = 1.0  # a rank that requests a range again within this time has waited all along
@@ -156,7 +157,8 @@ class RankRecord:
     def rate(self, name: str) -> float:
         """Return the recent tokens or steps a second of its loop."""
         seconds = self.recent["waited"] + self.recent["computed"]
-        return self.num_workers * self.recent[name] / seconds if seconds > 0 else 0.0
+        rate = self.num_workers * self.recent[name] / seconds if seconds > _LEAST else 0.0
+        return rate if rate > _LEAST else 0.0
 
     def is_running(self, now: float) -> bool:
         """Whether it may go on: it waits, or its last report is not much older than it was apart from the one before."""

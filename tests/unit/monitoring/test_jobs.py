@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 import tracemalloc
 import weakref
@@ -79,6 +80,19 @@ def test_loader_workers_share_the_time_of_a_loop(clock: Clock) -> None:
     [rank] = seen(jobs)[KEY].ranks.values()
     assert (rank.rate("steps"), rank.rate("tokens")) == pytest.approx((1.0, 100.0))
     assert rank.wait_fraction == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("seconds", "pause"), [(5e-324, 0.0), (1.0, 10_500.0)])
+def test_numbers_of_a_job_are_finite(clock: Clock, seconds: float, pause: float) -> None:
+    jobs = Jobs()
+    for num_batches in (1, 0):
+        told = Report(job="run", num_workers=1 << 53, compute_seconds=seconds, num_batches=num_batches, num_tokens=1 << 53)
+        job = jobs.add(told, "wiki", SPEC, 0, RankRequest((0, 1)))
+        assert job
+        job.num_steps = 1 << 53
+        clock.now += pause
+    clock.now -= pause
+    assert json.dumps([describe_job(key, job, clock.now, history=True) for key, job in seen(jobs).items()], allow_nan=False)
 
 
 def test_next_process_in_a_slot_goes_on_with_the_records(clock: Clock) -> None:
