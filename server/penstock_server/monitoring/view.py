@@ -22,7 +22,7 @@ _REASONS = {  # of a wait, as a clause; {} is the shard, or a phrase for shards
     "make": "the server is assembling batches more slowly than the loop takes them",
     "network": "the first byte of a response takes long to arrive",
     "receive": "it receives responses slowly",
-    "retry": "requests fail, and it tries again",
+    "retry": "its requests failed, and it tried again",
     "client": "its own process is slow to make tensors",
 }
 
@@ -141,7 +141,8 @@ def verdict(jobs: Mapping[JobKey, JobRecord], now: float) -> VerdictInfo:
         if len(running) == 1:
             return {"state": "fed", "text": f"The only rank is fed; it waits {share} of its time."}
         return {"state": "fed", "text": f"All {len(running)} ranks are fed; they wait {share} of their time."}
-    fraction, number, record, key, _ = max(waiting, key=lambda entry: entry[:2])
+    # Rounded: the sentence would name another rank with each poll if all wait alike.
+    fraction, number, record, key, _ = max(waiting, key=lambda entry: (round(entry[0], 2), -entry[1]))
     others = f"{len(waiting)} of {len(running)} ranks wait; rank" if len(waiting) > 1 else "Rank"
     text = f"{others} {number} of {key.job} waits {_percent(fraction)} of its time: {_reason(record)}."
     return {"state": "waiting", "text": text}

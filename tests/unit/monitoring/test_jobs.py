@@ -178,6 +178,10 @@ def test_verdict_without_a_run_with_fed_ranks_and_with_one_that_waits(clock: Clo
     assert verdict(seen(jobs), clock.now)["text"] == (
         "2 of 4 ranks wait; rank 3 of run waits 50 % of its time: it receives responses slowly."
     )
+    report(jobs, 4, 3, compute=49.9, retry=50.1)
+    assert "rank 3 of run waits 50 %" in verdict(seen(jobs), clock.now)["text"]  # of ranks that wait alike, the first
+    report(jobs, 5, 3, compute=9.0, retry=91.0)
+    assert verdict(seen(jobs), clock.now)["text"].endswith("waits 91 % of its time: its requests failed, and it tried again.")
 
 
 def test_stragglers_are_behind_by_more_than_a_window_or_wait_far_more(clock: Clock) -> None:

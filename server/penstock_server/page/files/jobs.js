@@ -16,6 +16,7 @@ const STAGES = {
   retry: ["pausing after a failure", "network"], client: ["checks and tensors in the trainer", "client"],
 };
 const SIDES = { data: "making blocks", server: "busy server", network: "network", client: "trainer" };
+const hundredths = (rank) => Math.round(100 * (rank.wait_fraction ?? 0)); // ranks that wait alike keep their order
 const stageName = (stage) => STAGES[stage]?.[0] ?? stage;
 
 export function JobsView({ jobs }) {
@@ -65,7 +66,7 @@ function Job({ job, server, history }) {
   const past = history?.jobs.find((one) => one.job === job.job && one.spec_digest === job.spec_digest);
   const clockOf = history?.server.history;
   const now = server.time;
-  const ranks = [...job.ranks].sort((a, b) => (b.rank === chosen) - (a.rank === chosen) || (b.wait_fraction ?? 0) - (a.wait_fraction ?? 0) || b.lag - a.lag);
+  const ranks = [...job.ranks].sort((a, b) => (b.rank === chosen) - (a.rank === chosen) || hundredths(b) - hundredths(a) || a.rank - b.rank);
   const isRunning = job.state === "running";
   const waiting = ranks.filter((rank) => rank.wait_fraction > WAITING).slice(0, 3);
   return html`<section class=${isRunning ? "" : "ended"}>
