@@ -565,6 +565,7 @@ class JobInfo(_Schema):
     world_size: int
     """Ranks of the run. Those that use other servers, or are behind an HTTP cache, are not in `ranks`."""
     epoch: Epoch
+    """Epoch of the slowest rank."""
     num_steps: int | None
     """Steps of an epoch; null before the spec is planned."""
     state: str

@@ -34,7 +34,7 @@ def describe_job(key: JobKey, job: JobRecord, now: float, *, history: bool) -> J
     front = max(_place(record, job) for record in of_state)
     last = min(_place(record, job) for record in of_state)
     steps_per_second = min((rate for record in of_state if (rate := record.rate("steps")) > 0), default=0.0)
-    epoch = max(record.epoch for record in of_state)
+    epoch = min(record.epoch for record in of_state)
     num_left = (epoch + 1) * job.num_steps - last - 1 if job.num_steps else None
     info: JobInfo = {
         "job": key.job,

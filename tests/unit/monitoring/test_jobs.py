@@ -196,6 +196,16 @@ def test_stragglers_are_behind_by_more_than_a_window_or_wait_far_more(clock: Clo
     assert [rank["lag"] for rank in info["ranks"]] == [0, 10, 11, 0]
 
 
+def test_job_is_in_the_epoch_of_its_slowest_rank(clock: Clock) -> None:
+    jobs = Jobs()
+    for rank, (epoch, step) in enumerate([(3, 1), (2, 598), (3, 0)]):
+        job = jobs.add(Report(job="run", epoch=epoch, step=step, compute_seconds=9.0), "wiki", SPEC, rank, RankRequest((0, 0)))
+        assert job
+        job.num_steps = 600
+    info = describe_job(KEY, seen(jobs)[KEY], clock.now, history=False)
+    assert (info["epoch"], [rank["lag"] for rank in info["ranks"]]) == (2, [0, 3, 1])
+
+
 def test_job_ends_when_its_ranks_are_silent_for_long_and_leaves_the_list_an_hour_later(clock: Clock) -> None:
     jobs = Jobs()
     for step in range(3):  # with a full buffer, a rank requests nothing for minutes

@@ -47,8 +47,8 @@ export function JobView({ route: { names: [name, spec] }, jobs }) {
   return html`<${Job} job=${job} server=${jobs.server} history=${history.data} />`;
 }
 
-/** Steps that all reporting ranks have been given of the job's epoch. */
-export const stepsDone = (job) => Math.min(...job.ranks.map((rank) => (rank.epoch === job.epoch ? rank.step + 1 : 0)));
+/** Steps of the job's epoch, that of its slowest rank, that this rank has been given. */
+export const stepsDone = (job) => Math.min(...job.ranks.filter((rank) => rank.epoch === job.epoch).map((rank) => rank.step + 1));
 
 /** A wait, marked by a sign beside its colour. */
 const Wait = ({ fraction }) => html`<span class=${fraction > WAITING ? "waiting" : ""}>${fraction > WAITING ? "▲ " : ""}${percent(fraction)}</span>`;
