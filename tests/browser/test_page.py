@@ -147,7 +147,7 @@ def fake_jobs(has_history: bool) -> dict[str, Any]:
     }  # fmt: skip
     ended = {**job, "job": "evaluation", "state": "ended", "last_seen_at": now - 1500, "ranks": ranks[:2], "stragglers": []}
     server = {
-        "version": "0.1.0", "time": now, "started_at": now - 3600, "processes": 2, "tokens_per_second": 1e6,
+        "version": "0.1.0", "time": now, "started_at": now - 3540, "processes": 2, "tokens_per_second": 1e6,
         "bytes_per_second": 3e6, "batches_per_second": 41.0, "refusals_per_second": 0.0, "in_flight_bytes": 120_000_000,
         "in_flight_budget_bytes": 10**9, "cache_used_bytes": 3 * 10**9, "cache_budget_bytes": 8 * 10**9,
         "cache_hit_fraction": 0.98,
@@ -187,6 +187,7 @@ def test_waiting_rank_is_explained(open_page: Open) -> None:
     assert "Now: tokenizing (0412.parquet), requested 3 s ago." in which
     bar = page.locator(".why + .legend").inner_text()
     assert all(text in bar for text in ("tokenizing 0.8 %", "the network 0.1 %", "computing 99 %"))
+    page.get_by_text(re.compile(r"the server began \d\d:\d\d, 59 min ago")).wait_for()
     page.get_by_text("The cache is large enough for this job").wait_for()
     assert page.locator("tr.ended").inner_text().startswith("evaluation (ended 25 min ago)")
 

@@ -76,13 +76,13 @@ function Job({ job, server, history }) {
       <${Stat} name="tokens/s" value=${compact(job.tokens_per_second)} note=${`${num(job.ranks.length)} of ${num(job.world_size)} ranks report here`} />
       <${Stat} name=${`epoch ${num(job.epoch)}`} value=${html`<${Progress} job=${job} />`} note="steps of its slowest rank" />
       <${Stat} name="time left" value=${isRunning ? duration(job.seconds_left) : "ended"} note=${isRunning ? "of the epoch" : since(job.last_seen_at, now)} />
-      <${Stat} name="began" value=${clock(job.started_at)} note=${html`${duration(now - job.started_at)} ago, on <a href=${link("dataset", [job.dataset])}>${shown(job.dataset)}</a> <code>${job.snapshot}</code>`} />
+      <${Stat} name="first report" value=${clock(job.started_at)} note=${html`${duration(now - job.started_at)} ago, on <a href=${link("dataset", [job.dataset])}>${shown(job.dataset)}</a> <code>${job.snapshot}</code>`} />
     <//>
     ${isRunning && waiting.map((rank) => html`<p class="trouble"><${Sentence} ...${{ rank, now }} /> ${job.stragglers.filter((one) => one.rank === rank.rank).map((one) => html`<span class="quiet">${shown(one.text)}</span>`)}</p>`)}
     ${job.stragglers.filter((one) => !waiting.some((rank) => rank.rank === one.rank)).map((one) => html`<p class="trouble">▲ ${shown(one.text)}</p>`)}
     ${isRunning && html`<${Why} job=${job} /><${CacheNote} job=${job} />`}
     ${job.spec.mix && html`<${Shares} name=${job.dataset} title="Served so far of each dataset" query=${{ ...job.spec, epoch: job.epoch, step: stepsDone(job) }} />`}
-    ${past && clockOf && html`<h3>How long each rank waited, the last hour</h3>
+    ${past && clockOf && html`<h3>How long each rank waited, the last hour ${now - server.started_at < 3600 && html`<span class="quiet">(the server began ${since(server.started_at, now)})</span>`}</h3>
       <${HeatMap} rows=${[...past.ranks].sort((a, b) => a.rank - b.rank)} end=${clockOf.end} seconds=${clockOf.seconds} onChoose=${setChosen} />`}
     <h3>Ranks, longest wait first</h3>
     <${Table} isNowrap name="ranks" heads=${["#rank", "#waits", "for", "since", "now", "#epoch", "step", "#tokens/s", "#lag", "#buffered", "#retries", "last report"]}
