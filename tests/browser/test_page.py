@@ -187,6 +187,7 @@ def test_waiting_rank_is_explained(open_page: Open) -> None:
     assert "Now: tokenizing (0412.parquet), requested 3 s ago." in which
     bar = page.locator(".why + .legend").inner_text()
     assert all(text in bar for text in ("tokenizing 0.8 %", "the network 0.1 %", "computing 99 %"))
+    page.get_by_text("Against waits for tokenizing: run penstock prepare").wait_for()
     page.get_by_text(re.compile(r"the server began \d\d:\d\d, 59 min ago")).wait_for()
     page.get_by_text("The cache is large enough for this job").wait_for()
     assert page.locator("tr.ended").inner_text().startswith("evaluation (ended 25 min ago)")

@@ -15,6 +15,10 @@ const STAGES = {
   make: ["assembling batches", "server"], network: ["the network", "network"], receive: ["receiving the body", "network"],
   retry: ["pausing after a failure", "network"], client: ["checks and tensors in the trainer", "client"],
 };
+const REMEDIES = {
+  data: "run penstock prepare before the run, or give the server a larger cache or more cores", server: "more --processes or --inflight-bytes, or another server",
+  network: "look at the rank's link, the proxy and the server's log", client: "a free core for the thread that reads the batches",
+};
 const SIDES = { data: "making blocks", server: "busy server", network: "network", client: "trainer" };
 const hundredths = (rank) => Math.round(100 * (rank.wait_fraction ?? 0)); // ranks that wait alike keep their order
 const stageName = (stage) => STAGES[stage]?.[0] ?? stage;
@@ -129,6 +133,7 @@ function Doing({ doing, now }) {
 function Why({ job }) {
   const parts = partsOf(job);
   if (!parts.length) return null;
+  const remedy = job.ranks.some((rank) => rank.wait_fraction > WAITING) && REMEDIES[STAGES[parts[0][0]]?.[1]];
   return html`<h3>What its ranks wait for, in the last minute</h3>
     <div class="why" aria-hidden="true">
       ${parts.map(([stage, part]) => html`<span class=${`side-${STAGES[stage]?.[1]}`} style=${{ flexGrow: part }}></span>`)}
@@ -136,7 +141,8 @@ function Why({ job }) {
     </div>
     <ul class="legend">${parts.filter(([, part]) => part >= 0.0005).map(([stage, part]) => html`
       <li><span class=${`swatch side-${STAGES[stage]?.[1]}`}></span> ${stageName(stage)} <b>${percent(part)}</b> <span class="quiet">(${SIDES[STAGES[stage]?.[1]] ?? "other"})</span></li>`)}
-      <li><span class="swatch side-compute"></span> computing <b>${percent(1 - job.wait_fraction)}</b></li></ul>`;
+      <li><span class="swatch side-compute"></span> computing <b>${percent(1 - job.wait_fraction)}</b></li></ul>
+    ${remedy && html`<p>Against waits for ${stageName(parts[0][0])}: ${remedy}.</p>`}`;
 }
 
 /** Whether the cache is large enough for a job, from its order and not from what happened to be asked for. */
