@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import RemoteDataset
+from penstock.wire.report import HEADER, Report
 from support.corpora import write_numbered, write_text, write_tokenizer
 from support.processes import until
 from support.servers import Serve, Server, penstock
@@ -84,6 +86,16 @@ def test_job_lists_its_ranks_where_they_are_and_what_they_waited_for(tmp_path: P
         assert len(rank["history"]) == 120
         assert rank["total_wait_seconds"] > 0.9 * each.stats().wait_seconds
     assert values(server, "penstock_samples_total") == {("numbers",): 2 * values(server, "penstock_batches_total")["numbers",]}
+
+
+def test_rank_that_does_not_exist_is_in_no_job(tmp_path: Path, serve: Serve) -> None:
+    write_numbered(tmp_path / "numbers", 40)
+    server = serve(tmp_path)
+    report = Report(job="a run", compute_seconds=1.0, wait_seconds={"read": 1.0}).to_header()
+    for rank in (1, 2):
+        url = f"{server.url}/v1/datasets/numbers/epochs/0/ranks/{rank}/batches/0?batch_size=2&seq_len=8&world_size=2"
+        httpx.get(url, headers={HEADER: report})
+    assert {*ranks_of(server, "a run")} == {1}
 
 
 class Throttle:

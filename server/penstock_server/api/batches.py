@@ -137,7 +137,7 @@ def _open(request: Request, batches: BatchRange, in_thread: InThread, watched: R
     watched.clock.enter("make")
     report = Report.from_header(request.headers.get(HEADER, ""))
     job = None
-    if report and batches.dataset in service.catalog:
+    if report and batches.dataset in service.catalog and batches.rank < spec.world_size:
         job = service.jobs.add(report, batches.dataset, spec, batches.rank, watched)
         service.metrics.add_report(report, batches.dataset)
     plan = service.catalog.plan(batches.dataset, spec)
