@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -21,6 +22,7 @@ from penstock.spec import Spec
 from penstock.transport import Servers, Transport
 from penstock.waits import NOTHING, Reporter
 from penstock.wire.names import batches_path, dataset_path
+from penstock.wire.report import Report
 
 _LENGTHS_SECONDS = 1.0
 _SAMPLED_ROWS = 64
@@ -74,13 +76,23 @@ class Client:
         self._addresses = _addresses(servers)
         self._servers = Servers(self._addresses, rank)  # kept here so that epochs share which servers fail
         self._buffers = Buffers()  # kept here so that epochs share their memory
-        self.unreported = NOTHING  # amounts of the last iteration, which the next one reports
+        self.unreported = NOTHING
         self._rank = rank
         self._retry_seconds = retry_seconds
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of another process: clock times of the servers' health mean nothing on another machine."""
-        return {**self.__dict__, "_servers": Servers(self._addresses, self._rank), "unreported": NOTHING}
+        return {**self.__dict__, "_servers": Servers(self._addresses, self._rank), "_unreported": (0, NOTHING)}
+
+    @property
+    def unreported(self) -> Report:
+        """Amounts of the last iteration, which the next one reports. A fork has none: each loader worker would report them."""
+        process, report = self._unreported
+        return report if process == os.getpid() else NOTHING
+
+    @unreported.setter
+    def unreported(self, report: Report) -> None:
+        self._unreported = (os.getpid(), report)
 
     def connect(
         self,

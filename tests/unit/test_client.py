@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -20,6 +21,8 @@ from penstock.http import HttpClient
 from penstock.ledger.recorder import Recorder
 from penstock.responses import TransientError
 from penstock.row_lengths import RowLength
+from penstock.waits import NOTHING
+from penstock.wire.report import Report
 from support.ledgers import pass_at
 from support.servers import pages, problem, response, server
 
@@ -120,6 +123,17 @@ def test_later_transports_avoid_a_failed_home_server() -> None:
                 assert len(client.frames(transport, Steps(SPEC, 1, STEPS))) == len(STEPS)
                 assert transport.num_retries == 0
     assert asked == ["/v1/datasets/docs/spec"]
+
+
+def test_fork_does_not_report_the_amounts_of_its_parent() -> None:
+    client = Client("host:1", "docs", rank=0, retry_seconds=9)
+    client.unreported = report = Report(job="run", compute_seconds=5.0)
+    child = os.fork()
+    if not child:
+        os._exit(client.unreported is not NOTHING)
+    assert os.waitpid(child, 0)[1] == 0
+    assert client.unreported is report
+    assert pickle.loads(pickle.dumps(client)).unreported == NOTHING
 
 
 def test_pickle_forgets_the_health_of_servers() -> None:
