@@ -234,7 +234,7 @@ def find_job() -> str:
         host = os.environ.get("MASTER_ADDR", host)
         ids = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")]
         start = next((text for text in ids if text not in ("", "none")), "")
-    return agree("job", f"{Path(sys.argv[0]).name or 'python'} {user}@{host} {start}".strip())
+    return agree("job", f"{Path(*sys.argv[:1]).name or 'python'} {user}@{host} {start}".strip())
 
 
 class PeerCheck:

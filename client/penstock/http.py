@@ -101,7 +101,6 @@ class HttpClient:
                 self._send_ahead(server, then)
             body = _receive(response, self._allocate)
         except BaseException as error:
-            self._reporter.failed()
             self.close()  # the rest of the body would pass for the next response
             if not isinstance(error, OSError | HTTPException):
                 raise
@@ -139,6 +138,7 @@ class HttpClient:
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
+        self._reporter.failed()
         self._ahead = None
         self._idle.clear()
         for opened in self._sockets:
@@ -163,6 +163,7 @@ class HttpClient:
                         return ahead, response
                     self._paused_until = time.monotonic() + _PAUSE_SECONDS
             ahead.close()
+            self._reporter.failed()
         if kept := self._idle.pop(server, None):
             try:
                 self.request_id = self._send(kept, server, target)

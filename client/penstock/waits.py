@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from penstock.wire.report import HEADER, STAGES, Report, parse_timing
@@ -103,6 +104,7 @@ class Reporter:
         self.clock = clock or LoopClock()
         self._look = look
         self._sent = self._delivered = NOTHING.since(unreported)
+        self._pending = deque[Report]()  # what requests without a response have reported, in their order
 
     def headers(self) -> dict[str, str]:
         """Return the header of a request, with the amounts since the last report."""
@@ -110,15 +112,18 @@ class Reporter:
             return {}
         now = self._look()
         before, self._sent = self._sent, now
+        self._pending.append(now)
         return {HEADER: now.since(before).to_header()}
 
     def answered(self, server_timing: str) -> None:
-        """Note that a response arrived, with this Server-Timing: the server has the reports so far."""
+        """Note that the response of the oldest request arrived, with this Server-Timing: the server has its report."""
         self.clock.answered(server_timing)
-        self._delivered = self._sent
+        if self._pending:
+            self._delivered = self._pending.popleft()
 
     def failed(self) -> None:
-        """Note that no response arrived: the next request reports the amounts again."""
+        """Note that the requests without a response failed: the next one reports their amounts again."""
+        self._pending.clear()
         self._sent = self._delivered
 
     def end(self) -> Report | None:

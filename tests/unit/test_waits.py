@@ -104,5 +104,25 @@ def test_amounts_are_reported_again_after_a_failure_and_once_otherwise(clock: Cl
     assert tokens() == 0
 
 
+def test_failed_request_that_was_sent_ahead_is_reported_again(clock: Clock) -> None:
+    total = Report(job="j", num_tokens=0)
+    reporter = Reporter(LoopClock(), lambda: total)
+
+    def tokens() -> int:
+        report = Report.from_header(reporter.headers()[HEADER])
+        assert report
+        return report.num_tokens
+
+    total = Report(job="j", num_tokens=5)
+    assert tokens() == 5
+    total = Report(job="j", num_tokens=7)
+    assert tokens() == 2  # sent ahead
+    reporter.answered("")  # the first one
+    reporter.failed()
+    assert tokens() == 2
+    reporter.answered("")
+    assert tokens() == 0
+
+
 def test_without_a_job_no_header_is_sent() -> None:
     assert Reporter().headers() == {}
