@@ -69,7 +69,7 @@ class RankRecord:
 
     num_workers      loader workers that report for it, each its own time; 1 without any
     epoch, step      those of the last batch that its loop was given; step -1: none yet
-    longest_gap      longest time between two reports, in seconds
+    longest_gap      longest recent time between two reports, in seconds
     wait_seconds     total by stage
     recent           fading sums: seconds by stage, waited and computed seconds, tokens, steps
     waits_since      time since when it waits for more than 5 % of its time; None: it does not
@@ -102,7 +102,7 @@ class RankRecord:
     def add(self, report: Report) -> None:
         """Add a report that arrived now."""
         now, waited = time.time(), sum(report.wait_seconds.values())
-        self.longest_gap = max(self.longest_gap, now - self.last_seen)
+        self.longest_gap = max(self.longest_gap / 2, now - self.last_seen)
         self.last_seen = now
         self.epoch, self.step, self.buffered_bytes = report.epoch, report.step, report.buffered_bytes
         self.num_workers = report.num_workers

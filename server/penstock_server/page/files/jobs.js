@@ -76,7 +76,7 @@ function Job({ job, server, history }) {
   return html`<section class=${isRunning ? "" : "ended"}>
     <h2>${shown(job.job)}</h2>
     <${Stats}>
-      <${Stat} name="waits" value=${html`<${Wait} fraction=${job.wait_fraction} />`} note="of its time, all ranks, the last minute" level=${job.wait_fraction > WAITING ? "waiting" : ""} />
+      <${Stat} name="waits" value=${html`<${Wait} fraction=${job.wait_fraction} />`} note="of its time lately, all ranks" level=${job.wait_fraction > WAITING ? "waiting" : ""} />
       <${Stat} name="tokens/s" value=${compact(job.tokens_per_second)} note=${`${num(job.ranks.length)} of ${num(job.world_size)} ranks report here`} />
       <${Stat} name=${`epoch ${num(job.epoch)}`} value=${html`<${Progress} job=${job} />`} note="steps of its slowest rank" />
       <${Stat} name="time left" value=${isRunning ? duration(job.seconds_left) : "ended"} note=${isRunning ? "of the epoch" : since(job.last_seen_at, now)} />
@@ -134,7 +134,7 @@ function Why({ job }) {
   const parts = partsOf(job);
   if (!parts.length) return null;
   const remedy = job.ranks.some((rank) => rank.wait_fraction > WAITING) && REMEDIES[STAGES[parts[0][0]]?.[1]];
-  return html`<h3>What its ranks wait for, in the last minute</h3>
+  return html`<h3>What its ranks wait for lately</h3>
     <div class="why" aria-hidden="true">
       ${parts.map(([stage, part]) => html`<span class=${`side-${STAGES[stage]?.[1]}`} style=${{ flexGrow: part }}></span>`)}
       <span class="side-compute" style=${{ flexGrow: 1 - job.wait_fraction }}></span>
