@@ -206,7 +206,7 @@ def test_count_reports_progress_and_is_kept(serve: Serve, tmp_path: Path) -> Non
     assert problem["seconds_left"] >= 1 if problem["done"] else problem["seconds_left"] is None
     # retry_seconds does not run while the server says how far it is.
     data = RemoteDataset(first.url, "long", packing="concat", seq_len=512, retry_seconds=0.5)
-    assert first.json("/v1/datasets/long")["index"] == {"blocks_done": 80, "blocks": 80}
+    assert first.json("/v1/datasets/long")["index"] == {"blocks_done": 80, "blocks": 80, "seconds_left": None}
     first.kill()
     again = serve(tmp_path / "data", *flags, cache_dir=tmp_path / "cache")
     assert again.json("/v1/datasets/long/spec", packing="concat", seq_len=512)["num_steps"] == len(data)

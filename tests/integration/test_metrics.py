@@ -97,6 +97,7 @@ def num_batches_in_history(server: Server) -> float:
 
 
 @linux
+@pytest.mark.slow
 def test_next_server_removes_the_folder_of_a_killed_one(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     write_numbered(tmp_path / "data" / "numbers", 48)

@@ -47,7 +47,7 @@ def test_prepared_dataset_is_served_immediately(serve: Serve, data: Path, tmp_pa
     server = serve(data, cache_dir=tmp_path / "cache")
     made = inodes(tmp_path / "cache")
     facts = server.json("/v1/datasets/long")
-    assert facts["index"] == {"blocks_done": 80, "blocks": 80}
+    assert facts["index"] == {"blocks_done": 80, "blocks": 80, "seconds_left": None}
     for split, counts in facts["splits"].items():
         spec = server.json("/v1/datasets/long/spec", packing="rows", split=split, seq_len=256)
         assert spec["num_samples"] == counts["rows"]
