@@ -117,8 +117,10 @@ class BatchIterator:
 
     def __iter__(self) -> Iterator[Item]:
         items, clock = self._items(), self._clock
-        clock.waiting.begin(time.perf_counter())
+        waited = computed = 0.0
+        asked_at = time.perf_counter()
         while True:
+            clock.loop = waited, computed, asked_at, True
             try:
                 item = next(items)
             except StopIteration:
@@ -126,17 +128,17 @@ class BatchIterator:
                 return
             finally:
                 given_at = time.perf_counter()
-                clock.waiting.end(given_at)
+                waited += given_at - asked_at
+                clock.loop = waited, computed, None, False
             if self._last and item.address.epoch != self._last.epoch:
                 self._log_epoch()
             self._num_batches += 1
             self._num_tokens += item.num_tokens
             self._last = item.address
-            clock.computing.begin(given_at)
+            clock.loop = waited, computed, given_at, False
             yield item
             asked_at = time.perf_counter()
-            clock.computing.end(asked_at)
-            clock.waiting.begin(asked_at)
+            computed += asked_at - given_at
 
     def _items(self) -> Iterator[Item]:
         device = self._destination.device
@@ -163,8 +165,8 @@ class BatchIterator:
             num_bytes=self._transport.num_bytes,
             num_retries=self._transport.num_retries,
             num_corrupted=self._transport.num_corrupted,
-            wait_seconds=self._clock.waiting.seconds,
-            compute_seconds=self._clock.computing.ended_seconds,
+            wait_seconds=self._clock.wait_seconds,
+            compute_seconds=self._clock.loop[1],
             buffered_bytes=self._frames.buffered_bytes,
             wait_stages=self._clock.wait_stages(),
         )
@@ -194,7 +196,7 @@ class BatchIterator:
             num_workers=self._num_workers,
             epoch=self._last.epoch if self._last else 0,
             step=self._last.step if self._last else -1,
-            compute_seconds=self._clock.computing.seconds,
+            compute_seconds=self._clock.compute_seconds,
             num_batches=self._num_batches,
             num_tokens=self._num_tokens,
             num_retries=self._transport.num_retries,

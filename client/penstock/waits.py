@@ -22,11 +22,6 @@ class Span:
         before, since = self._stays
         return before if since is None else before + time.perf_counter() - since
 
-    @property
-    def ended_seconds(self) -> float:
-        """Seconds of the stays that have ended."""
-        return self._stays[0]
-
     def begin(self, now: float) -> None:
         """Enter the state at a time of the performance counter."""
         self._stays = self._stays[0], now
@@ -41,19 +36,32 @@ class Span:
 class LoopClock:
     """Time of a loop, and what it was spent on.
 
-    waiting    the loop waits for a batch
-    computing  the loop works with a batch
-    blocked    the part of `waiting` in which the buffer is empty
+    loop     seconds that it waited for batches, seconds that it worked with them, both before its current state; the start of
+             that state, None between them; whether it waits now. One tuple, replaced twice a batch, as other threads read it
+    blocked  the part of its waits in which the buffer is empty
 
     The fetching thread calls `enter` and `answered`. Each moment in which the loop is blocked belongs to the stage that the
     thread is in then; the rest of the waits is the stage `client`.
     """
 
     def __init__(self) -> None:
-        self.waiting, self.computing, self.blocked = Span(), Span(), Span()
+        self.loop: tuple[float, float, float | None, bool] = (0.0, 0.0, None, False)
+        self.blocked = Span()
         self._stage = "client"
         self._attributed_at = 0.0  # seconds of `blocked` that are attributed
         self._seconds = {stage: 0.0 for stage in STAGES if stage != "client"}
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the loop waited for batches, a current wait included."""
+        waited, _, since, waits = self.loop
+        return waited if since is None or not waits else waited + time.perf_counter() - since
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds that the loop worked with batches, the current one included."""
+        _, computed, since, waits = self.loop
+        return computed if since is None or waits else computed + time.perf_counter() - since
 
     def enter(self, stage: str) -> None:
         """Begin a stage of the fetching thread."""
@@ -79,9 +87,9 @@ class LoopClock:
         return max(0.0, spent)
 
     def wait_stages(self) -> dict[str, float]:
-        """Return the seconds of `waiting` by stage, without those of the fetching thread's current stage."""
+        """Return `wait_seconds` by stage, without those of the fetching thread's current stage."""
         seconds = dict(self._seconds)
-        waited = self.waiting.seconds
+        waited = self.wait_seconds
         under_way = self.blocked.seconds - self._attributed_at if self._stage != "client" else 0.0
         return seconds | {"client": max(0.0, waited - sum(seconds.values()) - max(0.0, under_way))}
 

@@ -25,13 +25,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def blocked(loop: LoopClock, clock: Clock) -> None:
-    loop.waiting.begin(clock.now)
+    loop.loop = 0.0, 0.0, clock.now, True
     loop.blocked.begin(clock.now)
 
 
 def served(loop: LoopClock, clock: Clock) -> None:
     loop.blocked.end(clock.now)
-    loop.waiting.end(clock.now)
+    loop.loop = loop.wait_seconds, 0.0, None, False
 
 
 def stages(loop: LoopClock) -> dict[str, float]:
@@ -75,9 +75,8 @@ def test_stages_of_a_thread_that_the_loop_does_not_wait_for_are_no_waits(clock: 
 def test_work_of_the_loop_on_its_tensors_is_the_client_stage(clock: Clock) -> None:
     loop = LoopClock()
     loop.enter("network")
-    loop.waiting.begin(clock.now)
+    loop.loop = 0.0, 0.0, clock.now, True
     clock.now = 2.0
-    loop.waiting.end(clock.now)
     assert stages(loop) == {"client": 2.0}
 
 
