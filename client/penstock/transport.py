@@ -15,7 +15,7 @@ from penstock.http import HttpClient
 from penstock.logs import StatusLine, log
 from penstock.responses import BlocksNotReady, Busy, IndexNotReady, TransientError, Unavailable, UnexpectedServer
 from penstock.text import counted, printable_lines
-from penstock.waits import LoopClock, Reporter
+from penstock.waits import Reporter
 
 T = TypeVar("T")
 
@@ -66,7 +66,8 @@ class Transport:
         self._retry_seconds, self._first_contact = retry_seconds, first_contact
         self._process = os.getpid()
         self._log = RetryLog(retry_seconds)
-        self._clock = reporter.clock if reporter else LoopClock()
+        reporter = reporter or Reporter()
+        self._clock = reporter.clock
         self._http = HttpClient(min(_READ_SECONDS, max(retry_seconds, 1.0)), allocate, reporter)
 
     def get(self, target: str, decode: Callable[[memoryview], T]) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import add
 
 BUCKET_SECONDS = 30.0
@@ -58,8 +58,7 @@ class Buckets:
 
 def summed(several: Iterable[Buckets], bucket: int) -> list[float]:
     """Return the sums of several objects' amounts of the last hour until a bucket, oldest first."""
-    lists: Sequence[list[float]] = [each.until(bucket) for each in several] or [[0.0] * NUM_BUCKETS]
-    return [sum(amounts) for amounts in zip(*lists, strict=True)]
+    return sum(several, Buckets()).until(bucket)
 
 
 class Fading:
