@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from hashlib import blake2b
+from itertools import takewhile
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -44,7 +45,6 @@ class Counting(Generic[T]):
         self._what, self._make, self._files = what, make, files
         self._lock = threading.Lock()
         self._made: list[T] = []
-        self._num_found = 0  # files
         self._thread: threading.Thread | None = None
         self._failure: tuple[Problem, float] | None = None
         self._began_at = 0.0
@@ -87,17 +87,8 @@ class Counting(Generic[T]):
 
     @property
     def num_files_done(self) -> int:
-        """Number of files of the result up to the first missing one: another process may be making them.
-
-        Each file is looked for until it is there: this is asked once a second, and a dataset may have ten thousand.
-        """
-        while self._num_found < len(self._paths) and os.path.exists(self._paths[self._num_found]):  # noqa: PTH110
-            self._num_found += 1
-        return self._num_found
-
-    @cached_property
-    def _paths(self) -> list[Path]:
-        return [*self._files()]
+        """Number of files of the result up to the first missing one: another process may be making them."""
+        return sum(1 for _ in takewhile(os.path.exists, self._files()))
 
     @property
     def is_ready(self) -> bool:
