@@ -8,6 +8,7 @@ Importing this package imports neither torch nor the server; `RemoteDataset` bri
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import (
+    AccessDenied,
     DataError,
     LedgerError,
     OutOfRange,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessDenied",
     "DataError",
     "LedgerError",
     "OutOfRange",

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from penstock import wire
+from penstock.access import Access, split_login
 from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
 from penstock.http import Buffers, HttpClient
 from penstock.responses import TransientError
@@ -69,11 +70,20 @@ class Steps:
 class Client:
     """One dataset on servers that hold the same data. Raises SpecError: an address is invalid."""
 
-    def __init__(self, servers: str | Sequence[str], dataset: str, *, rank: int, retry_seconds: float) -> None:
+    def __init__(
+        self,
+        servers: str | Sequence[str],
+        dataset: str,
+        *,
+        rank: int,
+        retry_seconds: float,
+        access: Access | None = None,
+    ) -> None:
         if not isinstance(dataset, str) or dataset in ("", ".", "..") or "/" in dataset:
             raise SpecError(f"dataset must be a name (a folder a/b is the dataset a.b), not {dataset!r}", ("dataset",))
         self.dataset = dataset
-        self._addresses = _addresses(servers)
+        self._access = access or Access()
+        self._addresses = _addresses(servers, self._access)
         self._servers = Servers(self._addresses, rank)  # kept here so that epochs share which servers fail
         self._buffers = Buffers()  # kept here so that epochs share their memory
         self.unreported = NOTHING
@@ -108,11 +118,12 @@ class Client:
             first_contact=first_contact,
             allocate=allocate or self._buffers.allocate,
             reporter=reporter,
+            access=self._access,
         )
 
     def for_rank(self, rank: int) -> Client:
         """Return a client of another rank for the same data."""
-        return Client(self._addresses, self.dataset, rank=rank, retry_seconds=self._retry_seconds)
+        return Client(self._addresses, self.dataset, rank=rank, retry_seconds=self._retry_seconds, access=self._access)
 
     def trim(self) -> None:
         """Free most of the memory for bodies: an iteration has ended."""
@@ -123,7 +134,8 @@ class Client:
         # All ranks ask the same server for the latest snapshot: another server may lag by some seconds.
         servers = self._servers if spec.snapshot else Servers(self._addresses)
         target = f"{dataset_path(self.dataset)}/spec?{_query_of(spec)}"
-        with closing(Transport(servers, retry_seconds=self._retry_seconds, first_contact=True)) as transport:
+        retry_seconds, access = self._retry_seconds, self._access
+        with closing(Transport(servers, retry_seconds=retry_seconds, first_contact=True, access=access)) as transport:
             return transport.get(target, partial(_decode_resolved, spec))
 
     def frames(self, transport: Transport, steps: Steps, then: Steps | None = None) -> list[wire.Frame]:
@@ -152,7 +164,7 @@ class Client:
         )
         target = f"{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(first.to_query())}"
         try:
-            with closing(HttpClient(_LENGTHS_SECONDS)) as http:
+            with closing(HttpClient(_LENGTHS_SECONDS, access=self._access)) as http:
                 samples = decode_object(http.get(self._servers.current, target))["samples"]
             rows = [row for sample in samples for row in sample["sources"]]
             places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): RowLength.of_source(row) for row in rows}
@@ -241,15 +253,24 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
     return resolved
 
 
-def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
-    """Normalize and deduplicate server addresses; http:// may be omitted."""
-    named = [address.strip().rstrip("/") for address in ((servers,) if isinstance(servers, str) else servers)]
-    if any("@" in address for address in named):
-        raise SpecError("an address of a server must not contain a user name or a password", ("servers",))
-    addresses = [address if "://" in address else f"http://{address}" for address in named]
-    if not addresses or not all(map(is_address, addresses)):
-        raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
-    return tuple(dict.fromkeys(addresses))
+def _addresses(servers: str | Sequence[str], access: Access) -> tuple[str, ...]:
+    """Normalize and deduplicate server addresses; http:// may be omitted. `access` gets the names and tokens in them."""
+    addresses = dict[str, None]()
+    for text in (servers,) if isinstance(servers, str) else servers:
+        address, login = split_login(text.strip().rstrip("/"))
+        address = address if "://" in address else f"http://{address}"
+        if not is_address(address):
+            raise _not_addresses(address)
+        addresses[address] = None
+        if login:
+            access.logins[address] = login
+    if not addresses:
+        raise _not_addresses(servers)
+    return tuple(addresses)
+
+
+def _not_addresses(given: object) -> SpecError:
+    return SpecError(f'servers must be addresses such as "http://localhost:8000", not {given!r}', ("servers",))
 
 
 def is_address(text: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset
 
+from penstock.access import Access, Paths
 from penstock.client import Client, Steps
 from penstock.cuda import check_device, find_destination
 from penstock.distributed import (
@@ -60,7 +61,8 @@ _ENDLESS = MAX_COUNT  # epochs
 class RemoteDataset(IterableDataset[Batch]):
     """The batches of one rank and epoch, fetched from Penstock servers ahead of the training loop.
 
-    servers            address of a server, "http://host:8000" or "host:8000", or a list of servers that hold the same data
+    servers            address of a server, "http://host:8000" or "host:8000", or a list of servers that hold the same data;
+                       https://NAME:TOKEN@host has a token, too
     dataset            its name on the server
     rank, world_size   which slice of the epoch; default: from torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
     epochs             a number, or "endless": an iteration goes from epoch to epoch, and the next one goes on at the batch
@@ -74,6 +76,11 @@ class RemoteDataset(IterableDataset[Batch]):
     retry_seconds      how long to keep trying while no server answers, in seconds
     job                name of the run on the server's page and in its metrics; default: PENSTOCK_JOB, else its script, user,
                        host and start
+    token              what the server admits this run by; default: that of the address, PENSTOCK_TOKEN, or the content of the
+                       file that PENSTOCK_TOKEN_FILE names, which is read again when the server refuses it
+    ca                 PEM file of the authorities whose certificates are trusted; default: PENSTOCK_CA, SSL_CERT_FILE, or those
+                       of the system
+    cert               PEM file of a client certificate and its key, or a pair of files; default: PENSTOCK_CERT
     ledger             file that records every batch that the loop is given, for `penstock audit`; see penstock.ledger
     mix                datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
 
@@ -115,7 +122,11 @@ class RemoteDataset(IterableDataset[Batch]):
     Use it directly, or as DataLoader(data, batch_size=None, num_workers=N): the order is the same for every N. It fetches
     ahead in a thread, so loader workers gain nothing.
 
+    States, ledgers and pickles hold no token. Only loader workers get one that was given as an argument: where another process
+    loads a pickle of this dataset, set PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE.
+
     Raises SpecError: a parameter is wrong.  Raises UnknownDataset: the server has no such dataset.
+    Raises AccessDenied: the server does not accept the token.
     Raises DataError: the server cannot serve it.  Raises SnapshotGone: no server has the snapshot asked for.
     Raises ServerUnavailable: no server answers.  Raises LedgerError: the ledger cannot be written.
     Raises PenstockError, the base of these: the address is no penstock server's, or its certificate is not trusted.
@@ -161,6 +172,9 @@ class RemoteDataset(IterableDataset[Batch]):
         replay: int | None = None,
         retry_seconds: float = 600.0,
         job: str | None = None,
+        token: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
+        cert: Paths | None = None,
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _SPEC_PARAMETERS}
@@ -177,7 +191,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._rank, self._world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
         name_rank(self._rank, self._world_size)
-        self._client = Client(servers, dataset, rank=self._rank, retry_seconds=retry_seconds)
+        access = Access(token, ca=ca, cert=cert)
+        self._client = Client(servers, dataset, rank=self._rank, retry_seconds=retry_seconds, access=access)
         self._prefetch_bytes = prefetch_bytes
         given |= {"world_size": self._world_size, "pad": pad if isinstance(pad, str) else str(plain(pad))}
         requested = Spec(**given, mix=spell_mix(mix) if isinstance(mix, Mapping) else mix)

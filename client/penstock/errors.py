@@ -3,6 +3,7 @@
 PenstockError
 ├── SpecError           a parameter is unknown, of the wrong kind or out of its bounds (also a ValueError)
 ├── UnknownDataset      the server has no dataset of that name
+├── AccessDenied        the server does not accept the token, or the token may not do this
 ├── OutOfRange          the step or the rank does not exist in this epoch
 ├── SnapshotGone        the shards changed since this run began
 ├── DataError           the server found data it cannot use: an unreadable shard, a bad row
@@ -28,6 +29,10 @@ class SpecError(PenstockError, ValueError):
 
 class UnknownDataset(PenstockError):
     """The server has no dataset of that name."""
+
+
+class AccessDenied(PenstockError):
+    """The server does not accept the token, or the token may not do this."""
 
 
 class OutOfRange(PenstockError):

@@ -1,11 +1,10 @@
-"""HTTP connections that receive bodies into reused or pinned memory, and the proxies and certificates of the environment.
+"""HTTP connections that receive bodies into reused or pinned memory, and the proxies of the environment.
 
 httpx copies a body four times on its way through Python; http.client reads it straight into the memory of its tensors.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 import time
@@ -23,9 +22,8 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-import httpx
-
 from penstock import __version__
+from penstock.access import Access
 from penstock.errors import SpecError, WireError
 from penstock.responses import TransientError, UnexpectedServer, failure_of
 from penstock.waits import Reporter
@@ -39,7 +37,15 @@ _SPARE_BYTES = 32 << 20  # kept between epochs: a loop that waits for data cycle
 _READ_BYTES = 1 << 20  # per read: small enough that the next reader finds the bytes in the CPU cache
 _CONNECT_SECONDS = 4.0  # less than a loop that ends waits for its thread
 _SILENT_SECONDS = 0.01  # without a response for this long, a server reads or tokenizes; a refusal comes sooner
+_CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _PAUSE_SECONDS = 60.0  # without requests ahead, after one failed
+_OTHER_CERTIFICATE = "If a private authority issued it, name its certificate, a PEM file, by ca=, PENSTOCK_CA or SSL_CERT_FILE."
+_TLS_REMEDIES = {  # by OpenSSL's X509_V_ERR codes
+    9: "Set the clock of this machine, or wait until it is valid.",
+    10: "Renew it on the server, or set the clock of this machine.",
+    62: "Use a name that the certificate has in the address, or issue one for this name.",
+    64: "Use a name that the certificate has in the address, or issue one for this address.",
+}
 _HEADERS = {
     "Accept": "*/*",
     "Prefer": "wait=2",  # seconds until a server that still reads or tokenizes reports its progress
@@ -52,10 +58,12 @@ class HttpClient:
 
     A body of known length goes into the memory that `allocate(nbytes)` returns. The default reuses memory once no view of it
     is left. A server may be silent for `silence_seconds`; a lookup of its name takes as long as the system's resolver allows.
-    Each request carries the report of `reporter`, which learns what the client does.
+    Each request carries the report of `reporter`, which learns what the client does, and the token of `access`. No redirect is
+    followed, so no other host gets the token.
 
     Other threads may call `interrupt`. A fork must not use or close its parent's client.
 
+    status       of the last response; 0 if none arrived
     request_id   names the last request in the server's log; "" if it could not be sent
     is_draining  the server of the last response will stop
     """
@@ -65,9 +73,11 @@ class HttpClient:
         silence_seconds: float,
         allocate: Callable[[int], memoryview] | None = None,
         reporter: Reporter | None = None,
+        access: Access | None = None,
     ) -> None:
         self.is_interrupted = self.is_draining = False
-        self.request_id = ""
+        self.status, self.request_id = 0, ""
+        self._access = access or Access()
         self._reporter = reporter or Reporter()
         self._interrupts = SimpleQueue[None]()
         self._silence_seconds = silence_seconds
@@ -91,8 +101,10 @@ class HttpClient:
         """
         url = server + target.partition("?")[0]
         response: HTTPResponse | None = None
+        self.status = 0
         try:
             connection, response = self._respond(server, target, then)
+            self.status = response.status
             self.request_id = response.headers.get(REQUEST_ID, self.request_id)  # a proxy may have named it anew
             self.is_draining = DRAINING in response.headers
             # A cache on the way repeats the timing of an old response.
@@ -104,10 +116,12 @@ class HttpClient:
             self.close()  # the rest of the body would pass for the next response
             if not isinstance(error, OSError | HTTPException):
                 raise
-            reason = str(error) or type(error).__name__
-            if hint := tls_remedy(server, reason):
-                raise UnexpectedServer(hint) from error
-            raise TransientError(reason + by_proxy(server)) from error
+            if isinstance(error, ssl.SSLError):
+                self._access.read_certificates_again()
+                self._routes.clear()
+                if hint := tls_remedy(server, error):
+                    raise UnexpectedServer(hint) from error
+            raise TransientError((str(error) or type(error).__name__) + by_proxy(server)) from error
         finally:
             self._reporter.clock.enter("client")
             if response:
@@ -120,9 +134,10 @@ class HttpClient:
         if checksum.startswith("sha-256=:") and checksum != content_digest(body):
             raise WireError(f"the answer of {url} was damaged on the way: it does not match its checksum")
         if response.status == 200:
+            self._access.was_accepted = True
             return body
         headers = {name.lower(): value for name, value in response.headers.items()}
-        raise failure_of(url, response.status, headers, bytes(body), by_proxy(server))
+        raise failure_of(url, response.status, headers, bytes(body), by_proxy(server), self._access.remedy(server))
 
     def interrupt(self) -> None:
         """Make a running `get` or `wait` in another thread fail now; later ones fail, too."""
@@ -155,7 +170,7 @@ class HttpClient:
                 self.request_id = ahead_id
                 if then and not wait_for([ahead.sock], _SILENT_SECONDS):
                     self._send_ahead(server, then)
-                with suppress(ConnectionError):
+                with suppress(*_CLOSED):
                     response = ahead.getresponse()
                     # Retry-After: 0 means that the server prepares this response. Any other failure may be due to the response
                     # that the client was reading then: ask again.
@@ -168,14 +183,15 @@ class HttpClient:
             try:
                 self.request_id = self._send(kept, server, target)
                 return kept, kept.getresponse()
-            except ConnectionError:  # the server has closed the idle connection
+            except _CLOSED:  # the server has closed the idle connection
                 self._reporter.failed()
                 kept.close()
         self.request_id = ""
         self._reporter.clock.enter("connect")
         connection = self._connect(server)
         self._reporter.clock.enter("network")
-        self.request_id = self._send(connection, server, target)
+        with suppress(*_CLOSED):  # a server that refuses at once has sent the reason, such as an alert of TLS
+            self.request_id = self._send(connection, server, target)
         return connection, connection.getresponse()
 
     def _send_ahead(self, server: str, target: str) -> None:
@@ -190,13 +206,13 @@ class HttpClient:
     def _send(self, connection: HTTPConnection, server: str, target: str) -> str:
         """Send a request. Return its id: another for each attempt, since each has its own line in the server's log."""
         route, request_id = self._routes[server], token_hex(6)
-        headers = _HEADERS | route.headers | self._reporter.headers() | {REQUEST_ID: request_id}
+        headers = _HEADERS | route.headers | self._access.headers(server) | self._reporter.headers() | {REQUEST_ID: request_id}
         connection.request("GET", route.prefix + target, headers=headers)
         return request_id
 
     def _connect(self, server: str) -> HTTPConnection:
         if server not in self._routes:
-            self._routes[server] = _route_to(server)
+            self._routes[server] = _route_to(server, self._access)
         connection = self._routes[server].connection(timeout=min(_CONNECT_SECONDS, self._silence_seconds))
         connection.connect()
         opened: socket.socket = connection.sock
@@ -305,11 +321,11 @@ class _Route(NamedTuple):
     headers: dict[str, str]
 
 
-def _route_to(server: str) -> _Route:
-    """Raises SpecError: the environment names an unusable proxy, or certificates that cannot be read."""
+def _route_to(server: str, access: Access) -> _Route:
+    """Raises SpecError: the proxy of the environment is unusable or would read the token, or certificates cannot be read."""
     address, name = urlsplit(server), proxy_of(server)
     is_tls = address.scheme == "https"
-    connect = partial(HTTPSConnection, context=tls_context()) if is_tls else HTTPConnection
+    connect = partial(HTTPSConnection, context=access.tls_context()) if is_tls else HTTPConnection
     if name is None:
         return _Route(partial(connect, *_host_and_port(address)), address.path, {})
     proxy = urlsplit(getproxies()[name.removesuffix("_PROXY").lower()])
@@ -322,6 +338,12 @@ def _route_to(server: str) -> _Route:
     login = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}"
     headers = {"Proxy-Authorization": f"Basic {b64encode(login.encode()).decode()}"} if proxy.username else {}
     if not is_tls:
+        if access.headers(server):
+            raise SpecError(
+                f"the token would travel unencrypted through {name}: use an https:// address, or go past the proxy with "
+                f"NO_PROXY={address.hostname}.",
+                ("servers",),
+            )
         return _Route(partial(connect, host, port), server, headers)
 
     def tunnel(timeout: float) -> HTTPConnection:
@@ -362,25 +384,16 @@ def by_proxy(server: str) -> str:
     return f" (through {variable}; NO_PROXY={urlsplit(server).hostname} goes past it)" if variable else ""
 
 
-def tls_remedy(server: str, reason: str) -> str:
-    """Return the remedy for a TLS failure that a retry cannot cure; "" for any other failure."""
-    if "WRONG_VERSION_NUMBER" in reason:
+def tls_remedy(server: str, error: ssl.SSLError) -> str:
+    """Return what is wrong with the certificates, or the port, and what to do; "" for another failure of TLS."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        what, remedy = error.verify_message, _TLS_REMEDIES.get(error.verify_code, _OTHER_CERTIFICATE)
+        return f"the certificate of {server} is not trusted: {what}. {remedy}"
+    if error.reason == "WRONG_VERSION_NUMBER":
         return f"{server} does not speak TLS: is {server.replace('https:', 'http:', 1)} meant?"
-    if "CERTIFICATE_VERIFY_FAILED" in reason:
-        why = reason.partition("certificate verify failed: ")[2].partition(" (_ssl")[0].rstrip(".") or "it cannot be verified"
+    if "_ALERT_" in str(error.reason) and ("CERTIFICATE" in error.reason or "UNKNOWN_CA" in error.reason):
         return (
-            f"the certificate of {server} is not trusted: {why}. If a private authority issued it, set SSL_CERT_FILE to a PEM "
-            f"file with the certificate of that authority."
+            f"{server} refuses the certificate of this client, or that there is none: {error.reason}. Correct cert= or "
+            f"PENSTOCK_CERT."
         )
     return ""
-
-
-def tls_context() -> ssl.SSLContext:
-    """Return the trusted certificates. Raises SpecError: those that the environment names cannot be read."""
-    try:
-        return httpx.create_ssl_context()
-    except OSError as error:
-        names = ", ".join(name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ)
-        raise SpecError(
-            f"the certificates to trust cannot be read: {error}. Correct or unset {names}.", ("servers",)
-        ) from error

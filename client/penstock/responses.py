@@ -4,8 +4,9 @@ PenstockError         the server refuses, and says why. Final once every server 
 TransientError        this attempt failed. The next server is asked at once, then all of them again for up to retry_seconds
 ├── IndexNotReady        the server counts tokens; it is asked again for as long as that takes
 │   └── BlocksNotReady   the server reads or tokenizes the rows of the batch; the same server is asked again at once
-├── Busy                 the server has no memory for another response; it is asked again, and retry_seconds does not run
+├── Busy                 the server has no room for this request now; it is asked again, and retry_seconds does not run
 ├── Unavailable          the data cannot be opened now. At the start of a run this is a refusal, later a transient error
+├── Denied               the server refuses the token. This is a refusal until it has accepted one: later, a token is replaced
 └── UnexpectedServer     no penstock server responds. At the start of a run this is a refusal, later a transient error
 """
 
@@ -15,8 +16,9 @@ import json
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
+from typing import ClassVar
 
-from penstock.errors import DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset
+from penstock.errors import AccessDenied, DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset
 
 _REFUSALS: Mapping[str, type[PenstockError]] = {
     "bad-parameter": SpecError,
@@ -38,7 +40,10 @@ class TransientError(Exception):
     after_seconds  delay that the server requests before the next attempt
     share          share of the server's work that is done, from 0 to 1
     received       the bytes of the body that arrived
+    refusal        the error where later attempts cannot succeed, as at the start of a run; None: they may
     """
+
+    refusal: ClassVar[type[PenstockError] | None] = None
 
     def __init__(
         self, reason: str, *, after_seconds: float = 0.0, share: float = 0.0, received: bytes | memoryview = b""
@@ -56,39 +61,56 @@ class BlocksNotReady(IndexNotReady):
 
 
 class Busy(TransientError):
-    """The server has no memory for another response until clients have read others."""
+    """The server has no memory for another response until clients have read others, or this client has asked too often."""
 
 
 class Unavailable(TransientError):
     """The server cannot open the data now."""
 
+    refusal = DataError
+
+
+class Denied(TransientError):
+    """The server refuses the token, or what it is used for."""
+
+    refusal = AccessDenied
+
 
 class UnexpectedServer(TransientError):
     """The response is not a penstock server's, but another program's or a load balancer's."""
+
+    refusal = PenstockError
 
 
 _TRANSIENT: Mapping[str, type[TransientError]] = {
     "index-not-ready": IndexNotReady,
     "blocks-not-ready": BlocksNotReady,
     "busy": Busy,
+    "limit-exceeded": Busy,
     "dataset-unavailable": Unavailable,
+    "unauthorized": Denied,
+    "forbidden": Denied,
 }
 
 
 def failure_of(
-    url: str, status: int, headers: Mapping[str, str], body: bytes, by_proxy: str = ""
+    url: str, status: int, headers: Mapping[str, str], body: bytes, by_proxy: str = "", token_remedy: str = ""
 ) -> TransientError | PenstockError:
     """Return the exception for a response with a status other than 200.
 
-    `by_proxy` follows the reason if the response has no problem type: a proxy may have sent it.
+    `by_proxy` follows the reason if the response has no problem type: a proxy may have sent it. `token_remedy` follows the
+    reason for which a token is refused.
     """
     after_seconds = _seconds(headers.get("retry-after", ""))
     problem = _problem(body)
     slug = problem.get("type", "").rpartition(":")[2]
     detail = problem.get("detail") or f"HTTP status {status}"
+    if status == 422 and slug == "limit-exceeded":  # with another status, a later attempt may succeed
+        return SpecError(detail)
     if refusal := _REFUSALS.get(slug):
         return refusal(detail)
     if kind := _TRANSIENT.get(slug):
+        detail = f"{detail} {token_remedy}".strip() if kind is Denied else detail
         share = int(problem.get("done", 0)) / max(int(problem.get("total", 0)), 1)
         return kind(detail, after_seconds=after_seconds, share=share)
     reason = detail if slug else detail.rstrip(".") + by_proxy
@@ -102,7 +124,7 @@ def failure_of(
 def remedy(status: int) -> str:
     """Return a hint for a user whose address leads to an unexpected server."""
     if status == 401:
-        return "It requires a password, and this client sends none."
+        return "It requires a password: give it in the address, https://NAME:PASSWORD@HOST."
     if status == 407:
         return "The proxy requires a name and a password: give them in HTTP_PROXY or HTTPS_PROXY."
     return "Is there a penstock server at this address?"

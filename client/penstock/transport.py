@@ -10,10 +10,11 @@ from contextlib import suppress
 from random import uniform
 from typing import TypeVar
 
-from penstock.errors import DataError, PenstockError, ServerUnavailable, WireError
+from penstock.access import Access
+from penstock.errors import PenstockError, ServerUnavailable, WireError
 from penstock.http import HttpClient
 from penstock.logs import StatusLine, log
-from penstock.responses import BlocksNotReady, Busy, IndexNotReady, TransientError, Unavailable, UnexpectedServer
+from penstock.responses import BlocksNotReady, Busy, Denied, IndexNotReady, TransientError
 from penstock.text import counted, printable_lines
 from penstock.waits import Reporter
 
@@ -40,12 +41,13 @@ class Transport:
 
     After a failure the transport tries the next server at once; it waits only after all have failed. It does the same after a
     refusal: that server may have another snapshot, or a broken disk. At the `first_contact` of a run, data that cannot be
-    opened and responses that no penstock server sends are refusals. A running loop waits for such servers.
+    opened, responses that no penstock server sends and refused tokens are refusals. A running loop waits for such servers, also
+    while a token that was accepted is replaced.
 
     A server that will stop says so in its responses. The next request goes to another one: that is no failure.
 
     Create the transport in the process that uses it; in a fork `close` does nothing. One thread uses it at a time; only
-    `interrupt` may be called from another thread. For `allocate` and `reporter` see HttpClient.
+    `interrupt` may be called from another thread. For `allocate`, `reporter` and `access` see HttpClient.
 
     num_retries    failed attempts; others follow until the deadline
     num_corrupted  failed attempts whose body arrived, but was invalid
@@ -60,15 +62,17 @@ class Transport:
         first_contact: bool = False,
         allocate: Callable[[int], memoryview] | None = None,
         reporter: Reporter | None = None,
+        access: Access | None = None,
     ) -> None:
         self.num_retries = self.num_corrupted = self.num_bytes = 0
         self._servers = servers
         self._retry_seconds, self._first_contact = retry_seconds, first_contact
+        self._access = access or Access()
         self._process = os.getpid()
         self._log = RetryLog(retry_seconds)
         reporter = reporter or Reporter()
         self._clock = reporter.clock
-        self._http = HttpClient(min(_READ_SECONDS, max(retry_seconds, 1.0)), allocate, reporter)
+        self._http = HttpClient(min(_READ_SECONDS, max(retry_seconds, 1.0)), allocate, reporter, self._access)
 
     def get(self, target: str, decode: Callable[[memoryview], T]) -> T:
         """Return `decode(body)` for `target` (path and query). A WireError from `decode` is a failed attempt.
@@ -216,8 +220,10 @@ class Transport:
                 raise TransientError(str(damage)) from damage
             except TransientError as fault:
                 self.num_bytes += len(fault.received)
-                if self._first_contact and isinstance(fault, Unavailable | UnexpectedServer):
-                    raise (DataError if isinstance(fault, Unavailable) else PenstockError)(str(fault)) from None
+                if isinstance(fault, Denied) and self._access.read_token_again(server):
+                    continue
+                if fault.refusal and (self._first_contact or (isinstance(fault, Denied) and not self._access.was_accepted)):
+                    raise fault.refusal(str(fault)) from None
                 raise
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:

@@ -19,9 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Timer
+from typing import Any
 
 from penstock.cli import main
 
@@ -54,6 +56,11 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)
+
+
+def put_result(queue: SimpleQueue[Any], function: Callable[..., object], *arguments: object) -> None:
+    """Put what a function returns into a queue, from a process that multiprocessing has started."""
+    queue.put(function(*arguments))
 
 
 def with_support() -> dict[str, str]:

@@ -238,11 +238,16 @@ def test_invalid_address_is_refused(given: object) -> None:
         Client(given, "docs", rank=0, retry_seconds=9)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("address", ["http://me:secret@host:8000", "me:se cret@host", ["a:1", " me:secr/et@host:0"]])
-def test_address_with_a_password_is_refused_without_printing_it(address: str | list[str]) -> None:
+@pytest.mark.parametrize("address", ["http://secret@host:8000", "me:se cret@host", ["a:1", " me:secr/et@host:0"]])
+def test_address_with_an_unencoded_password_is_refused_without_printing_it(address: str | list[str]) -> None:
     with pytest.raises(SpecError, match="password") as raised:
         Client(address, "docs", rank=0, retry_seconds=9)
     assert "cret" not in str(raised.value)
+
+
+def test_invalid_address_is_refused_without_its_password() -> None:
+    with pytest.raises(SpecError, match="not 'http://a..b:80'"):
+        Client("http://me:secret@a..b:80", "docs", rank=0, retry_seconds=9)
 
 
 @pytest.mark.parametrize("given", ["", ".", "..", "a/b", None, 3])

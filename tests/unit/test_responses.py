@@ -9,7 +9,16 @@ from email.utils import format_datetime
 import pytest
 
 from penstock import DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset
-from penstock.responses import BlocksNotReady, Busy, IndexNotReady, TransientError, Unavailable, UnexpectedServer, failure_of
+from penstock.responses import (
+    BlocksNotReady,
+    Busy,
+    Denied,
+    IndexNotReady,
+    TransientError,
+    Unavailable,
+    UnexpectedServer,
+    failure_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +37,12 @@ from penstock.responses import BlocksNotReady, Busy, IndexNotReady, TransientErr
         ("blocks-not-ready", 503, BlocksNotReady),
         ("dataset-unavailable", 503, Unavailable),
         ("busy", 503, Busy),
+        ("limit-exceeded", 503, Busy),
+        ("limit-exceeded", 429, Busy),
+        ("limit-exceeded", 422, SpecError),
+        ("too-many-attempts", 429, TransientError),
+        ("unauthorized", 401, Denied),
+        ("forbidden", 403, Denied),
         ("internal-error", 500, TransientError),
     ],
 )

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-import httpx
-
+from penstock.access import Access
 from penstock.client import decode_object, is_address
-from penstock.errors import PenstockError, ServerUnavailable, SpecError
-from penstock.http import by_proxy, tls_remedy
-from penstock.responses import remedy
+from penstock.errors import AccessDenied, PenstockError, ServerUnavailable, SpecError, WireError
+from penstock.http import HttpClient, by_proxy
+from penstock.responses import TransientError
 from penstock.spec import Spec
 from penstock.text import listed
 from penstock.transport import Servers, Transport
@@ -64,6 +63,12 @@ def parse_address(text: str) -> Address:
     text = text.strip()
     split = urlsplit(text if "://" in text else f"http://{text}")
     root = f"{split.scheme}://{split.netloc}"
+    if "@" in split.netloc + split.path.partition(DATASETS)[0]:  # not quoted, also where its token has a slash
+        raise SpecError(
+            "an address must not contain a token: other users of this machine see it. Use --token-file FILE, PENSTOCK_TOKEN or "
+            "PENSTOCK_TOKEN_FILE.",
+            ("address",),
+        )
     if not is_address(root):
         raise SpecError(f"{text!r} is not an address. One looks like http://localhost:8000/stories", ("address",))
     pairs = parse_qsl(split.query, keep_blank_values=True)
@@ -96,26 +101,31 @@ def greet(server: str) -> dict[str, Any]:
 
     Raises:
         ServerUnavailable: no server answers.
+        AccessDenied: the server does not know the token.
         PenstockError: the response is not a penstock server's.
     """
-    try:
-        response = httpx.get(f"{server}/healthz", timeout=_GREETING_SECONDS)
-    except httpx.RequestError as error:
-        if refusal := tls_remedy(server, str(error)):
-            raise PenstockError(refusal) from error
-        raise ServerUnavailable(
-            f"{server} does not answer: {error or type(error).__name__}{by_proxy(server)}. Start a server there (penstock "
-            f"serve DATA_DIR), or correct the address."
-        ) from error
-    status = response.status_code
-    if status in (401, 407):
-        raise PenstockError(f"{server} answers {status}. {remedy(status)}")
-    with suppress(ValueError):
-        if status == 200 and "wire" in (greeting := response.json()):
-            return dict(greeting)
+    access = Access()
+    with closing(HttpClient(_GREETING_SECONDS, access=access)) as http:
+        greeting: dict[str, Any] = {}
+        try:
+            greeting = decode_object(http.get(server, "/healthz"))
+        except TransientError as error:
+            if error.refusal and http.status in (0, 401, 407):
+                raise error.refusal(str(error)) from error
+            if not http.status:
+                raise ServerUnavailable(
+                    f"{server} does not answer: {str(error).rstrip('.')}. Start a server there (penstock serve DATA_DIR), or "
+                    f"correct the address."
+                ) from error
+        except WireError:
+            pass
+    if "wire" in greeting:
+        return greeting
+    if greeting == {"status": "ok"}:  # all that strangers get
+        raise AccessDenied(f"{server} does not know this caller. {access.remedy(server)}")
     raise PenstockError(
-        f"{server} answers /healthz with status {status}{by_proxy(server)}, but not as a penstock server does. Correct the "
-        f"address; one looks like http://localhost:8000/stories"
+        f"{server} answers /healthz with status {http.status}{by_proxy(server)}, but not as a penstock server does. Correct "
+        f"the address; one looks like http://localhost:8000/stories"
     )
 
 

@@ -7,28 +7,29 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from statistics import median
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
 from rich.table import Table
 from rich.text import Text
 
 from penstock import __version__, wire
 from penstock.cli.connection import RETRY_SECONDS, connected, describe_dataset, get_json, greet, parse_address
 from penstock.cli.output import set_run, stdout_console
-from penstock.client import Client, Steps
+from penstock.client import Client, Steps, decode_object
 from penstock.errors import PenstockError
-from penstock.http import proxy_of
+from penstock.http import HttpClient, proxy_of
 from penstock.prefetch import RANGE_BYTES
+from penstock.responses import TransientError
 from penstock.spec import Spec
 from penstock.text import counted, printable, rows_kept, size
 from penstock.transport import Transport
 from penstock.wire.names import DATASETS, dataset_path
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-_NUM_PINGS = 15
+_NUM_PINGS, _PING_SECONDS = 15, 5.0
 _SLOW_PING_SECONDS = 0.05
 _CLOCK_SECONDS = 5.0
 _FULL = 0.97
@@ -122,15 +123,15 @@ def check_latency(server: str) -> Iterator[Check]:
     """Measure the latency and the difference of the clocks, with a few requests over one connection."""
     pings = []  # seconds, and how far the server's clock is ahead
     try:
-        with httpx.Client() as client:
-            client.get(f"{server}/healthz")  # opens the connection
+        with closing(HttpClient(_PING_SECONDS)) as http:
+            http.get(server, "/healthz")  # opens the connection
             for _ in range(_NUM_PINGS):
                 sent, began = time.time(), time.perf_counter()
-                server_time = client.get(f"{server}/healthz").json()["time"]
+                server_time = decode_object(http.get(server, "/healthz"))["time"]
                 seconds = time.perf_counter() - began
                 pings.append((seconds, server_time - sent - seconds / 2))
-    except httpx.RequestError as error:
-        yield Check("fail", "latency", f"the server answered once, but not again: {error!r}", "look at its log")
+    except TransientError as error:
+        yield Check("fail", "latency", f"the server answered once, but not again: {error}", "look at its log")
         return
     typical, longest = median(seconds for seconds, _ in pings), max(pings)[0]
     text = f"{1000 * typical:.1f} ms (median of {_NUM_PINGS}; at most {1000 * longest:.1f} ms)"

@@ -48,6 +48,13 @@ def test_parse_address_refuses_what_is_not_an_address(text: str) -> None:
         parse_address(text)
 
 
+@pytest.mark.parametrize("text", ["http://me:secret@host:8000/wiki", "me:secr/et@host", "me:secret@host/v1/datasets/wiki/spec"])
+def test_parse_address_refuses_a_token_without_printing_it(text: str) -> None:
+    with pytest.raises(SpecError, match="--token-file") as raised:
+        parse_address(text)
+    assert "secr" not in str(raised.value)
+
+
 @pytest.mark.parametrize("rest", ["rows/3", "epochs/0/ranks/0", "epochs/x/ranks/0/batches/1", "batches"])
 def test_parse_address_refuses_a_url_without_a_batch(rest: str) -> None:
     with pytest.raises(SpecError, match="shows no batch"):

@@ -64,10 +64,18 @@ def test_server_check_compares_versions() -> None:
 
 
 def test_server_check_refuses_another_service() -> None:
-    with greeter({"status": "ok"}) as url:
+    with greeter({"status": "up"}) as url:
         other = found(url)
     assert other["server"].text.startswith(f"{url} answers /healthz with status 200, but not as a penstock server does.")
     assert "data" not in other
+
+
+def test_server_check_names_the_token_that_the_server_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pages(lambda _: (200, b'{"status": "ok"}')) as url:
+        assert f"{url} does not know this caller. No token was sent. Give a token by" in found(url)["server"].text
+        monkeypatch.setenv("PENSTOCK_TOKEN", "wr0ng")
+        check = found(url)["server"]
+    assert (check.level, "The token came from PENSTOCK_TOKEN" in check.text, "wr0ng" in check.text) == ("fail", True, False)
 
 
 def test_data_checks_retry_a_response_that_is_not_a_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
