@@ -2,6 +2,21 @@
 # Serves /data, or a generated sample if /data is empty. PENSTOCK_DATA is the folder's name on the host, if the user gave one.
 # An empty folder is then an error, unless PENSTOCK_SAMPLE=yes. With PENSTOCK_SAMPLE=no, an empty folder is always an error.
 set -eu
+# The first start makes two tokens: one for trainers and people, and one for Prometheus.
+if [ -n "${PENSTOCK_TOKENS:-}" ]; then
+    secrets=$(dirname "$PENSTOCK_TOKENS")
+    if ! [ -e "$PENSTOCK_TOKENS" ]; then
+        token=$(penstock token create compose --scope admin 2>/dev/null)
+        echo "$token" >"$secrets/token"
+        token=$(penstock token create prometheus --scope metrics 2>/dev/null)
+        echo "$token" >"$secrets/metrics-token"
+    fi
+    if [ "${PENSTOCK_INSECURE:-}" = yes ]; then
+        unset PENSTOCK_TOKENS
+    elif [ -e "$secrets/token" ]; then
+        echo "callers need a token: export PENSTOCK_TOKEN=\$(docker compose exec -T server cat $secrets/token)"
+    fi
+fi
 if ! [ -e /data ]; then
     echo "there is no /data: mount a folder of datasets there, -v FOLDER:/data:ro, or an empty one for a sample" >&2
     exit 2

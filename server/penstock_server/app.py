@@ -2,56 +2,39 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import defaultdict
 from typing import Any
 
 import swagger_ui_bundle
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, JSONResponse, Response
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from fastapi.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from penstock import __version__, wire
-from penstock.errors import SpecError
 from penstock.wire.names import DATASETS
-from penstock.wire.report import TIMING_HEADER, format_timing
 from penstock_server.api import batches, datasets, monitoring
+from penstock_server.api.errors import add_error_handlers
+from penstock_server.api.gate import Gate
 from penstock_server.api.request_log import RequestLog
-from penstock_server.api.service import InFlight, Service, service_of
+from penstock_server.api.service import InFlight, Service, catalog_of, identity_of, service_of
 from penstock_server.catalog.catalog import Catalog
-from penstock_server.logs import Seldom, request_id
 from penstock_server.monitoring.monitor import Monitor
 from penstock_server.monitoring.place import Place
 from penstock_server.page.routes import add_page
-from penstock_server.problems import (
-    MORE_THREADS,
-    BadParameter,
-    BlocksNotReady,
-    Busy,
-    NotReady,
-    NotServing,
-    OutOfMemory,
-    Problem,
-    lacks_threads,
-)
+from penstock_server.problems import NotServing
 from penstock_server.schemas import HealthInfo, ReadyInfo
-
-log = logging.getLogger("penstock.app")
+from penstock_server.security.tokens import STRANGER, Tokens
 
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
-_MAX_LOGGED = 20  # failed requests a minute, of each kind of problem
 _NULL = {"type": "null"}
 
 
-def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None) -> FastAPI:
+def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None, tokens: Tokens | None = None) -> FastAPI:
     """Creates the service over one catalog and one budget of bytes in flight. Batches do not depend on earlier requests.
 
-    `place` is where several processes of a server share their status.
+    `place` is where several processes of a server share their status. Without `tokens` every caller may do everything.
     """
     tags = [{"name": name} for name in ("datasets", "batches", "rows", "monitoring", "probes")]  # in the order of the docs page
     app = _App(
@@ -59,6 +42,7 @@ def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None
     )
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
     app.state.service = Service(catalog, in_flight)
+    app.state.tokens = tokens
     app.state.monitor = Monitor(catalog, in_flight, app.state.service.jobs, place)
     # Batches first, since routes are tried in order. Added directly: include_router would create each route again, and delay
     # the server's first request.
@@ -67,14 +51,14 @@ def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None
     _add_probes(app)
     _add_documentation(app)
     add_page(app)
-    _add_error_handlers(app)
+    add_error_handlers(app)
     return app
 
 
 class _App(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
-        # Around Starlette's own layers, which respond to faults.
-        return RequestLog(super().build_middleware_stack(), self.state.service)
+        # Around Starlette's own layers, which respond to faults: no route is reached without the gate.
+        return RequestLog(Gate(super().build_middleware_stack(), self.state.tokens), self.state.service)
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:
@@ -86,8 +70,10 @@ def _add_probes(app: FastAPI) -> None:
     # Load balancers and `wget --spider` send HEAD.
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", summary="Check that the process is alive", tags=["probes"])
-    async def healthz() -> HealthInfo:
+    async def healthz(request: Request) -> HealthInfo:
         """Returns the versions of the server, and its clock."""
+        if identity_of(request) is STRANGER:
+            return {"status": "ok"}
         return {"status": "ok", "version": __version__, "wire": wire.VERSION, "time": time.time()}
 
     @app.head("/readyz", include_in_schema=False)
@@ -97,9 +83,11 @@ def _add_probes(app: FastAPI) -> None:
         service = service_of(request)
         if service.is_draining:
             raise NotServing("The server is about to stop. It still serves requests; send new ones to another server.")
-        catalog = service.catalog
-        if not catalog.is_serving:
+        if not service.catalog.is_serving:
             raise NotServing(f"No dataset can be served now. GET {DATASETS} has the reason of each.")
+        catalog = catalog_of(request)
+        if identity_of(request) is STRANGER:
+            return {"status": "ready"}
         return {"status": "ready", "datasets": len(catalog.datasets), "refused": len(catalog.refused)}
 
 
@@ -140,73 +128,3 @@ def _as_version_3_0(node: Any) -> Any:
     if isinstance(node.get("title"), str) and "version" not in node:  # the document itself keeps its title
         del node["title"]
     return node
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    log_limits = defaultdict[type[Problem], Seldom](lambda: Seldom(_MAX_LOGGED))
-
-    @app.exception_handler(Problem)
-    async def problem(request: Request, error: Problem) -> JSONResponse:
-        progress: dict[str, int | None] = {}
-        if isinstance(error, NotReady):
-            progress = {"done": error.num_done, "total": error.total, "seconds_left": error.seconds_left}
-        response = _problem_json(request, error.type, error.title, error.status, str(error), **progress)
-        # What makes a client wait is no fault. A trainer's error has the id of its request, which leads to this line.
-        if error.status >= 500 and not isinstance(error, NotReady | NotServing | Busy) and log_limits[type(error)].is_due():
-            cause = error.__cause__ if isinstance(error, OutOfMemory) else None
-            log.warning("%s %s: %s: %s", request.method, request.url.path, error.slug, error, exc_info=cause)
-        if error.status == 503:
-            response.headers["Retry-After"] = "0" if isinstance(error, BlocksNotReady) else "1"
-        return response
-
-    @app.exception_handler(SpecError)
-    async def wrong_spec(request: Request, error: SpecError) -> JSONResponse:
-        return await problem(request, BadParameter(f"{error}."))
-
-    @app.exception_handler(MemoryError)
-    async def out_of_memory(request: Request, error: MemoryError) -> JSONResponse:
-        return await scarce(request, error, "for this response", "request less at a time")
-
-    @app.exception_handler(RuntimeError)
-    async def out_of_threads(request: Request, error: RuntimeError) -> JSONResponse:
-        if not lacks_threads(error):
-            raise error
-        return await scarce(request, error, "for another thread", MORE_THREADS)
-
-    async def scarce(request: Request, error: Exception, purpose: str, remedy: str) -> JSONResponse:
-        shortage = OutOfMemory(purpose, error, remedy)
-        shortage.__cause__ = error
-        return await problem(request, shortage)
-
-    @app.exception_handler(ClientDisconnect)
-    async def left(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001
-        request.scope["problem"] = "other"
-        return Response(status_code=499)  # the client has left; its loads are released
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        detail = f"{request.method} {request.url.path}: {error.detail}. The page /docs lists every URL."
-        response = _problem_json(request, "about:blank", str(error.detail), error.status_code, detail)
-        response.headers.update(error.headers or {})  # such as Allow
-        return response
-
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> JSONResponse:
-        detail = f"{type(error).__name__}: {error}. This is a fault of the server; its log has the details."
-        return _problem_json(request, "urn:penstock:problem:internal-error", "Internal error", 500, detail)
-
-
-def _problem_json(request: Request, type_: str, title: str, status: int, detail: str, **progress: int | None) -> JSONResponse:
-    content = {
-        "type": type_,
-        "title": title,
-        "status": status,
-        "detail": detail,
-        "instance": request.url.path,
-        "request_id": request_id.get(),
-    }
-    request.scope["problem"] = "other" if type_ == "about:blank" else type_.rpartition(":")[2]
-    response = JSONResponse(content | progress, status, media_type="application/problem+json")
-    if clock := request.scope.get("stages"):
-        response.headers[TIMING_HEADER] = format_timing(clock.seconds())
-    return response

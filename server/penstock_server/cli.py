@@ -1,4 +1,4 @@
-"""The server's commands: serve, inspect, prepare, sample, import."""
+"""The server's commands: serve, inspect, prepare, sample, import, token."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from penstock.text import printable
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.logs import begin_log, complain_at_start
 from penstock_server.problems import DatasetInvalid, Problem
+from penstock_server.security.command import add_command as add_token
 from penstock_server.settings import Settings, SettingsError, check_is_here, default_cache_dir
 
 if TYPE_CHECKING:
@@ -40,8 +41,11 @@ _SETTINGS = {  # metavar and help of each option
     "processes": ("N", "processes that serve the port, for machines with many cores (default: 1)"),
     "poll_seconds": ("N", "check for new data every N seconds (default: 30; 0 for never)"),
     "drain_seconds": ("N", "go on serving for N seconds after SIGTERM, while trainers leave (default: 5)"),
+    "tokens": ("FILE", "let in callers with a token of this file alone; penstock token makes it"),
     "log_format": ("FORMAT", "human, or json for a log of one object a line (default: human)"),
 }
+
+_OF_ALL = ("tokenizer", "cache_dir", "cache_bytes")  # commands that open datasets
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,8 +56,19 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Serves every folder of Parquet files below DATA_DIR as a dataset. Each option can also be given as "
         "an environment variable: --cache-dir as PENSTOCK_CACHE_DIR, and so on.",
     )
-    of_serving = ("host", "port", "inflight_bytes", "decoded_bytes", "processes", "poll_seconds", "drain_seconds", "log_format")
+    of_serving = (
+        "host",
+        "port",
+        "inflight_bytes",
+        "decoded_bytes",
+        "processes",
+        "poll_seconds",
+        "drain_seconds",
+        "tokens",
+        "log_format",
+    )
     _add_settings(serve, *of_serving)
+    serve.add_argument("--insecure", action="store_const", const="yes", help="serve other machines without tokens")
     set_run(serve, _serve, Problem, only_prints=False)
 
     inspect = commands.add_parser(
@@ -95,11 +110,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     set_run(sample, _sample, only_prints=False)
 
     add_import(commands)
+    add_token(commands)
 
 
 def _add_settings(command: argparse.ArgumentParser, *names: str) -> None:
     command.add_argument("data_dir", metavar="DATA_DIR", nargs="?", help="folder of Parquet files, or of folders of them")
-    for name in ("tokenizer", "cache_dir", "cache_bytes", *names):
+    for name in (*_OF_ALL, *names):
         metavar, text = _SETTINGS[name]
         command.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
 
@@ -125,6 +141,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     settings = Settings.read(vars(arguments), os.environ)
     begin_log(settings.log_format)
     try:
+        settings.check_guard()
         with bind(settings) as listener:
             if settings.processes > 1:
                 from penstock_server.serving.workers import serve_with_workers

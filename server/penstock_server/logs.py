@@ -30,7 +30,7 @@ def begin_log(log_format: LogFormat) -> None:
 
 def log_events(*, is_first: bool) -> None:
     """Log changes of datasets and the stop from now on, but only in the first of several processes: all of them see these."""
-    for logger in (log, logging.getLogger("penstock.dataset")):
+    for logger in (log, logging.getLogger("penstock.dataset"), logging.getLogger("penstock.security")):
         logger.setLevel(logging.INFO if is_first else logging.ERROR)
 
 

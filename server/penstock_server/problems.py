@@ -1,9 +1,12 @@
 """Problems: the errors that the server raises on purpose, each an RFC 9457 problem+json with a stable `type`.
 
 Problem
+├── 401  Unauthorized
+├── 403  Forbidden
 ├── 404  UnknownDataset, StepOutOfRange, RankOutOfRange, RowOutOfRange
 ├── 409  SnapshotGone
 ├── 422  BadParameter
+├── 429  TooManyAttempts
 ├── 500  DatasetInvalid, ShardUnreadable, IndexFailed, BadRow
 └── 503  DatasetUnavailable, ShardUnavailable, OutOfMemory, Busy, NotServing, NotReady (IndexNotReady, BlocksNotReady)
 
@@ -46,6 +49,22 @@ class Problem(Exception):
 
 class BadParameter(Problem, status=422, title="A parameter is wrong"):
     """A query or path parameter is unknown, of the wrong kind or out of bounds."""
+
+
+class Unauthorized(Problem, status=401, title="No valid token"):
+    """The request has no token, or one that is wrong, expired or revoked."""
+
+
+class Forbidden(Problem, status=403, title="Not allowed"):
+    """The scope of the token does not allow the request."""
+
+
+class TooManyAttempts(Problem, status=429, title="Too many wrong tokens"):
+    """An address sent too many wrong tokens; a retry after `after_seconds` may succeed. Right ones are always accepted."""
+
+    def __init__(self, message: str, after_seconds: int) -> None:
+        super().__init__(message)
+        self.after_seconds = after_seconds
 
 
 class UnknownDataset(Problem, status=404, title="No such dataset"):

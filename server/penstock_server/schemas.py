@@ -654,8 +654,10 @@ class ServerInfo(_Schema):
 
 
 class JobsInfo(_Schema):
-    """Every run that pulls from this server."""
+    """The runs that pull from this server, as far as the caller may see their datasets."""
 
+    caller: str
+    """The name of the request's token; empty if the server has no tokens."""
     verdict: VerdictInfo
     """Whether any rank waits, and for what."""
     server: ServerInfo
@@ -665,26 +667,26 @@ class JobsInfo(_Schema):
 
 
 class HealthInfo(_Schema):
-    """A process that is alive."""
+    """A process that is alive. Without the token that the server needs, the response has the status alone."""
 
     status: str
     """Always `ok`."""
-    version: str
+    version: NotRequired[str]
     """The version of the server."""
-    wire: int
+    wire: NotRequired[int]
     """The version of the frame format."""
-    time: float
+    time: NotRequired[float]
     """The server's clock, in seconds since 1970."""
 
 
 class ReadyInfo(_Schema):
-    """A server that is ready."""
+    """A server that is ready. Without the token that the server needs, the response has the status alone."""
 
     status: str
     """Always `ready`."""
-    datasets: int
+    datasets: NotRequired[int]
     """Number of datasets served."""
-    refused: int
+    refused: NotRequired[int]
     """Number of datasets that cannot be served."""
 
 

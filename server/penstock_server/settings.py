@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -48,6 +49,8 @@ class Settings:
     poll_seconds    interval of checks for changes in the data folder; 0 is never
     drain_seconds   time from SIGTERM to the stop; meanwhile requests are served, and trainers go to other servers
     log_format      human, or json for one object a line
+    tokens          file of the tokens that callers need; None lets everyone in
+    insecure        serve other machines without tokens
     published       HOST:PORT to print instead of the listener's address, if a container's port is published elsewhere
     """
 
@@ -63,6 +66,8 @@ class Settings:
     poll_seconds: float = 30.0
     drain_seconds: float = 5.0
     log_format: LogFormat = "human"
+    tokens: Path | None = None
+    insecure: bool = False
     published: str = ""
 
     @classmethod
@@ -74,7 +79,7 @@ class Settings:
         problems = []
         if "data_dir" not in given:
             problems.append("no data folder is given: name it after the command, or set PENSTOCK_DATA_DIR")
-        for name in ("data_dir", "tokenizer", "cache_dir"):
+        for name in ("data_dir", "tokenizer", "cache_dir", "tokens"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
         for name, (parse, wanted) in _PARSED.items():
@@ -86,6 +91,15 @@ class Settings:
         if problems:
             raise SettingsError("\n".join(problems))
         return cls(**values)
+
+    def check_guard(self) -> None:
+        """Raises SettingsError: other machines could read every dataset without a token."""
+        if self.tokens or self.insecure or _is_loopback(self.host):
+            return
+        raise SettingsError(
+            f"--host {self.host} lets other machines connect, and without tokens they could read every dataset. Either make a "
+            f"token with penstock token create, and name its file with --tokens; or let everyone in with --insecure."
+        )
 
     @property
     def most_inflight_bytes(self) -> int:
@@ -106,6 +120,15 @@ class Settings:
         return max(1, min(num_cores(), affordable) // self.processes)
 
 
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name, which may lead anywhere
+        return False
+
+
 def byte_count(text: str) -> int | None:
     """Parse a number of bytes such as 500000000 or 200GB; None if the text is invalid."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", text.strip(), re.IGNORECASE | re.ASCII)
@@ -117,6 +140,10 @@ def _whole_number(text: str) -> int:
     if not text.isdecimal():
         raise ValueError(text)
     return int(text)
+
+
+def _yes_or_no(text: str) -> bool | None:
+    return {"yes": True, "no": False}.get(text)
 
 
 def _log_format(text: str) -> str | None:
@@ -141,6 +168,7 @@ _PARSED: Mapping[str, tuple[Callable[[str], float | str | None], str]] = {
     "processes": (_within(1, _MAX_PROCESSES, _whole_number), f"a whole number from 1 to {_MAX_PROCESSES}"),
     "poll_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 30, or 0 for never"),
     "drain_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 5, or 0 to stop at once"),
+    "insecure": (_yes_or_no, "yes or no"),
     "log_format": (_log_format, " or ".join(get_args(LogFormat))),
 }
 

@@ -56,7 +56,10 @@ class Compose:
         ).stdout.strip()  # fmt: skip
 
     def json(self, path: str) -> Any:
-        return httpx.get(f"{self.url}{path}", timeout=60).json()  # what is cold takes seconds on a busy machine
+        token = self("exec", "-T", "server", "cat", "/var/lib/penstock/token").strip()
+        assert httpx.get(f"{self.url}{path}").status_code == 401
+        headers = {"Authorization": f"Bearer {token}"}
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=60).json()  # what is cold takes seconds
 
     def wait_until(self, template: str, expected: str) -> None:
         deadline = time.monotonic() + 180

@@ -113,7 +113,10 @@ def test_help_imports_nothing_slow() -> None:
         (["serve", "{tmp}/text", "--tokenizer", "{tmp}/none.json"], "none.json cannot be read: No such file"),
         (["serve", "{tmp}/numbers", "--port", "high"], "--port must be a whole number from 0"),
         (["serve", "{tmp}/numbers", "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use"),
-        (["serve", "{tmp}/numbers", "--host", "192.0.2.1"], "Cannot assign requested address. Choose another --host"),
+        (
+            ["serve", "{tmp}/numbers", "--insecure", "--host", "192.0.2.1"],
+            "Cannot assign requested address. Choose another --host",
+        ),
         (["serve", "{tmp}/numbers", "--cache-dir", "/dev/null/x"], f"user {os.getuid()}: Not a directory. Name another with"),
         (["sample", "{tmp}/text"], "{tmp}/text cannot be written: it holds other things"),
         (["sample", "/dev/null/sample"], "/dev/null/sample cannot be written: Not a directory"),

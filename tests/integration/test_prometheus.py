@@ -91,7 +91,13 @@ class Prometheus:
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("prometheus")
     config = CONFIG.read_text()
-    for shipped, here in (("server:8000", server.url.removeprefix("http://")), ("15s", "1s")):
+    (folder / "token").write_text("of a server without tokens")
+    replaced = {
+        "server:8000": server.url.removeprefix("http://"),
+        "15s": "1s",
+        "/run/penstock/metrics-token": f"{folder}/token",
+    }
+    for shipped, here in replaced.items():
         assert shipped in config
         config = config.replace(shipped, here)
     (folder / "prometheus.yml").write_text(config)
@@ -117,11 +123,14 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
         process.wait()
 
 
-def test_promtool_accepts_the_metrics_and_the_configuration(server: Server) -> None:
+def test_promtool_accepts_the_metrics_and_the_configuration(server: Server, tmp_path: Path) -> None:
     with training(server):
         until(lambda: "penstock_rank_wait_seconds_total{" in server.get("/metrics").text)
         promtool("check", "metrics", given=server.get("/metrics").content)
-    promtool("check", "config", CONFIG)
+    (tmp_path / "token").touch()
+    (tmp_path / "prometheus.yml").write_text(CONFIG.read_text().replace("/run/penstock/metrics-token", f"{tmp_path}/token"))
+    shutil.copy(ALERTS, tmp_path)
+    promtool("check", "config", tmp_path / "prometheus.yml")
 
 
 @pytest.mark.slow

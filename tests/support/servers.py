@@ -71,6 +71,9 @@ class Server:
         """SIGKILL: no chance to say goodbye."""
         self._process.close()
 
+    def log(self) -> str:
+        return self._process.errors()
+
     def children(self) -> list[int]:
         """The processes that serve, where `--processes` asked for several; Linux alone tells."""
         return serving_below(self.pid)

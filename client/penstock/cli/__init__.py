@@ -18,7 +18,7 @@ _COMMANDS = {
     "doctor": "find what is wrong between this machine and a server",
     "audit": "prove from its ledgers that a run trained on every sample exactly once",
 }
-_SERVER_COMMANDS = ("serve", "inspect", "prepare", "sample", "import")
+_SERVER_COMMANDS = ("serve", "inspect", "prepare", "sample", "import", "token")
 _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")
 
 

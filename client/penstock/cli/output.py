@@ -32,7 +32,7 @@ def set_run(
 
     A command that `only_prints` ends without an error when the reader of its output, such as head, closes the pipe.
     """
-    name = command.prog.rpartition(" ")[2]
+    name = command.prog.partition(" ")[2]  # such as serve, or token create
     refusals: tuple[type[Exception], ...] = (PenstockError, CommandError, *errors)
 
     def run_command(arguments: argparse.Namespace) -> int:

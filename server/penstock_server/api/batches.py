@@ -25,7 +25,7 @@ from penstock import wire
 from penstock.wire.names import DATASETS
 from penstock.wire.report import HEADER, TIMING_HEADER, Report, format_timing
 from penstock_server.api.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, ParsedRoute, Rank, Step, spec_of
-from penstock_server.api.service import InThread, Requested, Service, service_of
+from penstock_server.api.service import InThread, Requested, Service, catalog_of, identity_of, service_of
 from penstock_server.batches import text_view
 from penstock_server.batches.assemble import chunks, steps_per_chunk
 from penstock_server.batches.plan import Plan
@@ -35,6 +35,7 @@ from penstock_server.blocks.block import Block
 from penstock_server.monitoring.jobs import RankRequest
 from penstock_server.problems import BadParameter, BlocksNotReady, IndexNotReady
 from penstock_server.schemas import BatchInfo, ProvenanceInfo
+from penstock_server.security.tokens import EVERYONE
 
 BatchFormat = Literal["msgpack", "json", "tokens"]
 
@@ -126,28 +127,29 @@ def _choose_threads(request: Request, batches: BatchRange) -> InThread:
         return service.executors.run_blocking
     spec = spec_of(request)
     # Sorting a window by length takes long, and any request of an epoch may do it.
-    if spec.length_bucket_size or service.catalog.may_block(batches.dataset, spec):
+    if spec.length_bucket_size or catalog_of(request).may_block(batches.dataset, spec):
         return service.executors.run_blocking
     return partial(service.executors.make_of_epoch, (batches.dataset, spec, batches.epoch))
 
 
 def _open(request: Request, batches: BatchRange, in_thread: InThread, watched: RankRequest) -> Response:
     """Returns the stream of a range of batches, or a 304."""
-    service, spec = service_of(request), spec_of(request)
+    service, catalog, spec = service_of(request), catalog_of(request), spec_of(request)
     watched.clock.enter("make")
     report = Report.from_header(request.headers.get(HEADER, ""))
     job = None
-    if report and batches.dataset in service.catalog and batches.rank < spec.world_size:
+    if report and batches.dataset in catalog and batches.rank < spec.world_size:
         job = service.jobs.add(report, batches.dataset, spec, batches.rank, watched)
         service.metrics.add_report(report, batches.dataset)
-    plan = service.catalog.plan(batches.dataset, spec)
+    plan = catalog.plan(batches.dataset, spec)
     if job:
         job.num_steps, job.step_nbytes = plan.schedule.num_steps, plan.step_nbytes
     steps = batches.steps(plan)
     address = f"{plan.identity} {batches.epoch} {batches.rank} {steps} {batches.format}"
     etag = f'"{blake2b(address.encode(), digest_size=16).hexdigest()}"'
     # A cacheable URL pins snapshot and mix; otherwise a cache could mix two snapshots in one epoch.
-    cache_control = "public, max-age=31536000, immutable" if plan.is_named_by(spec) else "no-cache"
+    shared = "public" if identity_of(request) is EVERYONE else "private"
+    cache_control = f"{shared}, max-age=31536000, immutable" if plan.is_named_by(spec) else "no-cache"
     headers = {"ETag": etag, "Cache-Control": cache_control}
     tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
     if etag in tags or "*" in tags:
@@ -404,7 +406,7 @@ async def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, 
     """Returns the rows that make up each sample of a batch. `dataset_row` is the row number in URLs."""
 
     def make() -> Response:
-        plan = service_of(request).catalog.plan(dataset, spec_of(request))
+        plan = catalog_of(request).plan(dataset, spec_of(request))
         return JSONResponse(text_view.provenance(plan, epoch, step, rank))
 
     return await service_of(request).executors.make_text(make)

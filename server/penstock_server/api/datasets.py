@@ -13,7 +13,7 @@ from penstock import wire
 from penstock.spec import MAX_COUNT
 from penstock.wire.names import DATASETS
 from penstock_server.api.parameters import PROBLEMS, SPEC_PARAMETERS, EpochQuery, Name, ParsedRoute, Row, spec_of
-from penstock_server.api.service import service_of
+from penstock_server.api.service import catalog_of, identity_of, require_scope, service_of
 from penstock_server.batches.plan import Plan, check_room
 from penstock_server.catalog.dataset import Change
 from penstock_server.catalog.describe import describe_dataset, describe_mixture, describe_spec, describe_state
@@ -51,7 +51,7 @@ def _json(schema: Any) -> dict[int | str, dict[str, Any]]:
 @router.get("", summary="List the datasets", tags=_DATASETS, responses=_json(DatasetsInfo))
 def list_datasets(request: Request) -> Response:
     """Lists the datasets and mixtures served, and those that cannot be served, with the reason."""
-    catalog = service_of(request).catalog
+    catalog = catalog_of(request)
     return JSONResponse(
         {
             "datasets": [describe_dataset(dataset) for dataset in catalog.datasets.values()],
@@ -64,7 +64,7 @@ def list_datasets(request: Request) -> Response:
 @router.get("/{dataset}", summary="Show a dataset", tags=_DATASETS, responses=_json(DatasetInfo | MixtureInfo))
 def show_dataset(request: Request, dataset: Name) -> Response:
     """Shows rows, shards, columns, recipe and snapshots of a dataset, and the error that keeps new data out."""
-    catalog = service_of(request).catalog
+    catalog = catalog_of(request)
     if mixture := catalog.mixtures.get(dataset):
         return JSONResponse(describe_mixture(mixture))
     return JSONResponse(describe_state(catalog[dataset]))
@@ -74,6 +74,9 @@ def show_dataset(request: Request, dataset: Name) -> Response:
 async def refresh(request: Request, dataset: Name) -> Response:
     """Loads changes in the folder now: shards that were added, removed or rewritten, and the recipe."""
     service = service_of(request)
+    require_scope(request, "admin")
+    if not identity_of(request).may_see(dataset):
+        catalog_of(request)[dataset]  # raises UnknownDataset
     async with service.refreshing:
         change = await service.executors.run_blocking(lambda: service.catalog.refresh(dataset))
     return JSONResponse(jsonable_encoder(change))
@@ -124,7 +127,7 @@ def show_shares(request: Request, dataset: Name, epoch: EpochQuery = 0, step: Ep
 @router.get("/{dataset}/lengths", summary="Show the lengths of rows", tags=_DATASETS, responses=_json(LengthsInfo))
 def lengths(request: Request, dataset: Name) -> Response:
     """Shows a histogram of tokens per row, if they are counted. A run that needs the counts, or `penstock prepare`, counts."""
-    return JSONResponse(show_lengths(service_of(request).catalog[dataset].latest))
+    return JSONResponse(show_lengths(catalog_of(request)[dataset].latest))
 
 
 @router.get(
@@ -143,14 +146,14 @@ async def shuffle_report(request: Request, dataset: Name, epoch: EpochQuery = 0)
 @router.get("/{dataset}/quarantine", summary="List the bad rows of a dataset", tags=_DATASETS, responses=_json(QuarantineInfo))
 def quarantine(request: Request, dataset: Name, start: Start = 0, limit: Limit = 1000) -> Response:
     """Lists the rows that cannot be used and the row groups that cannot be read, as far as they are known."""
-    latest = service_of(request).catalog[dataset].latest
+    latest = catalog_of(request)[dataset].latest
     return JSONResponse(jsonable_encoder(show_quarantine(latest, start, limit)))
 
 
 @router.get("/{dataset}/rows/{row}", summary="Show a row", tags=_ROWS, responses=_json(RowInfo))
 def one_row(request: Request, dataset: Name, row: Row) -> Response:
     """Shows the tokens and the text of a row."""
-    return JSONResponse(show_row(service_of(request).catalog[dataset].latest, row))
+    return JSONResponse(show_row(catalog_of(request)[dataset].latest, row))
 
 
 @router.get(
@@ -166,4 +169,4 @@ def schedule(request: Request, dataset: Name, row: Row, epoch: EpochQuery = 0) -
 
 
 def _plan_of(request: Request, dataset: str) -> Plan:
-    return service_of(request).catalog.plan(dataset, spec_of(request))
+    return catalog_of(request).plan(dataset, spec_of(request))

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from penstock_server.api.parameters import PROBLEMS, ParsedRoute
+from penstock_server.api.service import identity_of, require_scope
 from penstock_server.monitoring.monitor import Monitor
 from penstock_server.schemas import JobsInfo
 
@@ -20,13 +21,15 @@ router = APIRouter(responses=PROBLEMS, route_class=ParsedRoute, tags=["monitorin
 @router.get("/v1/jobs", summary="Show which rank waits, and why", responses={200: {"model": JobsInfo}})
 def list_jobs(request: Request, history: History = "false") -> Response:
     """Lists the runs that pull from this server, with what each of their ranks reports, and a verdict in one sentence."""
-    return JSONResponse(_monitor_of(request).describe(history=history == "true"), headers={"Cache-Control": "no-store"})
+    jobs = _monitor_of(request).describe(identity_of(request), history=history == "true")
+    return JSONResponse(jobs, headers={"Cache-Control": "no-store"})
 
 
 @router.get("/metrics", summary="Get the metrics for Prometheus", response_class=PlainTextResponse)
 def metrics(request: Request) -> Response:
     """Returns the metrics of all processes of this server in the text format of Prometheus."""
-    return Response(_monitor_of(request).metrics_text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    require_scope(request, "metrics", "admin")
+    return Response(_monitor_of(request).metrics_text(identity_of(request)), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def _monitor_of(request: Request) -> Monitor:

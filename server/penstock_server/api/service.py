@@ -22,9 +22,11 @@ from penstock_server.blocks.block import Block
 from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.blocks.store import Asked
 from penstock_server.catalog.catalog import Catalog
+from penstock_server.catalog.view import CatalogView
 from penstock_server.monitoring.jobs import Jobs
 from penstock_server.monitoring.metrics import Metrics
-from penstock_server.problems import Busy
+from penstock_server.problems import Busy, Forbidden
+from penstock_server.security.tokens import Identity, Scope
 
 _T = TypeVar("_T")
 InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a function in a thread, and returns its result
@@ -182,6 +184,25 @@ def service_of(request: Request) -> Service:
     """Returns the service of a request's application."""
     service: Service = request.app.state.service
     return service
+
+
+def identity_of(request: Request) -> Identity:
+    """Returns who sent a request. The layer in gate.py has set it."""
+    identity: Identity = request.scope["identity"]
+    return identity
+
+
+def catalog_of(request: Request) -> CatalogView:
+    """Returns the datasets that the caller may see."""
+    return service_of(request).catalog.seen_by(identity_of(request))
+
+
+def require_scope(request: Request, *scopes: Scope) -> None:
+    """Raises Forbidden: the scope of the caller is not one of these."""
+    identity = identity_of(request)
+    if identity.scope not in scopes:
+        allowed = " or ".join(scopes)
+        raise Forbidden(f"The token {identity.name} has the scope {identity.scope}; this needs {allowed}.")
 
 
 class InFlight:

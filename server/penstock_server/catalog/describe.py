@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from penstock.text import counted, rows_kept
 from penstock_server.batches.plan import Plan
-from penstock_server.catalog.catalog import DeclaredMixture
 from penstock_server.catalog.dataset import DatasetState, OpenSnapshot
 from penstock_server.catalog.snapshot import Snapshot
+from penstock_server.catalog.view import DeclaredMixture
 from penstock_server.catalog.warnings import advice_on_run
 from penstock_server.index.row_lengths import RowLengths
 from penstock_server.schemas import DatasetInfo, MixtureInfo, SpecInfo, SplitInfo, TensorInfo

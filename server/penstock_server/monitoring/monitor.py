@@ -16,8 +16,10 @@ from typing import Any
 
 import msgpack
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 
 from penstock import __version__
+from penstock.spec import Spec
 from penstock_server.api.service import InFlight
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.logs import Seldom
@@ -28,6 +30,7 @@ from penstock_server.monitoring.metrics import all_values, slot_counters
 from penstock_server.monitoring.place import Place
 from penstock_server.monitoring.view import describe_job, verdict
 from penstock_server.schemas import JobsInfo
+from penstock_server.security.tokens import Identity
 
 log = logging.getLogger("penstock.monitor")
 
@@ -121,12 +124,18 @@ class Monitor:
         files = sorted(self._place.folder.glob("status-*[0-9]"))
         return [status for file in files if (status := _read(file))]
 
-    def describe(self, *, history: bool) -> JobsInfo:
-        """Describe all jobs and this server for /v1/jobs."""
+    def describe(self, identity: Identity, *, history: bool) -> JobsInfo:
+        """Describe the jobs that a caller may see, and this server, for /v1/jobs."""
         self.look()
         statuses, now = self._statuses(), time.time()
-        jobs = merged(status["jobs"] for status in statuses)
+        shows = self._shows(identity)
+        jobs = {
+            key: job
+            for key, job in merged(status["jobs"] for status in statuses).items()
+            if all(map(shows, [key.dataset, *_mixed(job)]))
+        }
         info: JobsInfo = {
+            "caller": identity.name,
             "verdict": verdict(jobs, now),
             "server": self._describe_server(statuses, now, history=history),
             "jobs": [describe_job(key, job, now, history=history) for key, job in _newest_first(jobs)],
@@ -164,13 +173,39 @@ class Monitor:
             }
         return server
 
-    def metrics_text(self) -> bytes:
-        """Return the metrics of all processes in the text format of Prometheus."""
+    def metrics_text(self, identity: Identity) -> bytes:
+        """Return the metrics of all processes that a caller may see, in the text format of Prometheus."""
         self.look()
         counters = all_values(self._place.folder) if self._place else self._metrics.registry
         gauges = CollectorRegistry()
         gauges.register(Gauges(self._catalog, self._statuses()))
-        return generate_latest(counters) + generate_latest(gauges)
+        shows = self._shows(identity)
+        return b"".join(generate_latest(_Visible(registry, shows)) for registry in (counters, gauges))
+
+    def _shows(self, identity: Identity) -> Callable[[str], bool]:
+        """Return a function that says whether a caller may see a dataset or mixture."""
+        view = self._catalog.seen_by(identity)
+        return (lambda _: True) if view is self._catalog else view.__contains__
+
+
+class _Visible(CollectorRegistry):
+    """The samples of a registry without those of datasets that a caller may not see."""
+
+    def __init__(self, registry: CollectorRegistry, shows: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._of_all, self._shows = registry, shows
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        for family in self._of_all.collect():
+            family.samples = [s for s in family.samples if "dataset" not in s.labels or self._shows(s.labels["dataset"])]
+            yield family
+
+
+def _mixed(job: JobRecord) -> Sequence[str]:
+    """Return the datasets of a job's mix, if it has one."""
+    mix = Spec(mix=job.spec["mix"]).mixed()
+    return mix.datasets if mix else ()
 
 
 def _newest_first(jobs: Mapping[JobKey, JobRecord]) -> list[tuple[JobKey, JobRecord]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+from base64 import b64encode
 from functools import cache
-from hashlib import blake2b
+from hashlib import blake2b, sha256
+from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +45,16 @@ def add_page(app: FastAPI) -> None:
     @app.api_route("/page/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
     async def file(request: Request, name: str) -> Response:
         return _respond(request, name)
+
+
+def login_page(status: int, error: str = "") -> Response:
+    """Returns the page that asks for a token. It is one file: without a token there is nothing else to load."""
+    page = _files()["login.html"].plain.decode()
+    style = b64encode(sha256(page.partition("<style>")[2].partition("</style>")[0].encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{style}'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    headers = _HEADERS | {"Content-Security-Policy": policy, "Cache-Control": "no-store"}
+    alert = f'<p role="alert">{escape(error)}</p>' if error else ""
+    return Response(page.replace("<!--error-->", alert), status, headers, media_type="text/html")
 
 
 def _respond(request: Request, name: str) -> Response:

@@ -34,6 +34,8 @@ from penstock_server.catalog.describe import summary
 from penstock_server.catalog.warnings import warn
 from penstock_server.logs import complain_at_start, greet, log, log_events
 from penstock_server.monitoring.place import Place
+from penstock_server.security.tokens import Tokens
+from penstock_server.security.watcher import Watcher
 from penstock_server.serving.listener import listen
 from penstock_server.settings import Settings
 
@@ -62,8 +64,17 @@ def run(
     gc.collect()
     gc.freeze()
     _raise_file_limit()
+    watcher, tokens = Watcher(), None
+    if settings.tokens:
+        tokens = Tokens(settings.tokens)
+        watcher.watch([settings.tokens], tokens.load)
+        signal.signal(signal.SIGHUP, lambda *_: watcher.wake())
     catalog = open_data(settings)
     listen(listener, settings)
+    if not ready:
+        # After shutdown, uvicorn raises the stop signal again, and this process ends. A KeyboardInterrupt would first wait for
+        # threads, and one may decode for minutes, or hang forever on a failed disk.
+        ends_at(signal.SIGINT)
     if is_first:
         tell = partial(complain_at_start, settings.log_format, level=logging.WARNING)
         warn(tell, settings.data_dir, catalog.datasets.values())
@@ -73,12 +84,8 @@ def run(
     log_events(is_first=is_first)
     if ready:
         ready(catalog.store.cache.budget_bytes)
-    else:
-        # After shutdown, uvicorn raises the stop signal again, and this process ends. A KeyboardInterrupt would first wait for
-        # threads, and one may decode for minutes, or hang forever on a failed disk.
-        ends_at(signal.SIGINT)
-    app = create_app(catalog, InFlight(settings.most_inflight_bytes), place)
-    with catalog.polling(settings.poll_seconds), app.state.monitor.running():
+    app = create_app(catalog, InFlight(settings.most_inflight_bytes), place, tokens)
+    with catalog.polling(settings.poll_seconds), app.state.monitor.running(), watcher.running():
         server = Server(app, drain_seconds=settings.drain_seconds)
         app.state.monitor.unsent = server.unsent
         server.run(sockets=[listener])
@@ -170,10 +177,11 @@ def greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> s
     host = _HERE.get(host, host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
+    curl = """curl -H "Authorization: Bearer $PENSTOCK_TOKEN\"""" if settings.tokens else "curl"
     for name, dataset in islice(catalog.datasets.items(), _GREETED):
         headline, recipe = summary(dataset)
         small = _small(dataset.snapshot.num_rows)
-        lines += [f"  {headline}", f"    {recipe}", f"    curl '{url}{batches_path(name, 0, 0)}/0?format=json{small}'"]
+        lines += [f"  {headline}", f"    {recipe}", f"    {curl} '{url}{batches_path(name, 0, 0)}/0?format=json{small}'"]
     if (more := len(catalog.datasets) - _GREETED) > 0:
         lines.append(f"  and {counted(more, 'more dataset')}, listed at {url}{DATASETS}")
     lines += [f"  {name}: a mixture, {mixture.mix}" for name, mixture in catalog.mixtures.items()]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
@@ -54,6 +55,8 @@ def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
                 return workers[0].report_failed_start()
             workers[0].settings = settings
             workers += [ServerProcess(settings, listener, Place(folder, slot)) for slot in range(1, settings.processes)]
+            if settings.tokens:
+                signal.signal(signal.SIGHUP, partial(_pass_on, workers))
             while stop not in wait(
                 [stop, *(worker.process.sentinel for worker in workers if not worker.due_at)], _wait(workers)
             ):
@@ -112,6 +115,13 @@ class ServerProcess:
         if status < 0:
             complain_at_start(self.settings.log_format, f"the first process {ending(status)} before it could serve.")
         return max(status, 1)
+
+
+def _pass_on(workers: list[ServerProcess], number: int, _: object) -> None:
+    for worker in workers:
+        if worker.process.pid and not worker.due_at:
+            with suppress(ProcessLookupError):
+                os.kill(worker.process.pid, number)
 
 
 def ending(exit_code: int) -> str:

@@ -91,7 +91,7 @@ def test_requests_for_a_known_snapshot_do_not_wait_for_a_poll(
         return scan_folders(data_dir)
 
     monkeypatch.setattr("penstock_server.catalog.catalog.scan_folders", look)
-    monkeypatch.setattr("penstock_server.catalog.catalog._CATCH_UP_SECONDS", 30)
+    monkeypatch.setattr("penstock_server.catalog.view._CATCH_UP_SECONDS", 30)
     app = create_app(catalog, InFlight(1 << 30))
     answered: list[str] = []
 

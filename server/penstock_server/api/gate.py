@@ -1,0 +1,164 @@
+"""The layer that lets requests in: every path needs a token, unless it is a probe.
+
+A token comes as `Authorization: Bearer`, as the password of Basic, or in the cookie that the login of the page sets. A client
+certificate does as well. `scope["identity"]` tells the rest of the server who asks; without this layer, routes fail.
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import b64decode
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock_server.api.errors import problem_response
+from penstock_server.page.routes import login_page
+from penstock_server.problems import Forbidden, Problem, TooManyAttempts, Unauthorized
+from penstock_server.security.tokens import EVERYONE, STRANGER, Identity, Tokens
+
+_PROBES = ("/healthz", "/readyz")
+_FOR_PEOPLE = ("/", "/docs")  # where a browser without a token gets the login
+_COOKIE = "penstock_token"
+_MAX_FORM_BYTES = 4096
+_MAX_ATTEMPTS, _ATTEMPTS_SECONDS = 20, 60.0
+_MAX_ADDRESSES = 10_000
+
+
+class Gate:
+    """ASGI layer around the application. `tokens` None lets everyone in."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
+        self._app, self._tokens, self._attempts = app, tokens, Attempts()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on with its identity."""
+        if self._tokens is None or scope["type"] == "lifespan":
+            scope["identity"] = EVERYONE
+            await self._app(scope, receive, send)
+            return
+        try:
+            response = await self._admit(Request(scope, receive), self._tokens)
+        except Problem as problem:
+            response = problem_response(scope, problem)
+            if isinstance(problem, Unauthorized) and scope["path"] in _FOR_PEOPLE and _is_browser(scope):
+                response = login_page(response.status_code)
+        await (response or self._app)(scope, receive, send)
+
+    async def _admit(self, request: Request, tokens: Tokens) -> Response | None:
+        """Set the identity of a request. Return a response instead of passing it on. Raises Unauthorized and others."""
+        scope, path = request.scope, request.scope["path"]
+        if path == "/login" and request.method == "POST":
+            return await self._login(request, tokens)
+        if path == "/logout" and request.method == "POST":
+            response = RedirectResponse("./", 303)
+            response.set_cookie(_COOKIE, "", max_age=0, path=None, httponly=True, samesite="strict")
+            return response
+        try:
+            scope["identity"] = self._identify(scope, tokens)
+        except (Unauthorized, TooManyAttempts):
+            if path not in _PROBES:
+                raise
+            scope["identity"] = STRANGER
+        if scope["identity"].scope == "metrics" and path not in ("/metrics", *_PROBES):
+            raise Forbidden(f"The token {scope['identity'].name} has the scope metrics: it can read /metrics alone.")
+        return None
+
+    def _identify(self, scope: Scope, tokens: Tokens) -> Identity:
+        """Return who sends a request. Raises Unauthorized, TooManyAttempts."""
+        token = token_of(scope)
+        if token is not None:
+            return self._check(scope, tokens, token)
+        subject = scope.get("state", {}).get("certificate")
+        if subject is None:
+            raise Unauthorized(
+                "This server needs a token: send it as Authorization: Bearer TOKEN. Trainers and commands take it from "
+                "PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE. penstock token create makes one."
+            )
+        if identity := tokens.identify_certificate(subject):
+            return identity
+        raise Unauthorized(f"The token file has no entry for the client certificate {subject}, or it has expired.")
+
+    def _check(self, scope: Scope, tokens: Tokens, token: str) -> Identity:
+        """Return who has a token. Raises Unauthorized, TooManyAttempts: nobody has it."""
+        if identity := tokens.identify(token):
+            return identity
+        address = scope["client"][0] if scope.get("client") else ""
+        if after_seconds := self._attempts.add(address):
+            raise TooManyAttempts(
+                f"{address} sent more than {_MAX_ATTEMPTS} wrong tokens in a minute. Retry in {after_seconds} s. A right token "
+                f"is accepted at any time.",
+                after_seconds,
+            )
+        raise Unauthorized("The token is wrong, expired or revoked. Ask the operator of this server for another one.")
+
+    async def _login(self, request: Request, tokens: Tokens) -> Response:
+        """Answer the form of the login: set the cookie, and show the page."""
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > _MAX_FORM_BYTES:
+                break
+        token = parse_qs(body[:_MAX_FORM_BYTES].decode("latin-1")).get("token", [""])[0].strip()
+        try:
+            self._check(request.scope, tokens, token)
+        except Problem as problem:
+            request.scope["problem"] = problem.slug
+            return login_page(problem.status, error=str(problem))
+        response = RedirectResponse("./", 303)
+        # Without a path the browser takes that of the request: a proxy may serve all of this below a prefix.
+        is_tls = request.url.scheme == "https"
+        response.set_cookie(_COOKIE, token, path=None, httponly=True, samesite="strict", secure=is_tls)
+        return response
+
+
+def token_of(scope: Scope) -> str | None:
+    """Return the token of a request: of its Authorization header, or else of its cookie. None if there is none."""
+    headers: dict[bytes, str] = {
+        name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"authorization", b"cookie")
+    }
+    if b"authorization" in headers:
+        scheme, _, credentials = headers[b"authorization"].partition(" ")
+        if scheme.lower() == "bearer":
+            return credentials.strip()
+        if scheme.lower() == "basic":
+            try:
+                return b64decode(credentials, validate=True).decode("latin-1").partition(":")[2]
+            except ValueError:
+                return ""
+        return ""
+    try:
+        cookie = SimpleCookie(headers.get(b"cookie", "")).get(_COOKIE)
+    except CookieError:
+        return None
+    return str(cookie.value) if cookie else None
+
+
+def _is_browser(scope: Scope) -> bool:
+    accepted = next((value for name, value in scope["headers"] if name == b"accept"), b"")
+    return b"text/html" in accepted and scope["method"] in ("GET", "HEAD")
+
+
+class Attempts:
+    """Wrong tokens by address, of the last minute. It remembers the addresses that were wrong last."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._times = OrderedDict[str, deque[float]]()
+
+    def add(self, address: str) -> int:
+        """Count a wrong token. Return 0, or the seconds until the address may try again."""
+        now = self._now()
+        times = self._times.setdefault(address, deque(maxlen=_MAX_ATTEMPTS))
+        self._times.move_to_end(address)
+        if len(self._times) > _MAX_ADDRESSES:
+            self._times.popitem(last=False)
+        if len(times) == _MAX_ATTEMPTS and now - times[0] < _ATTEMPTS_SECONDS:
+            return int(_ATTEMPTS_SECONDS - (now - times[0])) + 1
+        times.append(now)
+        return 0

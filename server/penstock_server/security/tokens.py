@@ -1,0 +1,224 @@
+"""Tokens: a file of their SHA-256 hashes, and who each of them is.
+
+{"tokens": [
+    {"name": "trainer", "sha256": "9f86...", "datasets": ["team-a.*"], "scope": "read", "expires": "2027-02-28T09:00:00Z"}
+]}
+
+An entry with `certificate` instead of `sha256` is a client that TLS identifies by the subject of its certificate.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from penstock.text import listed
+from penstock_server.settings import SettingsError
+
+Scope = Literal["read", "metrics", "admin"]
+
+_PREFIX = "pst_"  # by which scanners for leaked secrets find a token
+_NUM_BYTES = 32
+MAX_FILE_BYTES = 4 << 20
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+_Glob = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Caller of a request, and what it may do.
+
+    name      of its token; "" if the server has no tokens, and for callers without one
+    datasets  patterns of the dataset names that it may see, in the syntax of fnmatch; * also stands for dots
+    scope     read: what trainers and the page need; metrics: /metrics alone; admin: all of it, and loading new data
+    """
+
+    name: str
+    datasets: tuple[str, ...]
+    scope: Scope
+
+    def may_see(self, dataset: str) -> bool:
+        """Return whether it may see a dataset."""
+        return any(fnmatchcase(dataset, pattern) for pattern in self.datasets)
+
+
+EVERYONE = Identity("", ("*",), "admin")  # callers of a server without tokens
+STRANGER = Identity("", (), "read")  # callers without a token: probes alone
+
+
+class TokenEntry(BaseModel):
+    """Entry of a token file. `expires` None is never."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: _Name
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] | None = None
+    certificate: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
+    datasets: Annotated[tuple[_Glob, ...], Field(min_length=1)] = ("*",)
+    scope: Scope = "read"
+    created: AwareDatetime | None = None
+    expires: AwareDatetime | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenEntry:
+        if (self.sha256 is None) == (self.certificate is None):
+            raise ValueError("an entry has either sha256 or certificate")
+        return self
+
+    @property
+    def identity(self) -> Identity:
+        """Who the entry is."""
+        return Identity(self.name, self.datasets, self.scope)
+
+    def is_expired(self, now: float) -> bool:
+        """Return whether it has expired at a time, in seconds since the epoch."""
+        return self.expires is not None and self.expires.timestamp() <= now
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    tokens: tuple[TokenEntry, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> _Document:
+        names = [entry.name for entry in self.tokens]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"the names {listed(repeated)} are there more than once")
+        return self
+
+
+def read_tokens(path: Path) -> tuple[TokenEntry, ...]:
+    """Return the entries of a token file. Raises SettingsError: it cannot be read, or an entry is wrong."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"the token file {path} cannot be read: {reason}. Make one with penstock token create.") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise SettingsError(f"the token file {path} is larger than {MAX_FILE_BYTES:,} bytes. Revoke tokens that are not used.")
+    try:
+        return _Document.model_validate_json(content).tokens
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(f"the token file {path} is wrong{f' at {place}' if place else ''}: {first['msg']}.") from error
+
+
+class Tokens:
+    """Tokens of a running server. `load` replaces them by those of the file; any thread may call it."""
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
+        self._path, self._now = path, now
+        self._by_hash: dict[str, TokenEntry] = {}
+        self._by_certificate: dict[str, TokenEntry] = {}
+
+    def load(self) -> None:
+        """Read the file. Raises SettingsError; the tokens then stay as they are."""
+        entries = read_tokens(self._path)
+        self._by_certificate = {entry.certificate: entry for entry in entries if entry.certificate}
+        self._by_hash = {entry.sha256: entry for entry in entries if entry.sha256}
+
+    def identify(self, token: str) -> Identity | None:
+        """Return who has a token; None if nobody has, or it has expired."""
+        # The time of the lookup depends on the hash, not on how much of a guessed token is right.
+        return self._identity(self._by_hash.get(_hash(token)))
+
+    def identify_certificate(self, subject: str) -> Identity | None:
+        """Return who has a certificate of this subject; None if nobody has, or the entry has expired."""
+        return self._identity(self._by_certificate.get(subject))
+
+    def _identity(self, entry: TokenEntry | None) -> Identity | None:
+        return entry.identity if entry and not entry.is_expired(self._now()) else None
+
+
+def create_token(
+    path: Path,
+    name: str,
+    datasets: tuple[str, ...],
+    scope: Scope,
+    expires: datetime | None,
+    certificate: str | None = None,
+) -> str:
+    """Add an entry to a token file, made if it is missing, and return its token; "" for a certificate.
+
+    Raises SettingsError: the name is taken or wrong, or the file cannot be read or written.
+    """
+    token = "" if certificate else _PREFIX + secrets.token_urlsafe(_NUM_BYTES)
+    try:
+        entry = TokenEntry(
+            name=name,
+            sha256=_hash(token) if token else None,
+            certificate=certificate,
+            datasets=datasets,
+            scope=scope,
+            created=datetime.now(UTC).replace(microsecond=0),
+            expires=expires,
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise SettingsError(f"no token can be made: {first['loc'][0]}: {first['msg']}") from error
+    with _changing(path) as entries:
+        if any(other.name == name for other in entries):
+            raise SettingsError(f"{path} has a token {name} already. Choose another name, or revoke that one first.")
+        entries.append(entry)
+    return token
+
+
+def revoke_token(path: Path, name: str) -> None:
+    """Remove an entry from a token file. Raises SettingsError: it has none of that name, or cannot be written."""
+    with _changing(path) as entries:
+        kept = [entry for entry in entries if entry.name != name]
+        if len(kept) == len(entries):
+            known = listed([entry.name for entry in entries]) or "none"
+            raise SettingsError(f"{path} has no token {name}. It has {known}.")
+        entries[:] = kept
+
+
+def _hash(token: str) -> str:
+    return sha256(token.encode(errors="surrogateescape")).hexdigest()
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[list[TokenEntry]]:
+    """Yield the entries of a file, and write them back. Two commands at once wait for each other."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            entries = list(read_tokens(path)) if path.exists() else []
+            yield entries
+            document = {"tokens": [entry.model_dump(mode="json", exclude_none=True) for entry in entries]}
+            _replace(path, json.dumps(document, indent=2) + "\n")
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise SettingsError(f"the token file {path} cannot be written: {error.strerror}.") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replace a file at once, so that no server reads a half. Only its owner may read it, unless it was readable before."""
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+            file.write(text)
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
