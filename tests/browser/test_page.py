@@ -21,6 +21,7 @@ import pyarrow as pa
 import pytest
 
 from penstock import RemoteDataset
+from penstock_server.security.tokens import create_token, revoke_token
 from support.corpora import write, write_pairs, write_text, write_tokenizer
 from support.servers import Serve, Server
 
@@ -156,7 +157,7 @@ def fake_jobs(has_history: bool) -> dict[str, Any]:
         sums = {name: [None] * 20 + [30.0] * 100 for name in ("tokens", "bytes", "batches", "refusals", "hits", "misses")}
         server["history"] = {"seconds": 30.0, "end": now, "cache_used_bytes": [3e9] * 120, **sums}
     text = "Rank 17 of llama <b>7b</b> waits 41 %: the server is tokenizing 0412.parquet."
-    return {"verdict": {"state": "waiting", "text": text}, "server": server, "jobs": [job, ended]}
+    return {"caller": "", "verdict": {"state": "waiting", "text": text}, "server": server, "jobs": [job, ended]}
 
 
 def test_page_follows_a_training_run(server: Server, open_page: Open) -> None:
@@ -423,6 +424,30 @@ def test_page_works_below_a_prefix(server: Server, open_page: Open) -> None:
         assert page.locator(".copy pre").first.inner_text().startswith(f"{url}/tools/data/#/batch/stories?")
         page.get_by_role("link", name="API").click()
         page.get_by_text("List the datasets").first.wait_for()
+
+
+def test_page_of_a_server_with_tokens_asks_for_one(serve: Serve, shared: Path, open_page: Open, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    token = create_token(tokens, "watcher", ("stories",), "read", None)
+    guarded = serve(shared, "--tokenizer", str(shared / "tokenizer.json"), "--tokens", str(tokens))
+    page = open_page(url=f"{guarded.url}/", refusals="status of 401")
+    page.get_by_label("Token").fill("a guess")
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("alert").filter(has_text="The token is wrong").wait_for()
+    page.get_by_label("Token").fill(token)
+    page.keyboard.press("Enter")
+    page.get_by_text("Signed in as watcher.").wait_for()
+    page.get_by_role("link", name="Datasets").click()
+    page.get_by_role("link", name="stories").wait_for()
+    assert page.get_by_role("link", name="pairs").count() == 0
+    page.get_by_role("link", name="Batches").click()
+    page.locator(".copy pre").filter(has_text="curl").filter(has_text="Bearer $PENSTOCK_TOKEN").wait_for()
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("Token").fill(token)
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_text("Signed in as watcher.").wait_for()
+    revoke_token(tokens, "watcher")
+    page.get_by_label("Token").wait_for()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from penstock_server.problems import Forbidden, Problem, TooManyAttempts, Unauth
 from penstock_server.security.tokens import EVERYONE, STRANGER, Identity, Tokens
 
 _PROBES = ("/healthz", "/readyz")
-_FOR_PEOPLE = ("/", "/docs")  # where a browser without a token gets the login
+_FOR_PEOPLE = ("/", "/docs", "/login")  # where a browser without a token gets the login
 _COOKIE = "penstock_token"
 _MAX_FORM_BYTES = 4096
 _MAX_ATTEMPTS, _ATTEMPTS_SECONDS = 20, 60.0

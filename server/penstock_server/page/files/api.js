@@ -16,6 +16,7 @@ export async function get(path, signal) {
   try {
     response = await fetch(path, { signal, headers: { Accept: "application/json" } });
     if (response.ok) return await response.json();
+    if (response.status === 401) location.reload(); // the login takes the place of the page
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer. Is it running, and is the network up?");

@@ -8,7 +8,7 @@ import { Copy, DatasetField, Field, namesOf, SpecForm, Table, Trouble } from "./
 const IGNORED = -100; // the label of a token without loss
 const MAX_TOKENS = 5000; // drawn one by one of a sample
 
-export function BatchView({ route: { names, query }, datasets }) {
+export function BatchView({ route: { names, query }, datasets, jobs }) {
   const name = names[0] ?? namesOf(datasets)[0];
   const { epoch, rank, step } = Object.fromEntries(["epoch", "rank", "step"].map((key) => [key, Number(query[key]) || 0]));
   const spec = specOf(query);
@@ -38,7 +38,7 @@ export function BatchView({ route: { names, query }, datasets }) {
   }, [data, query.line]);
   // Thousands of tokens: not again with every poll.
   const drawn = useMemo(
-    () => data && html`<${Batch} ...${{ name, query, spec, resolved: data[0], batch: data[1], provenance: data[2] }} />`,
+    () => data && html`<${Batch} ...${{ name, query, spec, resolved: data[0], batch: data[1], provenance: data[2], caller: jobs?.caller }} />`,
     [data, query.tokens, query.line],
   );
   if (!name) return null;
@@ -59,7 +59,7 @@ export function BatchView({ route: { names, query }, datasets }) {
     <div class=${isStale ? "stale" : ""}>${drawn}</div>`;
 }
 
-function Batch({ name, query, spec, resolved, batch, provenance }) {
+function Batch({ name, query, spec, resolved, batch, provenance, caller }) {
   const widths = Object.fromEntries(batch.tensors.map(([tensor, , shape]) => [tensor, shape[1]]));
   // A row's own dataset serves its look-ups, with the mix that the batch is of.
   const { mix, stopping_strategy, snapshot } = resolved.spec;
@@ -71,10 +71,10 @@ function Batch({ name, query, spec, resolved, batch, provenance }) {
     <p class="legend quiet"><span class="in-loss">text with loss</span> <span class="no-loss">text without loss</span> <span class="boundary">¶ a row begins</span> <span class="padding">padding</span></p>
     ${batch.samples.map((sample, at) => html`<${Sample} key=${at} ...${{ sample, widths, ofRow, sources: provenance.samples[at].sources, isCut, hasTokens: query.tokens === "1", isChosen: query.line === String(at) }} />`)}
     <h2>Share it</h2>
-    <${Addresses} ...${{ name, query, spec, resolved, batch }} />`;
+    <${Addresses} ...${{ name, query, spec, resolved, batch, caller }} />`;
 }
 
-function Addresses({ name, query, spec, resolved, batch }) {
+function Addresses({ name, query, spec, resolved, batch, caller }) {
   const pinned = { ...spec, snapshot: batch.snapshot };
   const address = { epoch: batch.epoch, rank: batch.rank, step: batch.step };
   const perStep = resolved.spec.batch_size * resolved.spec.world_size;
@@ -82,7 +82,7 @@ function Addresses({ name, query, spec, resolved, batch }) {
   const python = `${remoteDataset(name, others, resolved, [`rank=${batch.rank}`, `world_size=${resolved.spec.world_size}`])}data.seek(${Number(offset) + (batch.epoch * resolved.num_steps + batch.step) * perStep})\nbatch = next(iter(data))\n`;
   return html`
     <${Copy} name="link" text=${`${server()}/${link("batch", [name], { ...query, ...address, snapshot: batch.snapshot })}`} />
-    <${Copy} name="curl" text=${`curl '${server()}/${datasetPath(name).replaceAll("'", "%27")}/epochs/${batch.epoch}/ranks/${batch.rank}/batches/${batch.step}${queryOf({ ...pinned, format: "json" }).replaceAll("'", "%27")}'`} />
+    <${Copy} name="curl" text=${`curl ${caller ? '-H "Authorization: Bearer $PENSTOCK_TOKEN" ' : ""}'${server()}/${datasetPath(name).replaceAll("'", "%27")}/epochs/${batch.epoch}/ranks/${batch.rank}/batches/${batch.step}${queryOf({ ...pinned, format: "json" }).replaceAll("'", "%27")}'`} />
     ${!(offset && batch.epoch) && html`<${Copy} name="Python" text=${python} />`}`;
 }
 

@@ -37,6 +37,7 @@ function Page() {
     <main class=${jobs.error && jobs.data ? "stale" : ""}><${View} key=${route.view} ...${{ route, jobs: jobs.data, datasets: datasets.data, error: datasets.error }} /></main>
     <footer class="quiet">
       Penstock ${jobs.data?.server.version}. An HTTP cache between trainers and server hides requests from this page, and each server shows its own ranks.
+      ${jobs.data?.caller && html`<form method="post" action="logout">Signed in as ${jobs.data.caller}. <button>Sign out</button></form>`}
     </footer>`;
 }
 
