@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test trl-test trainers-test bench clean
+.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test lock sbom audit trl-test trainers-test bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -80,6 +80,23 @@ docker-test: install  ## build the images and run docker compose for real; needs
 
 memory-test: install  ## serve 10 GB from a container of 512 MB, every block of it; about ten minutes, needs a Docker engine
 	PENSTOCK_TEST_GIGABYTES=10 $(BIN)/python -m pytest tests/docker/test_memory_limit.py -rs -s
+
+LOCKING := $(VENV)/locking
+$(LOCKING)/.installed:
+	$(PYTHON) -m venv $(LOCKING)
+	$(LOCKING)/bin/pip install --quiet cyclonedx-bom pip-audit pip-tools && touch $@
+
+lock: $(LOCKING)/.installed  ## pin the packages of the server image, with the hashes of their files
+	$(LOCKING)/bin/pip-compile --quiet --generate-hashes --extra server --build-deps-for wheel --constraint constraints.txt \
+		--strip-extras --no-annotate --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
+		--output-file docker/requirements.txt pyproject.toml
+	sed -i '1i # The packages of the server image, with the hashes of their files. Made by make lock.' docker/requirements.txt
+
+sbom: $(LOCKING)/.installed  ## list the packages of the server image in sbom.json, in the format of CycloneDX
+	$(LOCKING)/bin/cyclonedx-py requirements docker/requirements.txt --output-reproducible --output-file sbom.json
+
+audit: $(LOCKING)/.installed  ## look for known vulnerabilities of the server image's packages; asks pypi.org
+	$(LOCKING)/bin/pip-audit --requirement docker/requirements.txt --require-hashes --disable-pip
 
 # The peers have environments of their own, so that the product's stays clean. One that cannot be installed leaves the others be:
 # the table says that it is missing, and why.

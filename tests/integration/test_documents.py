@@ -32,7 +32,17 @@ IMPORT = "penstock import stories.jsonl.gz more.csv data/stories"
 PREPARE = "penstock prepare data --tokenizer tokenizer.json"
 AUDIT = "penstock audit run.ledger"
 SERVE_HUB = "penstock serve data --tokenizer gpt2/tokenizer.json"
-RUN_ELSEWHERE = ("make demo", "make test", "docker compose")  # by .ci/run and tests/docker
+GUARD = [
+    "export PENSTOCK_TOKENS=tokens.json",
+    "penstock token create trainer --expires 90d",
+    "penstock serve data --host 0.0.0.0",
+]
+RUN_ELSEWHERE = (
+    "make demo",
+    "make test",
+    "docker compose",
+    "export PENSTOCK_TOKEN=$(docker compose",
+)  # by .ci/run and tests/docker
 
 
 def blocks(language: str) -> list[str]:
@@ -86,6 +96,7 @@ def test_documented_commands_are_all_tested() -> None:
         PREPARE.replace("prepare", "serve"),
         AUDIT,
         SERVE_HUB,
+        *GUARD,
         *curls,
         *asking(),
         *importing_ids(),
@@ -103,6 +114,16 @@ def test_documented_import_makes_a_dataset(sample: Path, serve: Serve, tmp_path:
         run(line, tmp_path)
     server = serve(tmp_path / "data", "--tokenizer", str(tmp_path / "tokenizer.json"))
     assert server.json("/v1/datasets/stories")["rows"] == 3
+
+
+def test_documented_tokens_guard_a_server(sample: Path, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable, create, command = GUARD
+    monkeypatch.setenv(*variable.removeprefix("export ").split("="))
+    monkeypatch.chdir(tmp_path)
+    token = penstock(*create.split()[1:], PENSTOCK_TOKENS="tokens.json", folder=tmp_path).stdout.strip()
+    server = serve(sample, *command.split()[3:])
+    assert server.get("/v1/datasets").status_code == 401
+    assert httpx.get(f"{server.url}/v1/datasets", headers={"Authorization": f"Bearer {token}"}).status_code == 200
 
 
 def importing_ids() -> list[str]:
