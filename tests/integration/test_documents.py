@@ -13,6 +13,7 @@ from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,12 +38,8 @@ GUARD = [
     "penstock token create trainer --expires 90d",
     "penstock serve data --host 0.0.0.0",
 ]
-RUN_ELSEWHERE = (
-    "make demo",
-    "make test",
-    "docker compose",
-    "export PENSTOCK_TOKEN=$(docker compose",
-)  # by .ci/run and tests/docker
+COMPOSED = ("docker compose", "export PENSTOCK_TOKEN=$(docker compose")
+RUN_ELSEWHERE = ("make demo", "make test", *COMPOSED)  # by .ci/run and tests/docker
 
 
 def blocks(language: str) -> list[str]:
