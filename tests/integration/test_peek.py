@@ -218,7 +218,9 @@ def test_peek_takes_a_batchs_url_and_options_override_it(server: Server) -> None
 
 def test_peek_has_an_option_for_every_parameter() -> None:
     offered = set(re.findall(r"^  --([a-z-]+)", penstock("peek", "--help", COLUMNS="200").stdout, re.MULTILINE))
-    assert offered - {"step", "epoch", "rank", "lines"} == {field.name.replace("_", "-") for field in fields(Spec)}
+    assert offered - {"step", "epoch", "rank", "lines", "token-file", "ca", "cert"} == {
+        field.name.replace("_", "-") for field in fields(Spec)
+    }
 
 
 def test_peek_escapes_control_characters(server: Server) -> None:

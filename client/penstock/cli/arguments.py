@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
 
 from penstock.spec import as_text, describe
 
@@ -46,3 +49,26 @@ def add_batch_options(command: argparse.ArgumentParser, *, without: tuple[str, .
             metavar="|".join(options) if options else _METAVARS[parameter["kind"]],
             help=f"{parameter['doc']}{default}".replace("%", "%%"),
         )
+
+
+class _SetVariable(argparse.Action):
+    """Puts an option into the environment, where each connection of the command finds it, those of RemoteDataset, too."""
+
+    def __call__(self, _: object, __: object, values: str | Sequence[Any] | None, ___: str | None = None) -> None:
+        if self.dest == "token_file":
+            os.environ.pop("PENSTOCK_TOKEN", None)  # it would come first
+        os.environ[f"PENSTOCK_{self.dest.upper()}"] = str(values)
+
+
+def add_access_options(command: argparse.ArgumentParser) -> None:
+    """Add the options for a token and certificates. There is no option for the token: all users of a machine see arguments."""
+    group = command.add_argument_group(
+        "access",
+        "A token can also be in PENSTOCK_TOKEN, and these files in PENSTOCK_TOKEN_FILE, PENSTOCK_CA and PENSTOCK_CERT.",
+    )
+    for option, text in {
+        "--token-file": "file with the token that the server requires",
+        "--ca": "PEM file of the authorities to trust (default: those of the system)",
+        "--cert": "PEM file of a client certificate and its key, or CERT,KEY",
+    }.items():
+        group.add_argument(option, action=_SetVariable, metavar="FILE", help=text)

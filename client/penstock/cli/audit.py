@@ -13,6 +13,7 @@ from typing import Any
 from penstock.audit.compare import Comparison, Differing, compare, num_missing_batches, rows_of_missing
 from penstock.audit.report import as_json, audit
 from penstock.audit.text import lines_of
+from penstock.cli.arguments import add_access_options
 from penstock.cli.connection import greet, parse_address
 from penstock.cli.output import report as show
 from penstock.cli.output import set_run
@@ -44,6 +45,7 @@ def configure(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--rows", action="store_true", help="also list the rows of missing batches, as the server has them")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_access_options(command)
     set_run(command, run)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.arguments import add_batch_options, amount
+from penstock.cli.arguments import add_access_options, add_batch_options, amount
 from penstock.cli.connection import connected, dataset_of, describe_dataset, parse_address
 from penstock.cli.output import set_run, stdout_console
 from penstock.client import Client, Steps
@@ -50,6 +50,7 @@ def configure(command: argparse.ArgumentParser) -> None:
         "--no-tensors", action="store_true", help="only fetch and check, without torch: measures network and server alone"
     )
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_access_options(command)
     set_run(command, run)
 
 

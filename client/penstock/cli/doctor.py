@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import __version__, wire
+from penstock.cli.arguments import add_access_options
 from penstock.cli.connection import RETRY_SECONDS, connected, describe_dataset, get_json, greet, parse_address
 from penstock.cli.output import set_run, stdout_console
 from penstock.client import Client, Steps, decode_object
@@ -45,6 +46,7 @@ def configure(command: argparse.ArgumentParser) -> None:
         "exit status is 1 if a check fails."
     )
     command.add_argument("address", metavar="ADDRESS", help="http://HOST:PORT, or http://HOST:PORT/DATASET to check only that")
+    add_access_options(command)
     set_run(command, run)
 
 

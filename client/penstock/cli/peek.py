@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.arguments import add_batch_options, whole_number
+from penstock.cli.arguments import add_access_options, add_batch_options, whole_number
 from penstock.cli.batch_view import LineView, SampleView, append_abridged, padding_of, text_of, view
 from penstock.cli.connection import connected, dataset_of, get_json, parse_address, url
 from penstock.cli.output import set_run, stdout_console
@@ -33,6 +33,7 @@ def configure(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--lines", type=whole_number, metavar="N", default=4, help="lines of text per row, 0 for all (default: 4)"
     )
+    add_access_options(command)
     set_run(command, run)
 
 
