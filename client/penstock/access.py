@@ -71,6 +71,17 @@ class Access:
             self._content = content
             return False
 
+    def why_closed(self, server: str) -> str:
+        """Return a guess why a server closes connections without a response; "" if a server has answered before.
+
+        Servers on asyncio, such as Penstock's, close a connection whose handshake fails without an alert of TLS.
+        """
+        if self.was_accepted:
+            return ""
+        if server.startswith("http:"):
+            return ". If it speaks TLS, its address begins with https"
+        return ". Perhaps it refuses the certificate of cert= or PENSTOCK_CERT" if self._cert_paths else ""
+
     def tls_context(self) -> ssl.SSLContext:
         """Return the certificates to trust and to show. Raises SpecError: they cannot be read."""
         if self._context is None:
@@ -100,9 +111,13 @@ class Access:
             return "Bearer", self._content, source
         return "", "", ""
 
+    @property
+    def _cert_paths(self) -> Paths | None:
+        return self._cert or os.environ.get("PENSTOCK_CERT")
+
     def _read_certificates(self) -> ssl.SSLContext:
         ca = self._ca or os.environ.get("PENSTOCK_CA")
-        cert = self._cert or os.environ.get("PENSTOCK_CERT")
+        cert = self._cert_paths
         try:
             # certifi's authorities, for machines without any; SSL_CERT_FILE and SSL_CERT_DIR replace both.
             context = ssl.create_default_context(cafile=ca) if ca else httpx.create_ssl_context()

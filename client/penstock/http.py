@@ -121,7 +121,10 @@ class HttpClient:
                 self._routes.clear()
                 if hint := tls_remedy(server, error):
                     raise UnexpectedServer(hint) from error
-            raise TransientError((str(error) or type(error).__name__) + by_proxy(server)) from error
+            reason = (str(error) or type(error).__name__) + by_proxy(server)
+            if isinstance(error, ConnectionResetError | ssl.SSLEOFError):
+                reason += self._access.why_closed(server)
+            raise TransientError(reason) from error
         finally:
             self._reporter.clock.enter("client")
             if response:

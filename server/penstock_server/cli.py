@@ -42,6 +42,10 @@ _SETTINGS = {  # metavar and help of each option
     "poll_seconds": ("N", "check for new data every N seconds (default: 30; 0 for never)"),
     "drain_seconds": ("N", "go on serving for N seconds after SIGTERM, while trainers leave (default: 5)"),
     "tokens": ("FILE", "let in callers with a token of this file alone; penstock token makes it"),
+    "tls_cert": ("FILE", "serve https with this certificate chain, a PEM file; a new one is used without a restart"),
+    "tls_key": ("FILE", "its key, unless the file of the certificate has it, too"),
+    "tls_client_ca": ("FILE", "PEM file of the authorities whose client certificates name their callers"),
+    "trusted_proxy": ("ADDRESSES", "believe X-Forwarded-For of these proxies, such as 10.0.0.5,10.1.0.0/16 (default: none)"),
     "log_format": ("FORMAT", "human, or json for a log of one object a line (default: human)"),
 }
 
@@ -65,6 +69,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "poll_seconds",
         "drain_seconds",
         "tokens",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "trusted_proxy",
         "log_format",
     )
     _add_settings(serve, *of_serving)

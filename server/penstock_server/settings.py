@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -51,6 +51,10 @@ class Settings:
     log_format      human, or json for one object a line
     tokens          file of the tokens that callers need; None lets everyone in
     insecure        serve other machines without tokens
+    tls_cert        PEM file of the server's certificate chain; None serves plain HTTP
+    tls_key         PEM file of its key; None if tls_cert has the key, too
+    tls_client_ca   PEM file of the authorities whose client certificates name their callers; None asks for none
+    trusted_proxy   addresses or networks of proxies whose X-Forwarded-For is believed; "" for none
     published       HOST:PORT to print instead of the listener's address, if a container's port is published elsewhere
     """
 
@@ -68,6 +72,10 @@ class Settings:
     log_format: LogFormat = "human"
     tokens: Path | None = None
     insecure: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    trusted_proxy: str = ""
     published: str = ""
 
     @classmethod
@@ -79,9 +87,13 @@ class Settings:
         problems = []
         if "data_dir" not in given:
             problems.append("no data folder is given: name it after the command, or set PENSTOCK_DATA_DIR")
-        for name in ("data_dir", "tokenizer", "cache_dir", "tokens"):
+        for name in ("data_dir", "tokenizer", "cache_dir", "tokens", "tls_cert", "tls_key", "tls_client_ca"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
+        if {"tls_key", "tls_client_ca"} & given.keys() and "tls_cert" not in given:
+            problems.append("--tls-key and --tls-client-ca need --tls-cert, the certificate of this server")
+        if "tls_client_ca" in given and "tokens" not in given:
+            problems.append("--tls-client-ca needs --tokens, a file that says what each client certificate may do")
         for name, (parse, wanted) in _PARSED.items():
             if name in given:
                 values[name] = parse(given[name])
@@ -150,6 +162,12 @@ def _log_format(text: str) -> str | None:
     return text if text in get_args(LogFormat) else None
 
 
+def _networks(text: str) -> str | None:
+    with suppress(ValueError):
+        return ",".join(str(ip_network(item.strip())) for item in text.split(","))
+    return None
+
+
 def _within(least: float, most: float, parse: Callable[[str], float]) -> Callable[[str], float | None]:
     def parse_within(text: str) -> float | None:
         with suppress(ValueError):
@@ -169,6 +187,7 @@ _PARSED: Mapping[str, tuple[Callable[[str], float | str | None], str]] = {
     "poll_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 30, or 0 for never"),
     "drain_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 5, or 0 to stop at once"),
     "insecure": (_yes_or_no, "yes or no"),
+    "trusted_proxy": (_networks, "addresses or networks, such as 10.0.0.5,10.1.0.0/16"),
     "log_format": (_log_format, " or ".join(get_args(LogFormat))),
 }
 

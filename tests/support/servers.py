@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import httpx
+from fastapi import FastAPI
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 
@@ -63,9 +64,9 @@ class Server:
                 raise AssertionError(f"the server did not start:\n{self.greeting}{errors}")
             self.greeting += line
         self.pid = self._process.pid
-        [port] = re.findall(r"at http://[^:]+:(\d+)$", self.greeting, re.MULTILINE)[:1]
+        [(scheme, port)] = re.findall(r"at (https?)://[^:]+:(\d+)$", self.greeting, re.MULTILINE)[:1]
         self._port = int(port)
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"{scheme}://127.0.0.1:{self._port}"
 
     def kill(self) -> None:
         """SIGKILL: no chance to say goodbye."""
@@ -128,17 +129,26 @@ def serving(
 ) -> Iterator[str]:
     """The address of a server with these settings of Server."""
     store = BlockStore(cache_dir)
-    server = UvicornServer(create_app(open_catalog(data_dir, None, store), in_flight), **settings)
+    try:
+        with serving_app(create_app(open_catalog(data_dir, None, store), in_flight), stalled_seconds, **settings) as url:
+            yield url
+    finally:
+        store.close()
+
+
+@contextmanager
+def serving_app(app: FastAPI, stalled_seconds: float = 300.0, **settings: Any) -> Iterator[str]:
+    """The address of a server of this app, with these settings of Server."""
+    server = UvicornServer(app, **settings)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         disconnect_stalled(listener, stalled_seconds)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"{'https' if settings.get('tls') else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join()
-            store.close()
 
 
 def response(body: bytes, status: str = "200 OK", *headers: str) -> bytes:

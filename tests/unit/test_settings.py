@@ -55,6 +55,10 @@ def test_poll_seconds_may_be_a_fraction(text: str, seconds: float) -> None:
         ({"data_dir": "d", "poll_seconds": "nan"}, "--poll-seconds must be a number"),
         ({"data_dir": "d", "poll_seconds": "1e10"}, "--poll-seconds must be a number"),  # no thread can wait so long
         ({"data_dir": "d", "log_format": "text"}, "--log-format must be human or json, not 'text'"),
+        ({"data_dir": "d", "tls_key": "k"}, "--tls-key and --tls-client-ca need --tls-cert"),
+        ({"data_dir": "d", "tls_client_ca": "c"}, "--tls-key and --tls-client-ca need --tls-cert"),
+        ({"data_dir": "d", "trusted_proxy": "proxy"}, "--trusted-proxy must be addresses or networks, such as .*, not 'proxy'"),
+        ({"data_dir": "d", "trusted_proxy": "*"}, "--trusted-proxy must be addresses or networks"),
         ({"port": "x", "cache_bytes": "-1"}, "no data folder(.|\n)*--port must be(.|\n)*--cache-bytes must be"),
     ],
 )

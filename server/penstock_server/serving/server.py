@@ -10,6 +10,7 @@ import math
 import resource
 import signal
 import socket
+import ssl
 import struct
 import termios
 import threading
@@ -22,6 +23,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock import __version__
 from penstock.ending import ends_at
@@ -34,6 +36,7 @@ from penstock_server.catalog.describe import summary
 from penstock_server.catalog.warnings import warn
 from penstock_server.logs import complain_at_start, greet, log, log_events
 from penstock_server.monitoring.place import Place
+from penstock_server.security.tls import Certificates, subject_of
 from penstock_server.security.tokens import Tokens
 from penstock_server.security.watcher import Watcher
 from penstock_server.serving.listener import listen
@@ -64,10 +67,14 @@ def run(
     gc.collect()
     gc.freeze()
     _raise_file_limit()
-    watcher, tokens = Watcher(), None
+    watcher, tokens, certificates = Watcher(), None, None
     if settings.tokens:
         tokens = Tokens(settings.tokens)
         watcher.watch([settings.tokens], tokens.load)
+    if settings.tls_cert:
+        certificates = Certificates(settings)
+        watcher.watch(certificates.paths, certificates.load)
+    if settings.tokens or settings.tls_cert:
         signal.signal(signal.SIGHUP, lambda *_: watcher.wake())
     catalog = open_data(settings)
     listen(listener, settings)
@@ -86,10 +93,20 @@ def run(
         ready(catalog.store.cache.budget_bytes)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes), place, tokens)
     with catalog.polling(settings.poll_seconds), app.state.monitor.running(), watcher.running():
-        server = Server(app, drain_seconds=settings.drain_seconds)
+        tls = certificates.context if certificates else None
+        server = Server(app, drain_seconds=settings.drain_seconds, tls=tls, trusted_proxy=settings.trusted_proxy)
         app.state.monitor.unsent = server.unsent
         server.run(sockets=[listener])
     catalog.store.close()
+
+
+class _Protocol(HttpToolsProtocol):
+    """One connection. Its requests have the subject of its client certificate in their state."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if certificate := transport.get_extra_info("peercert"):
+            self.app_state = {**self.app_state, "certificate": subject_of(certificate)}
 
 
 class Server(uvicorn.Server):
@@ -97,25 +114,39 @@ class Server(uvicorn.Server):
 
     Ctrl-C or a second signal stops it at once. On stop, responses in progress have `stop_seconds`; then their connections are
     aborted.
+
+    `tls` encrypts the connections. A stalled handshake ends after a minute, the limit of asyncio and uvloop. The addresses in
+    `trusted_proxy` may tell in X-Forwarded-For for whom they send a request.
     """
 
-    def __init__(self, app: FastAPI, *, drain_seconds: float = 0.0, stop_seconds: float = _STOP_SECONDS) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        *,
+        drain_seconds: float = 0.0,
+        stop_seconds: float = _STOP_SECONDS,
+        tls: ssl.SSLContext | None = None,
+        trusted_proxy: str = "",
+    ) -> None:
         self._service: Service = app.state.service
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
         self._stop_at = math.inf  # monotonic time
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                log_config=None,  # keep the logging set up by begin_log
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=math.ceil(stop_seconds + _ABORT_SECONDS),
-                lifespan="off",
-                ws="none",
-            )
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            log_config=None,  # keep the logging set up by begin_log
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=math.ceil(stop_seconds + _ABORT_SECONDS),
+            proxy_headers=bool(trusted_proxy),  # uvicorn's default believes any program of this machine
+            forwarded_allow_ips=trusted_proxy,
+            lifespan="off",
+            ws="none",
         )
+        config.load()
+        config.ssl = tls
+        super().__init__(config)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain, or stop."""
@@ -175,7 +206,7 @@ def greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> s
         host, _, port = settings.published.rpartition(":")
         host = host.strip("[]")
     host = _HERE.get(host, host)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = f"{'https' if settings.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
     curl = """curl -H "Authorization: Bearer $PENSTOCK_TOKEN\"""" if settings.tokens else "curl"
     for name, dataset in islice(catalog.datasets.items(), _GREETED):

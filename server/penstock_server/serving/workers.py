@@ -55,7 +55,7 @@ def serve_with_workers(settings: Settings, listener: socket.socket) -> int:
                 return workers[0].report_failed_start()
             workers[0].settings = settings
             workers += [ServerProcess(settings, listener, Place(folder, slot)) for slot in range(1, settings.processes)]
-            if settings.tokens:
+            if settings.tokens or settings.tls_cert:
                 signal.signal(signal.SIGHUP, partial(_pass_on, workers))
             while stop not in wait(
                 [stop, *(worker.process.sentinel for worker in workers if not worker.due_at)], _wait(workers)
