@@ -138,8 +138,11 @@ def decode_groups(body: bytes | bytearray | memoryview, steps: Sequence[int] = (
             raise WireError(f"the body ends inside the batch of step {step}: {received} of {layout.nbytes} bytes came")
         following = _recognised(view, start, at, stride, Heads(header.address, layout), steps[number + 1 :])
         group_steps = [header.address.step, *steps[number + 1 : number + 1 + len(following)]]
-        arrays = layout.arrays(view, at, stride, len(group_steps))
-        columns = [(tensor, arrays.pop(tensor.name)) for tensor in layout.tensors if tensor.dtype in TEXTS]
+        try:
+            arrays = layout.arrays(view, at, stride, len(group_steps))
+            columns = [(tensor, arrays.pop(tensor.name)) for tensor in layout.tensors if tensor.dtype in TEXTS]
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"the header of a frame does not fit its payload: {error}") from error
         digests = [header.digest, *following]
         group = FrameGroup(header.address, group_steps, digests, layout.nbytes, arrays, header.replaced)
         frames: list[Frame] = []

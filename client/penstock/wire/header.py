@@ -22,6 +22,7 @@ VERSION = 3
 BIN32 = struct.Struct(">BI")  # msgpack's bin 32: 0xc6, then the length
 _BIN32_MARK = 0xC6
 _MAX_HEADER = 1 << 20
+_MAX_ARRAY = 1 << 14  # msgpack may allocate the declared length of each nested array before its items arrive
 _UNSEALED = {"header_digest", "filler"}
 _HEADER_DIGEST: bytes = msgpack.packb("header_digest")
 _DIGEST_BYTES = 16
@@ -156,15 +157,19 @@ def read_header(view: memoryview, start: int) -> tuple[Header, int]:
     if len(view) - at < BIN32.size:
         raise WireError(f"the body ends inside a frame, {len(view) - start} bytes after the frame's start")
     mark, nbytes = BIN32.unpack_from(view, at)
-    if mark != _BIN32_MARK or nbytes != fields["nbytes"]:
+    if mark != _BIN32_MARK or nbytes != fields.get("nbytes"):
         raise WireError("the header of a frame does not fit its payload")
-    address = Address(*(fields[name] for name in Address._fields))
-    return Header(address, fields["digest"], layout_of(fields["tensors"], nbytes), fields["replaced"]), at + BIN32.size
+    try:
+        address = Address(*(fields[name] for name in Address._fields))
+        layout = layout_of(fields["tensors"], nbytes)
+        return Header(address, str(fields["digest"]), layout, int(fields["replaced"])), at + BIN32.size
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"the header of a frame is not one of version {VERSION}: {error!r}") from error
 
 
 def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
     # The unpacker copies what it is fed: feed it the header, not the megabytes after it.
-    unpacker = msgpack.Unpacker(max_buffer_size=_MAX_HEADER, use_list=False)
+    unpacker = msgpack.Unpacker(max_buffer_size=_MAX_HEADER, max_array_len=_MAX_ARRAY, use_list=False)
     fed = start
     while fed < len(view) and fed - start < _MAX_HEADER:
         unpacker.feed(view[fed : fed + 1024])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -78,21 +79,29 @@ class Layout:
 def layout_of(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], nbytes: int) -> Layout:
     """Build the layout of a header whose checksum is verified.
 
-    Raises VersionMismatch: a tensor has a dtype unknown to this client.
+    Raises:
+        VersionMismatch: a tensor has a dtype unknown to this client.
+        TypeError, ValueError: a field is of the wrong kind, or a size is negative.
     """
     for name, dtype, _, _ in tensors:
         if dtype not in DTYPES and dtype not in TEXTS:
             raise VersionMismatch(
                 f"the server sends what this client does not know ({name} is {dtype}): install the same penstock on both"
             )
-    return Layout(tuple(TensorLayout(name=n, dtype=d, shape=s, offset=o) for n, d, s, o in tensors), nbytes)
+    placed = [TensorLayout(name=str(n), dtype=d, shape=tuple(map(index, s)), offset=index(o)) for n, d, s, o in tensors]
+    if min((size for tensor in placed for size in (tensor.offset, *tensor.shape)), default=0) < 0:
+        raise ValueError("a size is negative")
+    return Layout(tuple(placed), nbytes)
 
 
 def unpack_texts(tensor: TensorLayout, content: npt.NDArray[np.uint8]) -> list[str] | list[bytes]:
-    """Read the texts or bytes of a utf8 or binary tensor. Raises WireError: invalid UTF-8."""
+    """Read the texts or bytes of a utf8 or binary tensor. Raises WireError: invalid offsets or UTF-8."""
     head = 8 * (tensor.shape[0] + 1)
-    offsets, body = content[:head].view("<i8").tolist(), content[head:].tobytes()
-    texts = [body[start:stop] for start, stop in pairwise(offsets)]
+    offsets, body = content[:head].view("<i8"), content[head:].tobytes()
+    # Texts that overlap would take many times the bytes of the body.
+    if offsets[0] < 0 or (offsets[1:] < offsets[:-1]).any() or offsets[-1] > len(body):
+        raise WireError(f"{tensor.name} has texts that overlap or are cut off")
+    texts = [body[start:stop] for start, stop in pairwise(offsets.tolist())]
     try:
         return [text.decode() for text in texts] if tensor.dtype == "utf8" else texts
     except UnicodeDecodeError as error:

@@ -1,5 +1,7 @@
 """Frames: decoded as they were sent, or refused."""
 
+import tracemalloc
+from contextlib import suppress
 from io import BytesIO
 from typing import Any
 from unittest.mock import Mock
@@ -9,14 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import penstock.wire.frame
 import penstock.wire.header
 from penstock import VersionMismatch, WireError, wire
 from penstock.wire import Address, Frame, Layout
-from penstock.wire.layout import DTYPES, MAX_SAMPLES, layout_of
+from penstock.wire.header import BIN32
+from penstock.wire.layout import DTYPES, MAX_SAMPLES, TEXTS, layout_of
+from support.fuzz import ODD, altered
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -156,6 +160,56 @@ def test_body_without_a_frame_is_refused(body: bytes) -> None:
         list(wire.decode(body))
 
 
+def sealed(fields: dict[str, Any], payload: bytes) -> bytes:
+    """A frame with these fields and valid digests, as only a faulty or hostile server makes it."""
+    fields = fields | {"digest": wire.digest(payload), "nbytes": len(payload)}
+    header = msgpack.packb(fields | {"header_digest": wire.digest(msgpack.packb(fields))})
+    return bytes(header) + BIN32.pack(0xC6, len(payload)) + payload
+
+
+FIELDS = {"v": wire.VERSION, "dataset": "d", "snapshot": "s", "spec_digest": "5bec", "epoch": 0, "rank": 0, "step": 3} | {
+    "digest": "", "nbytes": 0, "replaced": 0,
+}  # fmt: skip
+TENSOR = st.tuples(
+    st.sampled_from(["input_ids", "lengths", "n"]) | ODD,
+    st.sampled_from([*DTYPES, *TEXTS]) | ODD,
+    st.lists(st.integers(0, 9) | ODD, max_size=4) | ODD,
+    st.integers(0, 128) | ODD,
+)
+
+
+@given(st.just(FIELDS) | altered(FIELDS), st.lists(TENSOR, max_size=3), st.binary(max_size=200), st.lists(st.integers(0, 9)))
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_any_sealed_header_is_frames_or_refused(
+    fields: dict[str, Any], tensors: list[Any], payload: bytes, steps: list[int]
+) -> None:
+    with suppress(OverflowError):  # of msgpack, in this test: a number has more than 64 bits
+        body = sealed({"tensors": tensors} | fields, payload)
+        with suppress(WireError, VersionMismatch):
+            for frame in wire.decode(body + body, steps):
+                assert {array.nbytes <= len(body) for array in frame.tensors.values()} <= {True}
+
+
+@given(st.binary(max_size=300) | st.recursive(ODD, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_any_bytes_are_frames_or_refused(content: Any) -> None:
+    with suppress(OverflowError):
+        body = content if isinstance(content, bytes) else msgpack.packb(content)
+        with suppress(WireError, VersionMismatch):
+            list(wire.decode(body))
+
+
+@pytest.mark.parametrize("count", [1 << 14, 1 << 20, 0xFFFFFFFF])
+@pytest.mark.parametrize("mark", [b"\xdd", b"\xdf"])
+def test_declared_lengths_allocate_nothing(mark: bytes, count: int) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError):
+            list(wire.decode((mark + count.to_bytes(4, "big")) * 1000))
+        assert tracemalloc.get_traced_memory()[1] < 256 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_tensors_keep_their_memory() -> None:
     body = bytearray(frame_bytes())
     [frame] = wire.decode(body)
@@ -213,3 +267,10 @@ def test_texts_and_bytes_are_decoded_as_they_were_sent() -> None:
 def test_texts_that_are_no_utf8_are_refused() -> None:
     with pytest.raises(WireError, match="a holds bytes that are no UTF-8"):
         list(wire.decode(text_body({"a": ("utf8", [b"\xff"])})))
+
+
+@pytest.mark.parametrize("offsets", [(0, 4, 0, 4), (-4, 0, 4, 4), (0, 0, 0, 5), (0, 2**63 - 1, -2, 4)])
+def test_texts_that_overlap_or_are_cut_off_are_refused(offsets: tuple[int, ...]) -> None:
+    payload = np.array(offsets, "<i8").tobytes() + b"text"
+    with pytest.raises(WireError, match="a has texts that overlap or are cut off"):
+        list(wire.decode(sealed(FIELDS | {"tensors": [("a", "utf8", (3, 4), 0)]}, payload)))
