@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from penstock import wire
 from penstock.access import Access, split_login
 from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
 from penstock.http import Buffers, HttpClient
-from penstock.responses import TransientError
+from penstock.responses import TransientError, parse_json
 from penstock.row_lengths import RowLength
 from penstock.spec import Spec
 from penstock.transport import Servers, Transport
@@ -215,7 +214,7 @@ def _query_of(spec: Spec) -> str:
 def decode_object(body: memoryview) -> dict[str, Any]:
     """Decode a JSON object. Raises WireError: the body is not a JSON object."""
     try:
-        value = json.loads(bytes(body))
+        value = parse_json(body)
     except ValueError as error:
         raise WireError(f"the response is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -231,7 +230,7 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
         VersionMismatch: the response is not a spec of this version.
     """
     try:
-        answer = json.loads(bytes(body))
+        answer = parse_json(body)
         size = answer["vocab_size"]
         resolved = Resolved(
             spec=Spec(**answer["spec"]),
@@ -241,7 +240,7 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
             tensors=tuple(str(tensor["name"]) for tensor in answer["tensors"]),
             advice=tuple(map(str, answer["advice"])),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise VersionMismatch(
             f"the response is not a spec of this version of penstock ({error!r}). Does the server have the same version?"
         ) from error

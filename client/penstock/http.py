@@ -34,6 +34,7 @@ from penstock.wire.report import TIMING_HEADER
 MAX_BUFFER = 16 << 20  # larger than most bodies
 _KEPT_BUFFERS = 12  # one receives, the others hold frames that wait for the loop
 _SPARE_BYTES = 32 << 20  # kept between epochs: a loop that waits for data cycles through three ranges
+_MAX_BODY = 2 << 30  # a batch has at most 1 GiB
 _READ_BYTES = 1 << 20  # per read: small enough that the next reader finds the bytes in the CPU cache
 _CONNECT_SECONDS = 4.0  # less than a loop that ends waits for its thread
 _SILENT_SECONDS = 0.01  # without a response for this long, a server reads or tokenizes; a refusal comes sooner
@@ -233,6 +234,7 @@ def _receive(response: HTTPResponse, allocate: Callable[[int], memoryview]) -> m
     length = response.length
     if length is None:  # http.client takes a truncated head for a whole one
         raise HTTPException("the response does not state its length, or is cut short")
+    _check_length(length)
     memory = allocate(length)
     num_bytes = 0
     while num_bytes < length:
@@ -247,12 +249,19 @@ def _receive(response: HTTPResponse, allocate: Callable[[int], memoryview]) -> m
     return memory
 
 
+def _check_length(num_bytes: int) -> None:
+    """Raises HTTPException: no server of penstock sends such a body."""
+    if num_bytes > _MAX_BODY:
+        raise HTTPException(f"the response has more than {_MAX_BODY:,} bytes; no batch has that many")
+
+
 def _receive_pieces(response: HTTPResponse) -> memoryview:
     """Return a chunked body. Raises as _receive does."""
     body = bytearray()
     try:
         while piece := response.read(_READ_BYTES):
             body += piece
+            _check_length(len(body))
     except IncompleteRead as error:
         body += error.partial
         raise TransientError("the connection ended before the last chunk", received=memoryview(body)) from error

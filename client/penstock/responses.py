@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from penstock.errors import AccessDenied, DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset
 
@@ -111,8 +111,7 @@ def failure_of(
         return refusal(detail)
     if kind := _TRANSIENT.get(slug):
         detail = f"{detail} {token_remedy}".strip() if kind is Denied else detail
-        share = int(problem.get("done", 0)) / max(int(problem.get("total", 0)), 1)
-        return kind(detail, after_seconds=after_seconds, share=share)
+        return kind(detail, after_seconds=after_seconds, share=_share(problem))
     reason = detail if slug else detail.rstrip(".") + by_proxy
     if status in (408, 425, 429) or status >= 500:
         return TransientError(reason, after_seconds=after_seconds)
@@ -130,9 +129,26 @@ def remedy(status: int) -> str:
     return "Is there a penstock server at this address?"
 
 
+def parse_json(body: bytes | memoryview) -> Any:
+    """Parse JSON of a server. Raises ValueError: it is not JSON, or nested too deeply."""
+    try:
+        return json.loads(bytes(body))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _share(problem: Mapping[str, str]) -> float:
+    """Return the share of the server's work that is done; 0 if the problem does not tell it."""
+    try:
+        share = float(problem["done"]) / float(problem["total"])
+    except (KeyError, ValueError, ZeroDivisionError):
+        return 0.0
+    return share if 0 <= share <= 1 else 0.0  # nan is neither
+
+
 def _problem(body: bytes) -> dict[str, str]:
     try:
-        content = json.loads(body)
+        content = parse_json(body)
     except ValueError:
         return {}
     return {str(name): str(value) for name, value in content.items()} if isinstance(content, dict) else {}

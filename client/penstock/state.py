@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the audit needs neither torch nor a transport
     from penstock.distributed import LoaderWorker
 
 _VERSION = 3
+_MAX_NUMBER = 2**64
 # Parameters that decide the order only under some specs; otherwise the state holds None. If rows are joined or split, another
 # seq_len makes other samples. Length buckets sort rows by their cut lengths, and seq2seq cuts prompt and response separately.
 _DECIDES: Mapping[str, Callable[[Spec], object]] = {
@@ -130,7 +131,7 @@ def read_state(
     may_go_on = at.epoch == 0 and not by_worker and spec.drop_last
     differing = _differing(state, here)
     if differing and may_go_on and goes_on(state, here, consumed):
-        here |= {name: state[name] for name in OF_MIXTURES}
+        here |= {name: state.get(name) for name in OF_MIXTURES}
         differing = _differing(state, here)
     if differing and strict:
         may_change_mix = may_go_on and consumed and state.get("mix") and here["mix"] not in (None, state["mix"])
@@ -181,7 +182,7 @@ def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> boo
 
 
 def _samples_per_step(state: Mapping[str, Any]) -> int:
-    return int(state["batch_size"] * state["world_size"])
+    return int(state["batch_size"]) * int(state["world_size"])
 
 
 def _counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
@@ -213,6 +214,10 @@ def _read_counts(state: Mapping[str, Any]) -> tuple[Cursor, int]:
     if not isinstance(state, Mapping) or "version" not in state:
         shown = list(state)[:10] if isinstance(state, Mapping) else type(state).__name__
         raise StateMismatch(f"this is not a state of a RemoteDataset, but {shown}. Load what state_dict returned.")
+    if any(
+        isinstance(value, int) and abs(value) > _MAX_NUMBER for value in state.values()
+    ):  # str() refuses thousands of digits
+        raise StateMismatch("this state is damaged: a number is too large.")
     if state["version"] != _VERSION:
         raise StateMismatch(
             f"this is a state of version {state['version']!r}, and this penstock reads version {_VERSION}. Load it with the "
@@ -222,8 +227,10 @@ def _read_counts(state: Mapping[str, Any]) -> tuple[Cursor, int]:
         epoch, step, offset, batch_size, world_size = (int(state[name]) for name in _COUNTS)
         if not (0 <= min(epoch, step, offset) and 1 <= min(batch_size, world_size)):
             raise ValueError("a count is negative")
+        if not isinstance(state["skip"], str | None):
+            raise TypeError(f"skip is {state['skip']!r}")
         skipped = parse_skip(state["skip"], batch_size * world_size) if state["skip"] else ()
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StateMismatch(f"this state is damaged: {error}.") from error
     consumed = position_after(skipped, offset, min(step * batch_size * world_size, MAX_COUNT))
     return Cursor(epoch=epoch, offset=offset, step=step), consumed

@@ -132,6 +132,12 @@ def test_response_without_a_length_is_refused(server: Listener, client: HttpClie
         client.get(server.url, "/until-closed")
 
 
+def test_response_larger_than_any_batch_is_refused_before_it_takes_memory(client: HttpClient) -> None:
+    huge = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\nthe first bytes"
+    with answering.server(huge) as url, pytest.raises(TransientError, match="no batch has that many"):
+        client.get(url, "/")
+
+
 def test_connection_is_kept_and_replaced_when_the_server_has_closed_it(server: Listener, client: HttpClient) -> None:
     for kind in ("sized", "chunked", "sized"):
         assert client.get(server.url, f"/{kind}") == CONTENT

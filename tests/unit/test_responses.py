@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from penstock import DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset
+from penstock import DataError, OutOfRange, PenstockError, SnapshotGone, SpecError, UnknownDataset, WireError
+from penstock.client import decode_object
 from penstock.responses import (
     BlocksNotReady,
     Busy,
@@ -19,6 +23,7 @@ from penstock.responses import (
     UnexpectedServer,
     failure_of,
 )
+from support.fuzz import NESTED, ODD, altered
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,10 @@ def test_invalid_retry_after_is_no_delay(retry_after: str) -> None:
 
 @pytest.mark.parametrize(
     ("progress", "share"),
-    [({"done": 3, "total": 4}, 0.75), ({"done": 0, "total": 0}, 0), ({}, 0)],
+    [
+        ({"done": 3, "total": 4}, 0.75), ({"done": 0, "total": 0}, 0), ({}, 0),
+        ({"done": "x", "total": 2}, 0), ({"done": 5, "total": 4}, 0), ({"done": 1}, 0),
+    ],
 )  # fmt: skip
 def test_progress_is_between_0_and_1(progress: dict[str, object], share: float) -> None:
     body = json.dumps({"type": "urn:penstock:problem:index-not-ready"} | progress).encode()
@@ -107,3 +115,31 @@ def test_unexpected_server_comes_with_a_remedy(url: str, status: int, location: 
     failure = failure_of(f"{url}/v1/datasets/docs/spec", status, {"location": location}, b"<html>")
     assert isinstance(failure, PenstockError | UnexpectedServer)
     assert remedy in str(failure)
+
+
+PROBLEM = {
+    "type": "urn:penstock:problem:busy",
+    "title": "",
+    "status": 503,
+    "detail": "",
+    "done": 1,
+    "total": 2,
+    "seconds_left": 1,
+}
+BODIES = altered(PROBLEM).map(lambda problem: json.dumps(problem).encode()) | st.binary()
+TIMES = st.text() | st.integers().map(str) | st.datetimes(timezones=st.timezones()).map(format_datetime)
+
+
+@given(BODIES, st.sampled_from([302, 401, 404, 429, 503]), TIMES)
+@example(NESTED.encode(), 503, "")
+def test_any_body_is_a_failure(body: bytes, status: int, retry_after: str) -> None:
+    failure = failure_of("http://host", status, {"retry-after": retry_after}, body)
+    assert isinstance(failure, PenstockError | TransientError)
+    assert isinstance(failure, PenstockError) or (0 <= failure.share <= 1 and 0 <= failure.after_seconds <= 3600)
+
+
+@given(st.binary() | ODD.map(lambda value: json.dumps(value).encode()))
+@example(NESTED.encode())
+def test_any_body_is_an_object_or_refused(body: bytes) -> None:
+    with suppress(WireError):
+        assert isinstance(decode_object(memoryview(body)), dict)

@@ -1,7 +1,9 @@
 """A state is taken by every dataset whose samples stand in the same order, and by no other."""
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, get_args
 
 import pytest
@@ -13,6 +15,7 @@ from penstock.spec import ORDER_PARAMETERS, Packing, Shuffle
 from penstock.state import Cursor, read_state, write_state
 from penstock_server.batches.member import OrderKey
 from penstock_server.order.schedule import Schedule
+from support.fuzz import HUGE, ODD, altered
 
 HERE = Cursor(epoch=2, step=5)
 
@@ -75,11 +78,20 @@ def test_window_matters_only_when_samples_are_shuffled_in_windows(shuffle: Shuff
     "damage",
     [
         {"step": -1}, {"epoch": -1}, {"offset": "x"}, {"batch_size": 0}, {"world_size": None}, {"skip": "x"},
+        {"skip": 3}, {"epoch": inf}, {"step": HUGE}, {"version": HUGE}, {"seed": HUGE},
     ],
 )  # fmt: skip
 def test_damaged_count_or_skip_is_refused(damage: dict[str, Any]) -> None:
     with pytest.raises(StateMismatch, match="damaged"):
         read(write_state("a", Spec(), HERE) | damage, "a", Spec())
+
+
+@given(st.builds(write_state, st.just("a"), st.just(Spec(skip="3-4")), st.just(HERE)).flatmap(altered) | ODD, st.booleans())
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_any_state_has_a_place_or_is_refused(state: Any, strict: bool) -> None:
+    with suppress(StateMismatch):
+        at = read(state, "a", Spec(), strict=strict)
+        assert min(at.epoch, at.step, at.offset) >= 0
 
 
 def test_state_counts_up_to_the_largest_sample() -> None:

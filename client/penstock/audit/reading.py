@@ -63,11 +63,11 @@ class Reading:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert an OSError in the block to a LedgerError that names the ledger."""
+    """Convert an error of the block to a LedgerError that names the ledger: of the disk, or of a line that is forged."""
     try:
         yield
-    except OSError as error:
-        raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError, OverflowError) as error:
+        raise LedgerError(f"the ledger {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def ranks_of(path: Path) -> set[int]:
@@ -120,11 +120,11 @@ def read_ledger(path: Path) -> Reading:
                 if is_begin:
                     begins.add(number)
                 bad.append((number, is_begin or len(body) < _BATCH + 9 or 0 in body))
+        for key, section in sections.items():
+            columns = np.frombuffer(batches[key], _COLUMNS)
+            section.steps = columns["step"].astype(np.int64)
+            section.digests = np.frombuffer(bytes.fromhex(columns["digest"].tobytes().decode()), ">u8").astype(np.uint64)
     begins.add(number + 1)
-    for key, section in sections.items():
-        columns = np.frombuffer(batches[key], _COLUMNS)
-        section.steps = columns["step"].astype(np.int64)
-        section.digests = np.frombuffer(bytes.fromhex(columns["digest"].tobytes().decode()), ">u8").astype(np.uint64)
     return Reading(list(sections.values()), _damages(path, bad, begins), num_lost)
 
 

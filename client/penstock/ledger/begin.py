@@ -10,7 +10,9 @@ from typing import Any
 
 from penstock import __version__
 from penstock.errors import LedgerError
+from penstock.numbers import is_whole
 from penstock.spec import Spec
+from penstock.text import cut
 
 MAGIC = b'begin {"ledger": '
 VERSION = 4
@@ -56,16 +58,21 @@ class Begin:
 
     @classmethod
     def from_text(cls, text: str) -> Begin:
-        """Parse the text of a begin line. Raises LedgerError: another version wrote it."""
+        """Parse the text of a begin line. Raises LedgerError: another version wrote it, or it is invalid."""
         values: dict[str, Any] = {}
         try:
             values |= json.loads(text.removeprefix("begin "))
             if values["ledger"] != VERSION:
                 raise ValueError(f"it is of version {values['ledger']}, and {VERSION} is known here")
-            values |= {"spec": Spec(**values["spec"]), "time": datetime.fromisoformat(values["time"])}
+            values |= {"spec": Spec(**values["spec"]), "time": datetime.fromisoformat(values["time"]).astimezone(UTC)}
+            for f in fields(cls):
+                if f.type == "str" and not isinstance(values[f.name], str):
+                    raise TypeError(f"{f.name} is no text")
+                if f.type == "int" and not (is_whole(values[f.name]) and 0 <= values[f.name] < 2**63):
+                    raise TypeError(f"{f.name} is no count")
             return cls(**{f.name: values[f.name] for f in fields(cls)})
-        except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError(f"penstock {values.get('version')} wrote it, this is {__version__}: {error}") from error
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise LedgerError(f"penstock {cut(str(values.get('version')))} wrote it, this is {__version__}: {error}") from error
 
 
 def check_of(text: str, begin: str = "") -> str:

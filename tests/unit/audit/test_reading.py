@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
+from penstock import LedgerError
 from penstock.audit import reading
 from penstock.audit.report import as_json, audit
 from penstock.ledger.file import find_ledgers
-from support.ledgers import append, begin_of, change, entries, lines_of, report_on, words, write_run
+from support.fuzz import NESTED, altered
+from support.ledgers import append, begin_of, change, entries, line, lines_of, report_on, words, write_run
 
 
 def test_unreadable_line_is_no_proof_when_its_step_was_trained_again(ledger: Path) -> None:
@@ -110,3 +117,30 @@ def test_many_gaps_are_listed_by_the_first_and_the_last(ledger: Path) -> None:
     assert text.count("MISSING") == 20
     [epoch] = as_json(report_on(ledger))["orders"][0]["epochs"]
     assert (len(epoch["gaps"]), epoch["missing"]["ranges"], len(epoch["missing"]["positions"])) == (1100, 1100, 1000)
+
+
+BEGIN = json.loads(begin_of().to_text().removeprefix("begin "))
+LINE = (
+    st.sampled_from(["end", "lost 3", "lost x", f"{0:16d} {7:016x}", f"{'x':>16} {7:016x}", f"{-1:16d} {'g' * 16}"]) | st.text()
+)
+
+
+@given(st.lists(st.just(BEGIN) | altered(BEGIN) | altered(BEGIN["spec"]).map(lambda spec: BEGIN | {"spec": spec}) | LINE))
+@example([BEGIN | {"time": "2025-01-01"}, "end"])
+@example([BEGIN | {"num_samples": 2**63 - 1, "step": 2**63 - 1}, f"{2**53:16d} {7:016x}", "end"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_lines_with_valid_checksums_are_a_report_or_refused(ledger: Path, lines: list[dict[str, Any] | str]) -> None:
+    content, begin = "", ""
+    for text in lines:
+        whole = text if isinstance(text, str) else "begin " + json.dumps(text)
+        content += line(whole, begin if isinstance(text, str) else "")
+        begin = begin if isinstance(text, str) else content[-9:-1]
+    ledger.write_text(content, errors="replace")
+    with suppress(LedgerError):
+        as_json(audit([ledger]))
+
+
+def test_deeply_nested_begin_line_is_refused(ledger: Path) -> None:
+    ledger.write_text(line('begin {"ledger": 4, "spec": ' + NESTED))
+    with pytest.raises(LedgerError, match="cannot be read"):
+        audit([ledger])
