@@ -22,6 +22,7 @@ from penstock.text import cut
 
 MAX_PERIOD = 100_000
 MAX_PERIODS = 1_000_000  # of all phases together
+MAX_WEIGHTS = 50_000  # likewise: each phase has one for each dataset of the mix
 _WEIGHT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _START = re.compile(r"[0-9]{1,15}")
 
@@ -65,6 +66,8 @@ def parse_mix(text: str) -> Mix:
             )
         weights.append((int(start) if at else 0, _weights(text, body)))
     names = tuple(sorted({name for _, phase in weights for name in phase}))
+    if len(names) * len(weights) > MAX_WEIGHTS:
+        raise _wrong(text, f"{len(weights):,} phases of {len(names):,} datasets have more than {MAX_WEIGHTS:,} weights")
     phases = tuple(_phase(text, start, [phase.get(name, Fraction(0)) for name in names]) for start, phase in weights)
     if sum(sum(shares) for shares in {phase.shares for phase in phases}) > MAX_PERIODS:
         raise _wrong(text, f"its phases together repeat only after more than {MAX_PERIODS:,} samples; round the weights")
