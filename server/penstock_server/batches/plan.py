@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Literal, TypeVar
 
@@ -22,6 +22,7 @@ from penstock.text import counted
 from penstock.wire import VERSION, Address, Layout
 from penstock_server.batches.member import Member
 from penstock_server.catalog.snapshot import Snapshot
+from penstock_server.kept import Kept
 from penstock_server.order.arrays import IntArray, by_value, distinct
 from penstock_server.order.length_buckets import MAX_WINDOW
 from penstock_server.order.mixture import Mixture, mixture_of
@@ -32,7 +33,9 @@ from penstock_server.recipes.fields import is_bytes, is_nested, is_text, numpy_t
 
 MAX_BATCH_BYTES = 1 << 30
 _MAX_BATCH_SPANS = 1 << 22  # some 300 bytes each while the batch is made
-_REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, even after the folder has changed
+PLANS_KEPT, _PLANS_BYTES = 256, 256 << 20  # each keeps its snapshots in memory, even after the folder has changed
+_LARGE_PERIODS = 100_000  # samples of a mix's phases; larger mixes take seconds to make
+_PLAN_BYTES = 16 << 10
 _SMALL_WINDOW = 1000  # samples; fewer mix too little to be recommended
 _ROUGHLY = 1.1  # estimates are accurate to about 10 %: blocks that may just fit are not refused
 Width = TypeVar("Width", int, int | None)
@@ -70,6 +73,11 @@ class Plan:
     def identity(self) -> str:
         """A string that identifies this plan."""
         return json.dumps([VERSION, self.dataset, self.spec.to_dict()])
+
+    @property
+    def nbytes(self) -> int:
+        """Estimated bytes of memory beside those of its members."""
+        return _PLAN_BYTES + (self.mixture.nbytes if self.mixture else 0) + 64 * len(self.schedule.skipped)
 
     @property
     def has_fixed_widths(self) -> bool:
@@ -223,8 +231,18 @@ class Plan:
         return parts
 
 
-@lru_cache(maxsize=_REMEMBERED_PLANS)
+def is_large_mix(spec: Spec) -> bool:
+    """Whether the mixture of a spec takes long to make, and much memory."""
+    mix = spec.mixed()
+    return mix is not None and sum(sum(phase.shares) for phase in mix.phases) > _LARGE_PERIODS
+
+
 def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
+    """Returns a plan as `_make_plan` makes it, one of those used last if possible."""
+    return _plans.get((dataset, members, spec), partial(_make_plan, dataset, members, spec))
+
+
+def _make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     """Makes the plan of a resolved spec for the members that it names, or for the dataset as the only member.
 
     Raises BadParameter: the parameters are valid one by one, but not together or not for this data.
@@ -274,6 +292,9 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
             f"{int(plan.step_spans):,} rows; the limit is {_MAX_BATCH_SPANS:,}. Lower batch_size or seq_len."
         )
     return plan
+
+
+_plans = Kept[Plan](_PLANS_BYTES, PLANS_KEPT, lambda plan: plan.nbytes)
 
 
 def _check_tokenizers(members: Sequence[Member]) -> None:

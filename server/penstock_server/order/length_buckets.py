@@ -16,6 +16,7 @@ from penstock_server.order.shuffle import EpochOrder
 _REMEMBERED_WINDOWS = 4  # 8 bytes per sample each
 _Places = npt.NDArray[np.int32]
 
+_STEP = 1 << 18  # samples
 MAX_WINDOW = 1 << 23  # samples sorted at a time
 
 
@@ -83,7 +84,10 @@ class LengthOrder:
     def _arrange(self, window: int) -> tuple[_Places, _Places]:
         """Returns the source of each place of a window, and the inverse; both relative to the window's start."""
         start, stop = self._order.bounds_of_window(window)
-        lengths = self._lengths(*self._order.samples(np.arange(start, stop)))
+        lengths = np.empty(stop - start, np.int32)
+        for at in range(start, stop, _STEP):  # a dozen arrays of a piece, rather than of the window, are in memory
+            places = np.arange(at, min(at + _STEP, stop))
+            lengths[places - start] = self._lengths(*self._order.samples(places))
         by_length = np.argsort(lengths, kind="stable")
         offsets = distinct(np.clip(np.arange(start - start % self._run, stop + self._run, self._run), start, stop))
         sizes = np.diff(offsets)

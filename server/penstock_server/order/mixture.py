@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
 
 import numpy as np
 
 from penstock.mix import Mix
+from penstock_server.kept import Kept
 from penstock_server.order.arrays import IntArray, by_value, find, find_one, numbered
 
 ENDLESS = 1 << 52  # samples of an endless epoch; numbers derived from it stay below 2^53
@@ -59,6 +60,11 @@ class _Period:
     counts: IntArray
     places: list[IntArray]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.schedule.nbytes + self.numbers.nbytes + sum(places.nbytes for places in self.places)
+
     def num_before(self, dataset: int, samples: int) -> int:
         """Returns the samples of a dataset among the first `samples` of the phase."""
         rounds, rest = divmod(samples, len(self.schedule))
@@ -66,7 +72,6 @@ class _Period:
         return rounds * len(places) + int(np.searchsorted(places, rest))
 
 
-@lru_cache(maxsize=64)
 def _period(shares: tuple[int, ...]) -> _Period:
     schedule, numbers = _schedule(shares), np.empty(sum(shares), np.int64)
     counts, by_dataset = np.array(shares), np.argsort(schedule, kind="stable")
@@ -74,10 +79,9 @@ def _period(shares: tuple[int, ...]) -> _Period:
     return _Period(schedule, numbers, counts, np.split(by_dataset, np.cumsum(counts)[:-1]))
 
 
-@lru_cache(maxsize=64)
 def mixture_of(mix: Mix) -> Mixture:
-    """Returns the mixture of a mix, cached for the last few."""
-    return Mixture(mix)
+    """Returns the mixture of a mix, one of those used last if possible."""
+    return _mixtures.get(mix, partial(Mixture, mix))
 
 
 class Mixture:
@@ -85,7 +89,9 @@ class Mixture:
 
     def __init__(self, mix: Mix) -> None:
         self._starts = np.array([phase.start for phase in mix.phases])
-        self._periods = [_period(phase.shares) for phase in mix.phases]
+        periods = {shares: _period(shares) for shares in {phase.shares for phase in mix.phases}}
+        self._periods = [periods[phase.shares] for phase in mix.phases]
+        self.nbytes = self._starts.nbytes + sum(period.nbytes for period in periods.values())
         before = [np.zeros(len(mix.datasets), np.int64)]
         for period, (start, stop) in zip(self._periods, pairwise(self._starts.tolist()), strict=False):
             rounds, rest = divmod(stop - start, len(period.schedule))
@@ -133,3 +139,6 @@ class Mixture:
             return min((end for end in ends if end is not None), default=None)
         last = [self.sample(i, size - 1) for i, size in enumerate(sizes)]
         return None if None in last else 1 + max(end for end in last if end is not None)
+
+
+_mixtures = Kept[Mixture](64 << 20, 64, lambda mixture: mixture.nbytes)
