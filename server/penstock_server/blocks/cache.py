@@ -45,6 +45,8 @@ from penstock_server.monitoring.metrics import Metrics
 log = logging.getLogger("penstock.cache")
 
 _SUFFIX = ".block"
+PACKED = "-bins-"  # in the names of files with the bins of a packing
+_PACKED_SHARE = 4  # of the budget
 _UNFINISHED = f"{_SUFFIX}{TEMPORARY}"
 _LOCK_FILE = ".lock"
 _COUNT = struct.Struct("<q")
@@ -180,6 +182,30 @@ class CacheFolder:
                 self._evict(self._used - nbytes - self._used // _SPARE)
             return False
 
+    def make_room_for_packing(self, nbytes: int) -> None:
+        """Removes the packings used longest ago, until all take a quarter of the budget with another one of `nbytes`.
+
+        Raises OSError. A packing in use stays in memory.
+        """
+        with self._locked():
+            packed = sorted(
+                (entry.stat().st_mtime, entry.stat().st_size, entry.path)
+                for entry in os.scandir(self.folder)
+                if PACKED in entry.name
+            )
+            total = nbytes + sum(size for _, size, _ in packed)
+            for _, size, path in packed:
+                if total <= self.budget_bytes // _PACKED_SHARE:
+                    break
+                Path(path).unlink(missing_ok=True)
+                total -= size
+                self._used -= size
+
+    def count_packing(self, path: Path) -> None:
+        """Counts a file that was stored beside the blocks. Raises OSError."""
+        with self._locked():
+            self._used += _size(path)
+
     def _reserve(self, temporary: Path, nbytes: int) -> bool:
         """Creates a temporary file, which reserves its room on the disk and in the budget. Returns False without room."""
         with self._locked():
@@ -228,7 +254,7 @@ class CacheFolder:
         """Counts the bytes in the folder, also after a crash. Removes temporary files of crashes; returns the whole files."""
         self._used, whole = 0, []
         for entry in os.scandir(self.folder):
-            if not entry.name.endswith((_SUFFIX, TEMPORARY)):
+            if not (PACKED in entry.name or entry.name.endswith((_SUFFIX, TEMPORARY))):
                 continue
             try:
                 stat = entry.stat()
@@ -236,7 +262,7 @@ class CacheFolder:
                 continue
             if entry.name.endswith(TEMPORARY) and time.time() - stat.st_mtime > ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
-            elif entry.name.endswith((_SUFFIX, _UNFINISHED)):  # files of counts, sometimes gigabytes, are outside the budget
+            elif PACKED in entry.name or entry.name.endswith((_SUFFIX, _UNFINISHED)):  # other counts are outside the budget
                 self._used += stat.st_size
                 whole += [entry] * entry.name.endswith(_SUFFIX)
         return whole

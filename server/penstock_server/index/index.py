@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.text import counted
+from penstock_server.blocks.cache import PACKED
 from penstock_server.blocks.loader import Blocks
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.files import read_sealed, write_sealed
@@ -26,11 +29,17 @@ from penstock_server.index.counting import Counting, build_lock
 from penstock_server.index.row_lengths import SUFFIX, RowLengths, count_lengths, lengths_files
 from penstock_server.order.arrays import IntArray
 from penstock_server.order.best_fit import Bins, PackedPools, pack
+from penstock_server.problems import BadParameter
 from penstock_server.recipes.split import Selection
 
 _FORMAT = 4
 _SUFFIX = ".index"
 _FORGET_SECONDS = 30 * 86_400.0
+_BINS_KEPT = 16  # in memory, of one snapshot
+# Packing takes a second of CPU for a million parts. More parts than these mean that seq_len is too short for the documents.
+_FEW_PARTS, _SHORTEST_PARTS = 1 << 20, 64
+_PART_BYTES = 20  # on the disk, at most
+_packing = threading.Lock()
 
 
 class Index:
@@ -42,8 +51,8 @@ class Index:
         of_shards = partial(lengths_files, snapshot, blocks)
         self.lengths = Counting(f"the tokens of {name}", num_blocks, self._count_lengths, of_shards)
         self.rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows, lambda: [self._path("rows")])
-        self._bins: dict[tuple[int, str], Counting[PackedPools]] = {}
-        self._lock, self._packing = threading.Lock(), threading.Lock()
+        self._bins = OrderedDict[tuple[int, str], Counting[PackedPools]]()
+        self._lock = threading.Lock()
 
     def rows_per_block(self, split: str) -> IntArray:
         """Returns the rows of a split in each block, after the filter, including bad rows; shape [num_blocks]."""
@@ -109,7 +118,15 @@ class Index:
                 self._bins[seq_len, split] = Counting(
                     what, self._snapshot.num_blocks, make, lambda: [self._bins_path(split, seq_len)]
                 )
+                self._drop_bins()
+            self._bins.move_to_end((seq_len, split))
             return self._bins[seq_len, split]
+
+    def _drop_bins(self) -> None:
+        """Drops the counting of bins used longest ago, if there are many."""
+        idle = [key for key, counting in self._bins.items() if not counting.is_running][:-1]  # without the new one
+        for key in idle[: max(0, len(self._bins) - _BINS_KEPT)]:
+            del self._bins[key]
 
     @property
     def num_counted(self) -> int:
@@ -169,17 +186,41 @@ class Index:
     def _count_bins(self, split: str, seq_len: int, advance: Callable[[int], None]) -> PackedPools:
         starts = self._snapshot.pools.starts
         lengths = self.row_lengths(split)
+        num_parts = self._num_parts(split, seq_len)
+        path, cache = self._bins_path(split, seq_len), self._blocks.cache
 
         def pack_all() -> Iterator[Bins]:
             for start, stop in pairwise(starts.tolist()):
                 yield pack(np.concatenate([lengths(block) for block in range(start, stop)]), seq_len)
                 advance(stop)
 
-        with self._packing:  # one at a time: each keeps a core busy
-            return keep_bins(self._bins_path(split, seq_len), len(starts) - 1, pack_all)
+        with _packing:  # one at a time: each keeps a core busy
+            is_new = not os.path.exists(path)  # noqa: PTH110 - Path.exists raises if the disk fails
+            if is_new:
+                with suppress(OSError):  # `keep_bins` logs that nothing can be stored
+                    cache.make_room_for_packing(_PART_BYTES * num_parts)
+            bins = keep_bins(path, len(starts) - 1, pack_all)
+            if is_new:
+                with suppress(OSError):
+                    cache.count_packing(path)
+            return bins
+
+    def _num_parts(self, split: str, seq_len: int) -> int:
+        """Returns the parts of documents to pack. Raises BadParameter: seq_len cuts the documents into too many."""
+        lengths = self.lengths.get()
+        num_rows, num_tokens, _ = lengths.per_block(split).sums()
+        num_parts = int(lengths.parts_per_block(split, seq_len).sum())
+        most = _FEW_PARTS + 2 * num_rows + num_tokens // _SHORTEST_PARTS
+        if num_parts > most or _PART_BYTES * num_parts > max(self._blocks.cache.budget_bytes, _PART_BYTES * _FEW_PARTS):
+            raise BadParameter(
+                f"packing=best_fit with samples of {counted(seq_len, 'token')} cuts the {num_rows:,} documents of {self._name} "
+                f"into {num_parts:,} parts, and the limit is {most:,}, or what fits into --cache-bytes. Raise seq_len, or use "
+                f"packing=concat."
+            )
+        return num_parts
 
     def _bins_path(self, split: str, seq_len: int) -> Path:
-        return self._path(f"bins-{split}-{seq_len}")
+        return self._path(f"{PACKED.strip('-')}-{split}-{seq_len}")
 
     def _path(self, name: str) -> Path:
         return self._blocks.cache.folder / f"{self._blocks.names.of_all}-{name}-{_FORMAT}{_SUFFIX}"
