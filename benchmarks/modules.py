@@ -54,7 +54,7 @@ def server_modules(work: Path, case: str) -> set[str]:
     """Return the server's modules that one request for a batch calls, through the app without a socket."""
     from fastapi.testclient import TestClient
 
-    from penstock_server.api.service import InFlight
+    from penstock_server.api.admission import InFlight
     from penstock_server.app import create_app
     from penstock_server.blocks.store import BlockStore
     from penstock_server.catalog.catalog import open_catalog

@@ -15,10 +15,11 @@ from starlette.types import ASGIApp
 from penstock import __version__, wire
 from penstock.wire.names import DATASETS
 from penstock_server.api import batches, datasets, monitoring
+from penstock_server.api.admission import InFlight
 from penstock_server.api.errors import add_error_handlers
 from penstock_server.api.gate import Gate
 from penstock_server.api.request_log import RequestLog
-from penstock_server.api.service import InFlight, Service, catalog_of, identity_of, service_of
+from penstock_server.api.service import Service, catalog_of, identity_of, service_of
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.monitoring.monitor import Monitor
 from penstock_server.monitoring.place import Place

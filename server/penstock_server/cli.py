@@ -17,7 +17,7 @@ from penstock_server.importing.command import add_command as add_import
 from penstock_server.logs import begin_log, complain_at_start
 from penstock_server.problems import DatasetInvalid, Problem
 from penstock_server.security.command import add_command as add_token
-from penstock_server.settings import Settings, SettingsError, check_is_here, default_cache_dir
+from penstock_server.settings import MAX_CONNECTIONS, Settings, SettingsError, check_is_here, default_cache_dir
 
 if TYPE_CHECKING:
     from penstock_server.catalog.catalog import Catalog
@@ -39,6 +39,7 @@ _SETTINGS = {  # metavar and help of each option
         "most memory for decoded text that waits to be tokenized, such as 2GB (default: an eighth of the memory)",
     ),
     "processes": ("N", "processes that serve the port, for machines with many cores (default: 1)"),
+    "max_connections": ("N", f"most connections; one address may have half of them (default: {MAX_CONNECTIONS})"),
     "poll_seconds": ("N", "check for new data every N seconds (default: 30; 0 for never)"),
     "drain_seconds": ("N", "go on serving for N seconds after SIGTERM, while trainers leave (default: 5)"),
     "tokens": ("FILE", "let in callers with a token of this file alone; penstock token makes it"),
@@ -65,6 +66,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "port",
         "inflight_bytes",
         "decoded_bytes",
+        "max_connections",
         "processes",
         "poll_seconds",
         "drain_seconds",

@@ -6,7 +6,7 @@ Problem
 ├── 404  UnknownDataset, StepOutOfRange, RankOutOfRange, RowOutOfRange
 ├── 409  SnapshotGone
 ├── 422  BadParameter
-├── 429  TooManyAttempts
+├── 429  TooManyAttempts, LimitExceeded
 ├── 500  DatasetInvalid, ShardUnreadable, IndexFailed, BadRow
 └── 503  DatasetUnavailable, ShardUnavailable, OutOfMemory, Busy, NotServing, NotReady (IndexNotReady, BlocksNotReady)
 
@@ -61,6 +61,14 @@ class Forbidden(Problem, status=403, title="Not allowed"):
 
 class TooManyAttempts(Problem, status=429, title="Too many wrong tokens"):
     """An address sent too many wrong tokens; a retry after `after_seconds` may succeed. Right ones are always accepted."""
+
+    def __init__(self, message: str, after_seconds: int) -> None:
+        super().__init__(message)
+        self.after_seconds = after_seconds
+
+
+class LimitExceeded(Problem, status=429, title="A limit is reached"):
+    """The caller has reached a limit; a retry after `after_seconds` may succeed."""
 
     def __init__(self, message: str, after_seconds: int) -> None:
         super().__init__(message)

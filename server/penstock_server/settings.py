@@ -17,6 +17,7 @@ from penstock_server.machine import memory_bytes, num_cores
 
 LogFormat = Literal["human", "json"]
 
+MAX_CONNECTIONS = 16_384  # a thousand ranks with four loader workers need 8,000; one address may have half
 _MAX_PROCESSES = 256
 _DECODED_SHARE = 8
 _INFLIGHT_SHARE = 4  # the rest is for decoding, for counts, and for the page cache
@@ -46,6 +47,7 @@ class Settings:
     inflight_bytes  budget of responses in memory until clients read them; None is a quarter of the memory
     decoded_bytes   budget of decoded text that waits in memory to be tokenized; None is an eighth of the memory
     processes       number of server processes; they share the bytes in flight equally
+    max_connections connections of all processes; one address may have half of them
     poll_seconds    interval of checks for changes in the data folder; 0 is never
     drain_seconds   time from SIGTERM to the stop; meanwhile requests are served, and trainers go to other servers
     log_format      human, or json for one object a line
@@ -67,6 +69,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     processes: int = 1
+    max_connections: int = MAX_CONNECTIONS
     poll_seconds: float = 30.0
     drain_seconds: float = 5.0
     log_format: LogFormat = "human"
@@ -184,6 +187,7 @@ _PARSED: Mapping[str, tuple[Callable[[str], float | str | None], str]] = {
     "inflight_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "decoded_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "processes": (_within(1, _MAX_PROCESSES, _whole_number), f"a whole number from 1 to {_MAX_PROCESSES}"),
+    "max_connections": (_within(2, 1 << 20, _whole_number), f"a whole number from 2 to {1 << 20:,}"),
     "poll_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 30, or 0 for never"),
     "drain_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 5, or 0 to stop at once"),
     "insecure": (_yes_or_no, "yes or no"),

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import RemoteDataset
 from penstock.wire.report import HEADER
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog

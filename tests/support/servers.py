@@ -31,7 +31,7 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 
 from penstock import wire
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog

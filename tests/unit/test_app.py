@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from starlette.testclient import TestClient
 
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import Chunk
 from penstock_server.blocks.on_demand import BlockFuture

@@ -7,6 +7,7 @@ request; the work continues meanwhile.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -19,16 +20,27 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock import wire
 from penstock.wire.names import DATASETS
 from penstock.wire.report import HEADER, TIMING_HEADER, Report, format_timing
-from penstock_server.api.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, ParsedRoute, Rank, Step, spec_of
+from penstock_server.api.parameters import (
+    BINARY,
+    PROBLEMS,
+    SPEC_PARAMETERS,
+    Epoch,
+    Name,
+    ParsedRoute,
+    Rank,
+    Step,
+    plan_of,
+    spec_of,
+)
 from penstock_server.api.service import InThread, Requested, Service, catalog_of, identity_of, service_of
 from penstock_server.batches import text_view
 from penstock_server.batches.assemble import chunks, steps_per_chunk
-from penstock_server.batches.plan import Plan
+from penstock_server.batches.plan import Plan, is_large_mix
 from penstock_server.batches.text_view import as_json
 from penstock_server.batches.writer import body_of, frames_nbytes
 from penstock_server.blocks.block import Block
@@ -40,6 +52,7 @@ from penstock_server.security.tokens import EVERYONE
 BatchFormat = Literal["msgpack", "json", "tokens"]
 
 _LONG_QUERY = 1024  # bytes; parsing a long mix or skip may take a second, too long for the event loop
+_LARGE_BATCH_BYTES = 32 << 20
 _WAIT = re.compile(r"(?:^|,)\s*wait\s*=\s*\"?([0-9]{1,5})\b")
 # The docs page fills in the example: with the defaults a try would fetch a whole epoch, and the page would hang.
 Format = Annotated[
@@ -96,8 +109,8 @@ async def respond(request: Request, batches: BatchRange) -> Response:
     """
     watched = RankRequest((batches.epoch, batches.start), request.scope.get("client") or ("", 0))
     request.scope["stages"] = watched.clock  # for the header of an error
-    in_thread = _choose_threads(request, batches)
     try:
+        in_thread = await _choose_threads(request, batches)
         response: Response = await in_thread(partial(_open, request, batches, in_thread, watched))
         if isinstance(response, BatchStream):
             # The first chunk is made before the status line is sent, so its errors are problem+json. A later error closes the
@@ -117,19 +130,22 @@ async def respond(request: Request, batches: BatchRange) -> Response:
     return response
 
 
-def _choose_threads(request: Request, batches: BatchRange) -> InThread:
-    """Chooses how to plan a chunk: in any thread if that may block, otherwise in the two threads that make batches.
+async def _choose_threads(request: Request, batches: BatchRange) -> InThread:
+    """Chooses how to plan a chunk: in threads for plans if that may take long, otherwise in the two that make batches.
 
     These also make the chunk at once if its blocks are mapped: most chunks take less time than waiting for another thread.
     """
-    service = service_of(request)
-    if batches.format != "msgpack" or len(request.scope["query_string"]) > _LONG_QUERY:
-        return service.executors.run_blocking
-    spec = spec_of(request)
-    # Sorting a window by length takes long, and any request of an epoch may do it.
-    if spec.length_bucket_size or catalog_of(request).may_block(batches.dataset, spec):
-        return service.executors.run_blocking
-    return partial(service.executors.make_of_epoch, (batches.dataset, spec, batches.epoch))
+    service, executors = service_of(request), service_of(request).executors
+    if len(request.scope["query_string"]) > _LONG_QUERY:
+        spec = await executors.make_plan(partial(spec_of, request))
+    else:
+        spec = spec_of(request)
+    check = partial(service.check_new, batches.dataset, spec)
+    # Any request of an epoch may sort a window by length, or make a large mixture again. Waiting for a poll may block, too.
+    if spec.length_bucket_size or is_large_mix(spec) or catalog_of(request).may_block(batches.dataset, spec):
+        check()
+        return executors.make_plan
+    return partial(executors.make_of_epoch, (batches.dataset, spec, batches.epoch), before_plan=check)
 
 
 def _open(request: Request, batches: BatchRange, in_thread: InThread, watched: RankRequest) -> Response:
@@ -145,6 +161,8 @@ def _open(request: Request, batches: BatchRange, in_thread: InThread, watched: R
     if job:
         job.num_steps, job.step_nbytes = plan.schedule.num_steps, plan.step_nbytes
     steps = batches.steps(plan)
+    if batches.format != "msgpack":
+        text_view.check_text(plan, len(steps))
     address = f"{plan.identity} {batches.epoch} {batches.rank} {steps} {batches.format}"
     etag = f'"{blake2b(address.encode(), digest_size=16).hexdigest()}"'
     # A cacheable URL pins snapshot and mix; otherwise a cache could mix two snapshots in one epoch.
@@ -176,6 +194,8 @@ class BatchStream(StreamingResponse):
         super().__init__((), headers=headers, media_type=wire.MEDIA_TYPE if batches.format == "msgpack" else "application/json")
         self._service, self._plan, self._batches, self._steps = service, plan, batches, steps
         self._in_thread, self._watched = in_thread, watched
+        # Others take long, or much memory: threads for texts make them.
+        self._is_quick = batches.format == "msgpack" and plan.step_nbytes <= _LARGE_BATCH_BYTES
         self._is_one_chunk = len(steps) <= steps_per_chunk(plan)
         self._body: memoryview | None = None
         self._is_left = False  # the client has disconnected: no more chunks are made
@@ -231,12 +251,21 @@ class BatchStream(StreamingResponse):
         """Sends the response."""
         # A stream sends its final empty message after all bytes left the buffer. A plain response would end, and release
         # its bytes, while they are still in memory.
+        reservation = self._reservation
+        if "abort" in scope:
+            reservation.abort = partial(asyncio.get_running_loop().call_soon_threadsafe, scope["abort"])
+
+        async def send_watched(message: Message) -> None:
+            reservation.waits_since = time.monotonic() if "abort" in scope else math.inf
+            await send(message)
+            reservation.waits_since = math.inf
+
         try:
             async with aclosing(self._bodies(scope["method"])) as self.body_iterator:
                 if self._is_one_chunk:  # no need to watch for a disconnect: no chunk is left to make
-                    await self.stream_response(send)
+                    await self.stream_response(send_watched)
                 else:
-                    await super().__call__(scope, receive, send)
+                    await super().__call__(scope, receive, send_watched)
         finally:
             self.release()
 
@@ -283,7 +312,7 @@ class BatchStream(StreamingResponse):
     def _next_chunk(self) -> None:
         """Moves to the next chunk, and makes it if that is quick."""
         self._chunk = next(self._chunks)
-        if self._in_thread != self._service.executors.run_blocking:
+        if self._is_quick and self._in_thread != self._service.executors.make_plan:
             blocks = self._chunk.mapped()
             if blocks is not None and not _may_block(blocks):
                 self._chunk.read_ahead()
@@ -314,7 +343,7 @@ class BatchStream(StreamingResponse):
         self._check_client()
         blocks, executors = requested.result(), self._service.executors
         run = executors.run_blocking if _may_block(blocks) else executors.make_batches
-        await (run if self._batches.format == "msgpack" else executors.make_text)(partial(self._make, blocks))
+        await (run if self._is_quick else executors.make_text)(partial(self._make, blocks))
         await self._in_thread(self._chunk.read_ahead)  # last: a client that has left by now needs no more blocks
 
     def _make(self, blocks: Sequence[Block]) -> None:
@@ -406,7 +435,7 @@ async def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, 
     """Returns the rows that make up each sample of a batch. `dataset_row` is the row number in URLs."""
 
     def make() -> Response:
-        plan = catalog_of(request).plan(dataset, spec_of(request))
+        plan = plan_of(request, dataset)
         return JSONResponse(text_view.provenance(plan, epoch, step, rank))
 
     return await service_of(request).executors.make_text(make)

@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse
 from penstock import wire
 from penstock.spec import MAX_COUNT
 from penstock.wire.names import DATASETS
-from penstock_server.api.parameters import PROBLEMS, SPEC_PARAMETERS, EpochQuery, Name, ParsedRoute, Row, spec_of
+from penstock_server.api.parameters import PROBLEMS, SPEC_PARAMETERS, EpochQuery, Name, ParsedRoute, Row, plan_of
 from penstock_server.api.service import catalog_of, identity_of, require_scope, service_of
-from penstock_server.batches.plan import Plan, check_room
+from penstock_server.batches.plan import check_room
 from penstock_server.catalog.dataset import Change
 from penstock_server.catalog.describe import describe_dataset, describe_mixture, describe_spec, describe_state
 from penstock_server.catalog.estimate import estimate, samples_by_dataset, show_lengths
@@ -89,14 +89,18 @@ async def refresh(request: Request, dataset: Name) -> Response:
     responses=_json(SpecInfo),
     openapi_extra=SPEC_PARAMETERS,
 )
-def show_spec(request: Request, dataset: Name) -> Response:
+async def show_spec(request: Request, dataset: Name) -> Response:
     """Returns the spec with every parameter resolved, the number of steps and the tensors of a batch."""
-    plan = _plan_of(request, dataset)
-    check_room(plan)
-    response = JSONResponse(describe_spec(plan))
-    # A run counts its steps by this: with a flipped digit it would end early without an error.
-    response.headers["Content-Digest"] = wire.content_digest(bytes(response.body))
-    return response
+
+    def make() -> Response:
+        plan = plan_of(request, dataset)
+        check_room(plan)
+        response = JSONResponse(describe_spec(plan))
+        # A run counts its steps by this: with a flipped digit it would end early without an error.
+        response.headers["Content-Digest"] = wire.content_digest(bytes(response.body))
+        return response
+
+    return await service_of(request).executors.make_plan(make)
 
 
 @router.get(
@@ -106,9 +110,10 @@ def show_spec(request: Request, dataset: Name) -> Response:
     responses=_json(EstimateInfo),
     openapi_extra=SPEC_PARAMETERS,
 )
-def show_estimate(request: Request, dataset: Name) -> Response:
+async def show_estimate(request: Request, dataset: Name) -> Response:
     """Estimates tokens, padding, truncation and cache of an epoch, to choose a spec before a run. Reads no block."""
-    return JSONResponse(estimate(_plan_of(request, dataset)))
+    executors = service_of(request).executors
+    return await executors.make_text(lambda: JSONResponse(estimate(plan_of(request, dataset))))
 
 
 @router.get(
@@ -118,10 +123,14 @@ def show_estimate(request: Request, dataset: Name) -> Response:
     responses=_json(SharesInfo),
     openapi_extra=SPEC_PARAMETERS,
 )
-def show_shares(request: Request, dataset: Name, epoch: EpochQuery = 0, step: EpochStep = 0) -> Response:
+async def show_shares(request: Request, dataset: Name, epoch: EpochQuery = 0, step: EpochStep = 0) -> Response:
     """Counts the samples that each dataset of a mixture has given an epoch before a step."""
-    datasets = samples_by_dataset(_plan_of(request, dataset), epoch, step)
-    return JSONResponse({"epoch": epoch, "step": step, "datasets": datasets})
+
+    def make() -> Response:
+        datasets = samples_by_dataset(plan_of(request, dataset), epoch, step)
+        return JSONResponse({"epoch": epoch, "step": step, "datasets": datasets})
+
+    return await service_of(request).executors.make_text(make)
 
 
 @router.get("/{dataset}/lengths", summary="Show the lengths of rows", tags=_DATASETS, responses=_json(LengthsInfo))
@@ -140,7 +149,7 @@ def lengths(request: Request, dataset: Name) -> Response:
 async def shuffle_report(request: Request, dataset: Name, epoch: EpochQuery = 0) -> Response:
     """Measures the order of an epoch and gives the range of each measure in an exact uniform shuffle. Reads no block."""
     executors = service_of(request).executors
-    return await executors.make_text(lambda: JSONResponse(report(_plan_of(request, dataset), epoch)))
+    return await executors.make_text(lambda: JSONResponse(report(plan_of(request, dataset), epoch)))
 
 
 @router.get("/{dataset}/quarantine", summary="List the bad rows of a dataset", tags=_DATASETS, responses=_json(QuarantineInfo))
@@ -163,10 +172,10 @@ def one_row(request: Request, dataset: Name, row: Row) -> Response:
     responses=_json(RowScheduleInfo),
     openapi_extra=SPEC_PARAMETERS,
 )
-def schedule(request: Request, dataset: Name, row: Row, epoch: EpochQuery = 0) -> Response:
+async def schedule(request: Request, dataset: Name, row: Row, epoch: EpochQuery = 0) -> Response:
     """Returns the steps, ranks and lines of an epoch that hold a row or a part of it."""
-    return JSONResponse({"occurrences": find_row(_plan_of(request, dataset), dataset, row, epoch)})
 
+    def make() -> Response:
+        return JSONResponse({"occurrences": find_row(plan_of(request, dataset), dataset, row, epoch)})
 
-def _plan_of(request: Request, dataset: str) -> Plan:
-    return catalog_of(request).plan(dataset, spec_of(request))
+    return await service_of(request).executors.make_text(make)

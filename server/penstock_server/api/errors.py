@@ -19,6 +19,7 @@ from penstock_server.problems import (
     BadParameter,
     BlocksNotReady,
     Busy,
+    LimitExceeded,
     NotReady,
     NotServing,
     OutOfMemory,
@@ -92,7 +93,7 @@ def problem_response(scope: Scope, error: Problem) -> JSONResponse:
         response.headers["Retry-After"] = "0" if isinstance(error, BlocksNotReady) else "1"
     elif isinstance(error, Unauthorized):
         response.headers["WWW-Authenticate"] = 'Bearer realm="penstock"'  # not Basic: browsers would open their own dialog
-    elif isinstance(error, TooManyAttempts):
+    elif isinstance(error, TooManyAttempts | LimitExceeded):
         response.headers["Retry-After"] = str(error.after_seconds)
     return response
 

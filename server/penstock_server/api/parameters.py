@@ -21,6 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.spec import MAX_COUNT, Spec, describe
 from penstock.text import cut, did_you_mean
+from penstock_server.api.admission import caller_of, current_caller
+from penstock_server.api.service import catalog_of, service_of
+from penstock_server.batches.plan import Plan
 from penstock_server.problems import BadParameter
 from penstock_server.schemas import ProblemInfo
 
@@ -105,6 +108,7 @@ class ParsedRoute(APIRoute):
             await super().handle(scope, receive, send)  # a 405
             return
         request, values = Request(scope, receive, send), self._parse(scope)
+        current_caller.set(caller_of(request))
         if inspect.iscoroutinefunction(self.endpoint):
             response = await self.endpoint(request, **values)
         else:
@@ -153,3 +157,10 @@ def spec_of(request: Request) -> Spec:
 @lru_cache(maxsize=_REMEMBERED_QUERIES)  # all batches of a job have the same query
 def _spec_of(query: str, others: tuple[str, ...]) -> Spec:
     return Spec.from_query(parse_qsl(query, keep_blank_values=True), others=others)
+
+
+def plan_of(request: Request, dataset: str) -> Plan:
+    """Returns the plan of the spec in the query. Raises LimitExceeded, SpecError, and the errors of CatalogView.plan."""
+    spec = spec_of(request)
+    service_of(request).check_new(dataset, spec)
+    return catalog_of(request).plan(dataset, spec)

@@ -1,23 +1,27 @@
-"""State that the requests of one application share: the catalog, a budget of bytes, and threads."""
+"""State that the requests of one application share: the catalog, budgets, and threads."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import defaultdict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from anyio import CancelScope
 from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
-from penstock.text import counted
+from penstock.spec import Spec
+from penstock_server.api.admission import DistinctLimit, current_caller
+from penstock_server.api.admission import InFlight as InFlight
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.blocks.store import Asked
@@ -25,28 +29,76 @@ from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.view import CatalogView
 from penstock_server.monitoring.jobs import Jobs
 from penstock_server.monitoring.metrics import Metrics
-from penstock_server.problems import Busy, Forbidden
+from penstock_server.problems import Forbidden
 from penstock_server.security.tokens import Identity, Scope
 
 _T = TypeVar("_T")
 InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a function in a thread, and returns its result
 
-_REMEMBERED_EPOCHS = 1000
+_REMEMBERED_EPOCHS = 256  # as many as plans are kept: see PLANS_KEPT
+MAX_NEW_PACKINGS = 32  # of one caller an hour
+MAX_NEW_SPECS = 6000  # of one caller a minute: a job has one
 _KEPT_SECONDS = 5.0  # for the client to repeat the request, which it does at once
 
 
+class FairThreads:
+    """Threads that callers share: those that wait take turns, and one caller runs at most `per_caller` calls at a time."""
+
+    def __init__(self, num_threads: int, per_caller: int, name: str) -> None:
+        self._threads, self._per_caller = ThreadPoolExecutor(num_threads, thread_name_prefix=name), per_caller
+        self._lock = threading.Lock()
+        self._waiting = OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]]()  # the next caller first
+        self._running = Counter[str]()
+        self._num_passed = 0  # turns that no caller could take
+
+    def submit(self, caller: str, make: Callable[[], _T]) -> Future[_T]:
+        """Returns the future result of `make`."""
+        future = Future[_T]()
+        with self._lock:
+            self._waiting.setdefault(caller, deque()).append((future, make))
+        self._threads.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        with self._lock:
+            caller = next((caller for caller in self._waiting if self._running[caller] < self._per_caller), None)
+            if caller is None:
+                self._num_passed += 1
+                return
+            future, make = self._waiting[caller].popleft()
+            self._running[caller] += 1
+            if self._waiting[caller]:
+                self._waiting.move_to_end(caller)
+            else:
+                del self._waiting[caller]
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(make())
+            except BaseException as error:
+                future.set_exception(error)
+                del error
+        del future, make  # the thread may wait long for its next turn
+        with self._lock:
+            self._running[caller] -= 1
+            is_due = self._num_passed > 0
+            self._num_passed -= is_due
+        if is_due:
+            self._threads.submit(self._run_next)
+
+
 class Executors:
-    """Threads of one application: two make batches, two make text for people, and others run work that may block.
+    """Threads of one application. They make batches, plan, make text for people, or run other work that may block.
 
     Making batches mostly holds the GIL: with forty threads each step waits for all others, and many ranks take a quarter more
-    CPU.
+    CPU. Plans and reports may take seconds and much memory: each caller makes one at a time.
     """
 
     def __init__(self) -> None:
-        self._batches = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")
-        self._text = ThreadPoolExecutor(2, thread_name_prefix="penstock-text")
-        self._planning = defaultdict[Hashable, asyncio.Lock](asyncio.Lock)  # by epoch
-        self._planned = set[Hashable]()
+        self._batches = FairThreads(2, 2, "penstock-batches")
+        self._plans = FairThreads(2, 1, "penstock-plans")
+        self._text = FairThreads(2, 1, "penstock-text")
+        self._planning = WeakValueDictionary[Hashable, asyncio.Lock]()  # by epoch
+        self._planned = OrderedDict[Hashable, None]()
 
     async def make_batches(self, make: Callable[[], _T]) -> _T:
         """Runs `make`, which makes batches and does not block."""
@@ -56,30 +108,41 @@ class Executors:
         """Runs `make`, a slow report or the text of many tokens. It takes much more memory than its result."""
         return await _run(self._text, make)
 
+    async def make_plan(self, make: Callable[[], _T]) -> _T:
+        """Runs `make`, which plans and may sort the samples of a window."""
+        return await _run(self._plans, make)
+
     async def run_blocking(self, make: Callable[[], _T]) -> _T:
         """Runs `make`, which may block."""
         return await run_in_threadpool(make)
 
-    async def make_of_epoch(self, epoch: Hashable, make: Callable[[], _T]) -> _T:
+    async def make_of_epoch(
+        self, epoch: Hashable, make: Callable[[], _T], before_plan: Callable[[], object] = lambda: None
+    ) -> _T:
         """Runs `make`, which makes batches of an epoch. The first call plans the epoch, which may take seconds; others wait.
+
+        Calls `before_plan` before that; an exception from it ends the call.
 
         Otherwise many ranks that start an epoch would take all threads to wait for its plan.
         """
         if epoch not in self._planned:
-            if epoch not in self._planning and len(self._planning) >= _REMEMBERED_EPOCHS:
-                self._planning.clear()
-                self._planned.clear()
-            async with self._planning[epoch]:
+            before_plan()
+            planning = self._planning.setdefault(epoch, asyncio.Lock())
+            async with planning:
                 if epoch not in self._planned:
-                    made = await self.run_blocking(make)
-                    self._planned.add(epoch)
+                    made = await self.make_plan(make)
+                    self._planned[epoch] = None
+                    if len(self._planned) > _REMEMBERED_EPOCHS:
+                        self._planned.popitem(last=False)
                     return made
+        self._planned[epoch] = None
+        self._planned.move_to_end(epoch)
         return await self.make_batches(make)
 
 
-async def _run(threads: ThreadPoolExecutor, make: Callable[[], _T]) -> _T:
+async def _run(threads: FairThreads, make: Callable[[], _T]) -> _T:
     """Runs `make` in one of these threads. A cancelled call still waits for a `make` that has started."""
-    made = threads.submit(copy_context().run, make)  # the context has the id of the request
+    made = threads.submit(current_caller.get(), partial(copy_context().run, make))  # the context has the id of the request
     try:
         return await asyncio.wrap_future(made)
     except asyncio.CancelledError:
@@ -170,9 +233,20 @@ class Service:
     in_flight: InFlight
     jobs: Jobs = field(default_factory=Jobs)
     executors: Executors = field(default_factory=Executors)
+    new_packings: DistinctLimit = field(
+        default_factory=lambda: DistinctLimit(MAX_NEW_PACKINGS, 3600.0, "seq_len of packing=best_fit")
+    )
+    new_specs: DistinctLimit = field(default_factory=lambda: DistinctLimit(MAX_NEW_SPECS, 60.0, "specs"))
     kept_for_retry: KeptForRetry = field(default_factory=KeptForRetry)
     refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)  # async, so that waiters take no thread
     is_draining: bool = False
+
+    def check_new(self, dataset: str, spec: Spec) -> None:
+        """Notes a spec that the caller uses. Raises LimitExceeded: it has used too many others recently."""
+        caller = current_caller.get()
+        self.new_specs.check(caller, (dataset, spec))
+        if spec.packing == "best_fit":
+            self.new_packings.check(caller, (spec.split, spec.sample_len))  # each is a file
 
     @property
     def metrics(self) -> Metrics:
@@ -203,66 +277,3 @@ def require_scope(request: Request, *scopes: Scope) -> None:
     if identity.scope not in scopes:
         allowed = " or ".join(scopes)
         raise Forbidden(f"The token {identity.name} has the scope {identity.scope}; this needs {allowed}.")
-
-
-class InFlight:
-    """Budget of one process, shared by all of its threads."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        self.lock = threading.Lock()
-        self.budget_bytes = budget_bytes
-        self.reserved_bytes = 0
-        self.num_responses = 0
-
-    def admit(self, num_chunks: int, chunk_bytes: int) -> Reservation:
-        """Returns a reservation for a response with `num_chunks` chunks in memory; it takes no bytes yet.
-
-        Raises Busy: the budget has no room for it now.
-        """
-        reservation = Reservation(self, num_chunks, chunk_bytes)
-        self.check(reservation.nbytes)
-        return reservation
-
-    def check(self, nbytes: int) -> None:
-        """Raises Busy: the budget has no room for `nbytes`. An idle process has room for any number."""
-        if self.num_responses and self.reserved_bytes + nbytes > self.budget_bytes:
-            raise Busy(
-                f"{counted(self.num_responses, 'response')} in flight take {self.reserved_bytes:,} bytes, this one needs "
-                f"{nbytes:,}, and the budget is {self.budget_bytes:,}. Retry in a second. If this lasts, clients read "
-                f"more slowly than the server sends: raise --inflight-bytes, add a server, or request fewer steps at a time."
-            )
-
-
-class Reservation:
-    """Bytes of one response; `nbytes` is an estimate until its first chunk is measured."""
-
-    def __init__(self, in_flight: InFlight, num_chunks: int, chunk_bytes: int) -> None:
-        self.nbytes = num_chunks * chunk_bytes
-        self._in_flight, self._num_chunks = in_flight, num_chunks
-        self._is_taken = self._is_measured = False
-
-    def take(self) -> None:
-        """Takes the bytes if they are not taken yet. Raises Busy: the budget has no more room for them."""
-        with self._in_flight.lock:
-            if not self._is_taken:
-                self._in_flight.check(self.nbytes)
-                self._in_flight.reserved_bytes += self.nbytes
-                self._in_flight.num_responses += 1
-                self._is_taken = True
-
-    def measured(self, chunk_bytes: int) -> None:
-        """Counts `chunk_bytes` per chunk: the first replaces the estimate; a larger one counts even beyond the budget."""
-        with self._in_flight.lock:
-            more = self._num_chunks * chunk_bytes - self.nbytes
-            if more > 0 or not self._is_measured:
-                self.nbytes += more
-                self._in_flight.reserved_bytes += more
-            self._is_measured = True
-
-    def release(self) -> None:
-        """Returns the bytes to the budget. Idempotent."""
-        with self._in_flight.lock:
-            if self._is_taken:
-                self._in_flight.reserved_bytes -= self.nbytes
-                self._in_flight.num_responses -= 1
-                self._is_taken = False

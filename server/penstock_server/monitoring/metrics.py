@@ -84,6 +84,7 @@ class Metrics:
         self.cache_evictions = counter("cache_evictions_total", "Blocks removed to make room in the cache.")
         self.cache_corrupt_blocks = counter("cache_corrupt_blocks_total", "Cached blocks that were damaged and made again.")
         self.refusals = counter("refusals_total", "Requests refused because the budget of bytes in flight was used up.")
+        self.limits = counter("limits_total", "Requests, connections and responses that a limit ended, by the limit.", "limit")
         self.rank_wait_seconds = counter(
             "rank_wait_seconds_total", "Time that training loops waited, as ranks report it.", "dataset", "stage"
         )

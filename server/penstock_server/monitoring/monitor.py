@@ -20,7 +20,7 @@ from prometheus_client.core import Metric
 
 from penstock import __version__
 from penstock.spec import Spec
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.logs import Seldom
 from penstock_server.monitoring.buckets import BUCKET_SECONDS, NUM_BUCKETS, Buckets, bucket_of, summed

@@ -23,28 +23,30 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock import __version__
 from penstock.ending import ends_at
 from penstock.text import counted, printable
 from penstock.wire.names import DATASETS, batches_path
-from penstock_server.api.service import InFlight, Service
+from penstock_server.api.admission import InFlight
+from penstock_server.api.service import Service
 from penstock_server.app import create_app
 from penstock_server.catalog.catalog import Catalog, open_data
 from penstock_server.catalog.describe import summary
 from penstock_server.catalog.warnings import warn
 from penstock_server.logs import complain_at_start, greet, log, log_events
 from penstock_server.monitoring.place import Place
-from penstock_server.security.tls import Certificates, subject_of
+from penstock_server.security.tls import Certificates
 from penstock_server.security.tokens import Tokens
 from penstock_server.security.watcher import Watcher
+from penstock_server.serving.connections import Connections, protocol_of
 from penstock_server.serving.listener import listen
-from penstock_server.settings import Settings
+from penstock_server.settings import MAX_CONNECTIONS, Settings
 
 _STOP_SECONDS = 3.0  # for responses in progress after a stop signal
 _KEEP_ALIVE_SECONDS = 60  # longer than a slow client reads what the kernel holds of a response
 _ABORT_SECONDS = 2.0  # for aborted responses to end; after that they are abandoned
+_OTHER_FILES = 256  # that a process opens beside its connections
 _GREETED = 20  # datasets listed at start
 _HERE = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "::1"}  # localhost may be 127.0.0.1 alone
 
@@ -94,19 +96,16 @@ def run(
     app = create_app(catalog, InFlight(settings.most_inflight_bytes), place, tokens)
     with catalog.polling(settings.poll_seconds), app.state.monitor.running(), watcher.running():
         tls = certificates.context if certificates else None
-        server = Server(app, drain_seconds=settings.drain_seconds, tls=tls, trusted_proxy=settings.trusted_proxy)
+        server = Server(
+            app,
+            drain_seconds=settings.drain_seconds,
+            tls=tls,
+            trusted_proxy=settings.trusted_proxy,
+            max_connections=most_connections(settings),
+        )
         app.state.monitor.unsent = server.unsent
         server.run(sockets=[listener])
     catalog.store.close()
-
-
-class _Protocol(HttpToolsProtocol):
-    """One connection. Its requests have the subject of its client certificate in their state."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if certificate := transport.get_extra_info("peercert"):
-            self.app_state = {**self.app_state, "certificate": subject_of(certificate)}
 
 
 class Server(uvicorn.Server):
@@ -127,13 +126,14 @@ class Server(uvicorn.Server):
         stop_seconds: float = _STOP_SECONDS,
         tls: ssl.SSLContext | None = None,
         trusted_proxy: str = "",
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._service: Service = app.state.service
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
         self._stop_at = math.inf  # monotonic time
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http=protocol_of(Connections(max_connections, self._service.metrics)),  # type: ignore[arg-type]
             log_config=None,  # keep the logging set up by begin_log
             log_level="warning",
             access_log=False,
@@ -190,6 +190,12 @@ class Server(uvicorn.Server):
     def _abort(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def most_connections(settings: Settings) -> int:
+    """Return the largest number of connections of one process: the setting's, or fewer if it may open fewer files."""
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(1, min(settings.max_connections // settings.processes, most_files - _OTHER_FILES))
 
 
 def _raise_file_limit() -> None:

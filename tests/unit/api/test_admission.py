@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock_server.api import batches
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog

@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from penstock_server.api import batches, service
+from penstock_server.api.admission import InFlight
 from penstock_server.api.batches import preferred_wait
-from penstock_server.api.service import InFlight, KeptForRetry, Requested
+from penstock_server.api.service import KeptForRetry, Requested
 from penstock_server.app import create_app
 from penstock_server.batches.writer import Body, body_of
 from penstock_server.blocks.on_demand import RowsFuture

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Coroutine
+from contextvars import copy_context
 from functools import partial
+from typing import Any
 
 import pytest
 from anyio import CancelScope
 
 from penstock_server.api import service
+from penstock_server.api.admission import current_caller
 from penstock_server.api.service import Executors
 
 
@@ -96,11 +100,18 @@ def test_error_of_a_cancelled_call_is_not_logged(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
+def begin(caller: str, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task for a request of this caller."""
+    context = copy_context()
+    context.run(current_caller.set, caller)
+    return asyncio.get_running_loop().create_task(call, context=context)
+
+
 def test_text_is_made_in_two_threads_and_does_not_delay_batches() -> None:
     work, executors = Work(), Executors()
 
     async def run() -> None:
-        crowd = [asyncio.create_task(executors.make_text(work.make)) for _ in range(6)]
+        crowd = [begin(f"caller {number}", executors.make_text(work.make)) for number in range(6)]
         await work.wait_until_begun(2)
         await executors.make_batches(lambda: None)
         assert not work.begun.acquire(blocking=False)
@@ -114,13 +125,31 @@ def is_batch_thread(name: str) -> bool:
     return name.startswith("penstock-batches")
 
 
+def test_caller_makes_one_text_at_a_time_and_callers_take_turns() -> None:
+    work, executors = Work(), Executors()
+
+    async def run() -> None:
+        crowd = [begin("crowd", executors.make_text(partial(work.make, number))) for number in range(9)]
+        await work.wait_until_begun()
+        others = [begin(f"other {number}", executors.make_text(partial(work.make, number))) for number in (100, 101)]
+        await work.wait_until_begun()
+        assert not work.begun.acquire(blocking=False)
+        work.may_end.set()
+        await asyncio.gather(*crowd, *others)
+
+    asyncio.run(run())
+    assert sorted(work.made) == [*range(9), 100, 101]
+    assert [number for number in work.made if number < 100] == [*range(9)]
+    assert work.made.index(101) <= 3  # after at most the running ones, and one more of the crowd
+
+
 def test_requests_of_an_epoch_wait_for_the_first_which_plans_it_and_not_for_other_epochs() -> None:
     work, executors = Work(), Executors()
 
     async def run() -> None:
         crowd = [asyncio.create_task(executors.make_of_epoch("epoch 0", work.make)) for _ in range(50)]
         await work.wait_until_begun()
-        other = asyncio.create_task(executors.make_of_epoch("epoch 1", work.make))
+        other = begin("another caller", executors.make_of_epoch("epoch 1", work.make))
         await work.wait_until_begun()
         work.may_end.set()
         await asyncio.gather(*crowd, other)

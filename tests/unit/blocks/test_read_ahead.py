@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import penstock_server.blocks.read_ahead
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.plan import Plan
 from penstock_server.blocks.read_ahead import ReadAhead

@@ -20,7 +20,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.spec import Spec
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog.catalog import Catalog

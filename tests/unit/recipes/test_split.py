@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from penstock import wire
 from penstock.spec import Spec
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.assemble import chunks, load
 from penstock_server.batches.writer import frames

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from penstock.access import Access
 from penstock.http import HttpClient
 from penstock.responses import TransientError
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock_server.api.service import InFlight
+from penstock_server.api.admission import InFlight
 from penstock_server.blocks.decode import RowGroupReader
 from support import servers as in_thread
 from support.corpora import write_numbered
