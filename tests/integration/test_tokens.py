@@ -215,7 +215,7 @@ def test_jobs_and_metrics_are_those_of_visible_datasets(client: TestClient, call
     assert 'dataset="team-b.secret"' in client.get("/metrics", headers=bearer(callers.admin)).text
 
 
-def test_wrong_tokens_slow_their_address_down_alone(app: FastAPI, callers: Callers) -> None:
+def test_wrong_tokens_slow_their_address_down_alone(app: FastAPI, callers: Callers, caplog: pytest.LogCaptureFixture) -> None:
     guesser = TestClient(app, client=("192.0.2.1", 1))
     other = TestClient(app, client=("192.0.2.2", 1))
     statuses = [guesser.get("/v1/datasets", headers=bearer(f"pst_{guess}")).status_code for guess in range(22)]
@@ -225,6 +225,8 @@ def test_wrong_tokens_slow_their_address_down_alone(app: FastAPI, callers: Calle
     assert 0 < int(refused.headers["Retry-After"]) <= 60
     assert guesser.get("/v1/datasets", headers=bearer(callers.reader)).status_code == 200
     assert other.get("/v1/datasets", headers=bearer("pst_x")).status_code == 401
+    assert caplog.messages.count("192.0.2.1 sends wrong tokens: more than 20 in a minute") == 1
+    assert "pst_" not in caplog.text
 
 
 def test_shared_caches_keep_batches_of_open_servers_alone(

@@ -6,6 +6,7 @@ certificate does as well. `scope["identity"]` tells the rest of the server who a
 
 from __future__ import annotations
 
+import logging
 import time
 from base64 import b64decode
 from collections import OrderedDict, deque
@@ -18,9 +19,12 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock_server.api.errors import problem_response
+from penstock_server.logs import Seldom
 from penstock_server.page.routes import login_page
 from penstock_server.problems import Forbidden, Problem, TooManyAttempts, Unauthorized
 from penstock_server.security.tokens import EVERYONE, STRANGER, Identity, Tokens
+
+log = logging.getLogger("penstock.security")
 
 _PROBES = ("/healthz", "/readyz")
 _FOR_PEOPLE = ("/", "/docs", "/login")  # where a browser without a token gets the login
@@ -34,7 +38,7 @@ class Gate:
     """ASGI layer around the application. `tokens` None lets everyone in."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
-        self._app, self._tokens, self._attempts = app, tokens, Attempts()
+        self._app, self._tokens, self._attempts, self._guesses = app, tokens, Attempts(), Seldom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on with its identity."""
@@ -90,6 +94,8 @@ class Gate:
             return identity
         address = scope["client"][0] if scope.get("client") else ""
         if after_seconds := self._attempts.add(address):
+            if self._guesses.is_due():
+                log.warning("%s sends wrong tokens: more than %d in a minute", address, _MAX_ATTEMPTS)
             raise TooManyAttempts(
                 f"{address} sent more than {_MAX_ATTEMPTS} wrong tokens in a minute. Retry in {after_seconds} s. A right token "
                 f"is accepted at any time.",
