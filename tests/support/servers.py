@@ -217,11 +217,13 @@ def pages(answer: Callable[[str], tuple[int, bytes]], seconds_per_byte: float = 
 class SlowReaders:
     """So many connections that ask for one URL; `heads` are the status lines and headers that came so far."""
 
-    def __init__(self, number: int, url: str, path: str, query: dict[str, str | int], pause_seconds: float) -> None:
+    def __init__(
+        self, number: int, url: str, path: str, query: dict[str, str | int], pause_seconds: float, source: str
+    ) -> None:
         self._pause_seconds = pause_seconds
         address = urlsplit(url)
         assert address.hostname
-        self._sockets = [_connect(address.hostname, address.port or 80) for _ in range(number)]
+        self._sockets = [_connect(address.hostname, address.port or 80, source) for _ in range(number)]
         self._received = [bytearray() for _ in range(number)]
         for own in self._sockets:
             own.sendall(f"GET {path}?{urlencode(query)} HTTP/1.1\r\nHost: server\r\n\r\n".encode())
@@ -278,19 +280,26 @@ class SlowReaders:
 
 @contextmanager
 def slow_readers(
-    number: int, url: str, path: str, query: dict[str, str | int], *, pause_seconds: float = 1.0
+    number: int,
+    url: str,
+    path: str,
+    query: dict[str, str | int],
+    *,
+    pause_seconds: float = 1.0,
+    source: str = "127.0.0.1",
 ) -> Iterator[SlowReaders]:
-    """Readers that are there until they leave, or the block ends."""
-    readers = SlowReaders(number, url, path, query, pause_seconds)
+    """Readers that are there until they leave, or the block ends; `source` is their address."""
+    readers = SlowReaders(number, url, path, query, pause_seconds, source)
     try:
         yield readers
     finally:
         readers.leave()
 
 
-def _connect(host: str, port: int) -> socket.socket:
+def _connect(host: str, port: int, source: str) -> socket.socket:
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)  # before it connects, or it has no effect on the window
+    made.bind((source, 0))
     made.connect((host, port))
     return made
 

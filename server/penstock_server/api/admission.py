@@ -43,7 +43,7 @@ class InFlight:
     def __init__(self, budget_bytes: int) -> None:
         self.lock = threading.Lock()
         self.budget_bytes = budget_bytes
-        self.reserved_bytes = self.num_aborted = 0
+        self.reserved_bytes = 0
         self._taken = dict[Reservation, None]()
 
     @property
@@ -92,7 +92,6 @@ class InFlight:
             )
         for reservation in aborted:
             self.give_back(reservation)
-            self.num_aborted += 1
             reservation.abort()
 
     def take(self, reservation: Reservation) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -253,7 +253,7 @@ class BatchStream(StreamingResponse):
         # its bytes, while they are still in memory.
         reservation = self._reservation
         if "abort" in scope:
-            reservation.abort = partial(asyncio.get_running_loop().call_soon_threadsafe, scope["abort"])
+            reservation.abort = partial(asyncio.get_running_loop().call_soon_threadsafe, self._abort, scope["abort"])
 
         async def send_watched(message: Message) -> None:
             reservation.waits_since = time.monotonic() if "abort" in scope else math.inf
@@ -268,6 +268,10 @@ class BatchStream(StreamingResponse):
                     await super().__call__(scope, receive, send_watched)
         finally:
             self.release()
+
+    def _abort(self, close: Callable[[], object]) -> None:
+        self._service.metrics.limits.labels("inflight_bytes").inc()
+        close()
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
         """Waits until the client disconnects; also stops the thread that makes its text."""

@@ -55,6 +55,7 @@ _STATUSES = {
     404: "The dataset, step, rank or row does not exist.",
     409: "The data changed.",
     422: "A parameter is wrong.",
+    429: "The caller has reached a limit. Retry later.",
     500: "The data cannot be used. The detail names the place.",
     503: "The server is busy, is still preparing the data, or cannot reach it. Retry later.",
 }

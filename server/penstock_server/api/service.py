@@ -20,8 +20,7 @@ from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
 from penstock.spec import Spec
-from penstock_server.api.admission import DistinctLimit, current_caller
-from penstock_server.api.admission import InFlight as InFlight
+from penstock_server.api.admission import DistinctLimit, InFlight, current_caller
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.on_demand import RowsFuture
 from penstock_server.blocks.store import Asked
