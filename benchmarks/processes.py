@@ -90,7 +90,7 @@ def run(command: Sequence[str], *, timeout_seconds: float, environment: Mapping[
 def serving(
     command: Sequence[str], *, timeout_seconds: float = 120, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Run a server that prints its address, http://... or grpc://..., on stdout when it is ready.
+    """Run a server that prints its address, http://..., https://... or grpc://..., on stdout when it is ready.
 
     Raises ProcessFailed: it ended before it printed an address, or took too long.
     """
@@ -111,7 +111,7 @@ def _address(process: subprocess.Popen[str], errors: IO[str], timeout_seconds: f
     timer.start()
     try:
         for line in process.stdout:
-            if found := re.search(r"(?:http|grpc)://[^\s/]+:\d+", line):
+            if found := re.search(r"(?:https?|grpc)://[^\s/]+:\d+", line):
                 return found[0].replace("localhost", "127.0.0.1")
     finally:
         timer.cancel()

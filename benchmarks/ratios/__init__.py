@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-NAMES = ("static", "first_batch", "cold_parquet", "cold_text", "cold_start", "packings", "ranks", "memory", "training_step")
+NAMES = (
+    *("static", "tls", "first_batch", "cold_parquet", "cold_text", "cold_start"),
+    *("packings", "ranks", "memory", "training_step"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
