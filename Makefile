@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test lock sbom audit trl-test trainers-test bench clean
+.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test soak lock sbom audit trl-test trainers-test bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ slow-test: $(FRAMEWORKS)  ## the slow tests: several ranks, many kills, the test
 
 property-test: $(FRAMEWORKS)  ## the tests of random examples with a thousand each, but for the costliest; five minutes
 	PENSTOCK_TEST_EXAMPLES=1000 $(BIN)/python -m pytest tests -m hypothesis --numprocesses 2
+
+soak: $(FRAMEWORKS)  ## four ranks through kills, damage, full disks and new tokens and certificates for half an hour
+	PENSTOCK_TEST_SOAK_SECONDS=1800 $(BIN)/python -m pytest tests/integration/test_soak.py -s
 
 trl-test: $(FRAMEWORKS)  ## TRL's SFT, DPO and GRPO trainers; installs trl and peft, which bring pandas and more
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,trl]' || \
