@@ -1,11 +1,14 @@
 import inspect
 import math
 import re
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock import RemoteDataset, Spec, SpecError
 from penstock.client import Client
@@ -168,3 +171,14 @@ def test_pad_must_divide_the_response_length() -> None:
         Spec(pad="000000001" + 5_000 * "0")
     with pytest.raises(SpecError, match="pad=64 must divide target_seq_len=100"):
         Spec(seq_len=128, task="seq2seq", target_seq_len=100, pad="64")
+
+
+NAMES = st.sampled_from([parameter["name"] for parameter in describe()]) | st.text(max_size=5)
+PARTS = ["wiki", "samples:", "latest", "longest", "true", "0", "7", "9" * 30, "-", ",", ";", ":", "@", ".", "+", " ", "\u00b2"]
+
+
+@given(st.lists(st.tuples(NAMES, st.text() | st.lists(st.sampled_from(PARTS)).map("".join)), max_size=6))
+def test_any_query_is_a_spec_or_refused(query: list[tuple[str, str]]) -> None:
+    with suppress(SpecError):
+        spec = Spec.from_query(query)
+        assert Spec.from_query(spec.to_query().items()) == spec

@@ -24,10 +24,12 @@ from penstock_server.recipes.transform import load_transform
 
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
+_MAX_FILE = 128 << 10  # characters
+_MAX_DOTS = 100
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+    return isinstance(value, str) and bool(value) and "\0" not in value  # no file can have that in its name
 
 
 def _is_share(value: object) -> bool:
@@ -85,7 +87,16 @@ def _read_declaration(folder: Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file. Raises DatasetInvalid: it cannot be read, or is not TOML."""
     try:
-        return tomllib.loads(path.read_text("utf-8-sig"))  # editors on Windows write a byte order mark
+        with path.open(encoding="utf-8-sig") as file:  # editors on Windows write a byte order mark
+            text = file.read(_MAX_FILE + 1)
+        if len(text) > _MAX_FILE:
+            raise ValueError(f"it has more than {_MAX_FILE:,} characters")
+        # tomllib takes quadratic time for a key of many parts.
+        if any(line.partition("=")[0].count(".") > _MAX_DOTS for line in text.splitlines()):
+            raise ValueError(f"a key has more than {_MAX_DOTS} dots")
+        document = tomllib.loads(text)
+        repr(document)  # raises for what no message could show: numbers of thousands of digits, deep nesting
+        return document
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
 

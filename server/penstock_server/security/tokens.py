@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,8 +96,8 @@ class _Document(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> _Document:
-        names = [entry.name for entry in self.tokens]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
+        names = Counter(entry.name for entry in self.tokens)
+        if repeated := sorted(name for name, number in names.items() if number > 1):
             raise ValueError(f"the names {listed(repeated)} are there more than once")
         return self
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from penstock_server.catalog.view import read_mixture
 from penstock_server.problems import DatasetInvalid
+from penstock_server.recipes.config import read_recipe
+from penstock_server.recipes.infer import MASKS, ROLES
 from support.corpora import CHATML, EOS, write, write_numbered, write_pairs, write_shards, write_text
 from support.engine import Opener, open_snapshot
 
@@ -68,6 +74,10 @@ def test_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path) 
         ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "replace"'),
         ("vocab_size = 9", "vocab_size is given, but the tokenizer already tells it"),
         ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size is given, but the tokenizer already"),
+        (f"eos = 0x{'f' * 5000}", r"penstock\.toml cannot be read: Exceeds the limit .* digits"),
+        (r'tokenizer = "a\u0000b"', r"tokenizer must be a text, not 'a\\x00b'\.$"),
+        (f"{'a.' * 60_000}a = 1", "cannot be read: a key has more than 100 dots"),
+        (f"text = '{'a' * 200_000}'", "cannot be read: it has more than 131,072 characters"),
     ],
 )
 def test_wrong_recipe_is_refused_with_its_key(data: Path, tokenizer: Path, toml: str, message: str) -> None:
@@ -149,6 +159,50 @@ def test_split_special_tokens_is_refused_for_ids_and_chats(data: Path, tokenizer
     (data / "chat" / "penstock.toml").write_text("split_special_tokens = true")
     with pytest.raises(DatasetInvalid, match="rows are token ids or chats"):
         open_snapshot(data / "chat", tokenizer)
+
+
+KEYS = (
+    *ROLES,
+    *MASKS,
+    "tokenizer",
+    "filter",
+    "split_by",
+    "eos",
+    "vocab_size",
+    "columns",
+    "validation",
+    "on_bad_row",
+    "mix",
+    "x",
+)
+VALUES = st.one_of(
+    st.sampled_from(
+        ["text", "{text}", "{{text}} {n}", "n", "../tokenizer.json", "text = 'a'", "length(text) < 9", "meta.a", "\0"]
+    ),
+    st.booleans(),
+    st.integers(),
+    st.integers().map(hex),
+    st.floats(),
+    st.text(),
+    st.lists(st.text() | st.integers(), max_size=2),
+)
+RECIPES = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4).map(
+    lambda given: "".join(f"{key} = {json.dumps(value)}\n" for key, value in given.items())
+)
+
+
+@given(RECIPES | st.text())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_any_recipe_is_read_or_refused(data: Path, tokenizer: Path, toml: str) -> None:
+    data.mkdir(exist_ok=True)
+    (data / "penstock.toml").write_text(toml, "utf-8", "replace")
+    schema = pa.schema(
+        {"text": pa.string(), "n": pa.int64(), "ids": pa.list_(pa.int32()), "meta": pa.struct({"a": pa.bool_()})}
+    )
+    with suppress(DatasetInvalid):
+        read_recipe(data, schema, tokenizer)
+    with suppress(DatasetInvalid):
+        read_mixture("mixed", data, ["n"])
 
 
 @pytest.mark.parametrize("text", [f"x = {'[' * 100_000}", f"{'a.' * 3_000}a = 1"], ids=["lists", "tables"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.wire.report import STAGES, Report, format_timing, parse_timing
+from support.fuzz import altered
 
 REPORT = Report(
     job="train.py ann@gpu7 & co ü",
@@ -80,10 +82,23 @@ def test_unknown_stage_is_ignored() -> None:
     assert found.wait_seconds == {"read": 1.0}
 
 
-@given(st.text(max_size=300))
+REPORTS = altered(json.loads(REPORT.to_header())) | altered(dict.fromkeys(STAGES, 1.5)).map(
+    lambda waits: json.loads(REPORT.to_header()) | {"wait_seconds": waits}
+)
+
+
+@given(st.text(max_size=300) | REPORTS.map(json.dumps))
 def test_any_header_is_a_report_or_ignored(header: str) -> None:
     found = Report.from_header(header)
-    assert found is None or {*found.wait_seconds} <= {*STAGES}
+    if found is not None:
+        assert {*found.wait_seconds} <= {*STAGES}
+        assert all(0 <= seconds < inf for seconds in (found.compute_seconds, *found.wait_seconds.values()))
+        assert Report.from_header(found.to_header()) is not None
+
+
+@given(st.lists(st.sampled_from([*STAGES, ";", "dur", "=", ",", "1", ".", "9" * 400, "nan", " "])).map("".join) | st.text())
+def test_any_timing_is_seconds_of_stages(header: str) -> None:
+    assert all(stage in STAGES and 0 <= seconds < inf for stage, seconds in parse_timing(header).items())
 
 
 def test_amounts_since_the_last_report() -> None:

@@ -1,0 +1,58 @@
+"""Token files: read, or refused with what is wrong."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from penstock_server.security.tokens import Tokens, read_tokens
+from penstock_server.settings import SettingsError
+from support.fuzz import NESTED, ODD, altered
+
+ENTRY = {
+    "name": "trainer",
+    "sha256": "0" * 64,
+    "datasets": ["team-a.*"],
+    "scope": "read",
+    "created": "2026-01-01T00:00:00Z",
+    "expires": "2027-02-28T09:00:00Z",
+}
+ENTRIES = st.lists(st.just(ENTRY) | altered(ENTRY) | ODD, max_size=3)
+
+
+@given(ENTRIES.map(lambda entries: {"tokens": entries}) | ODD)
+@example({"tokens": [ENTRY | {"expires": "0001-01-01T00:00:00+14:00"}]})
+@example({"tokens": [ENTRY | {"expires": 1e300}]})
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_document_is_tokens_or_refused(tmp_path: Path, document: Any) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(document))
+    tokens = Tokens(file)
+    with suppress(SettingsError):
+        tokens.load()
+    assert tokens.identify("pst_wrong") is None
+
+
+@given(st.binary())
+@example(NESTED.encode())
+@example(b'{"tokens": [' + b"9" * 5000 + b"]}")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_bytes(content)
+    with pytest.raises(SettingsError, match="token file"):
+        read_tokens(file)
+
+
+def test_file_of_many_tokens_names_those_that_are_there_twice(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    entries = [{"name": f"t{number}", "certificate": "a"} for number in range(50_000)]
+    file.write_text(json.dumps({"tokens": [*entries, entries[7]]}))
+    with pytest.raises(SettingsError, match="the names t7 are there more than once"):
+        read_tokens(file)
