@@ -38,7 +38,7 @@ test: $(FRAMEWORKS)  ## the test suite without the slow tests, training framewor
 slow-test: $(FRAMEWORKS)  ## the slow tests: several ranks, many kills, the tests of random examples with a hundred each
 	PYTHONDONTWRITEBYTECODE= PENSTOCK_TEST_EXAMPLES=100 $(BIN)/python -m pytest -m "slow or hypothesis" --numprocesses 3
 
-property-test: $(FRAMEWORKS)  ## the tests of random examples with a thousand each, but for the costliest; five minutes
+property-test: $(FRAMEWORKS)  ## the tests of random examples with a thousand each, but for the costliest; fifteen minutes
 	PENSTOCK_TEST_EXAMPLES=1000 $(BIN)/python -m pytest tests -m hypothesis --numprocesses 2
 
 soak: $(FRAMEWORKS)  ## four ranks through kills, damage, full disks and new tokens and certificates for half an hour

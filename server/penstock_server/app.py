@@ -17,7 +17,8 @@ from penstock.wire.names import DATASETS
 from penstock_server.api import batches, datasets, monitoring
 from penstock_server.api.admission import InFlight
 from penstock_server.api.errors import add_error_handlers
-from penstock_server.api.gate import Gate
+from penstock_server.api.gate import SECURITY_SCHEMES, Gate
+from penstock_server.api.parameters import PROBLEMS
 from penstock_server.api.request_log import RequestLog
 from penstock_server.api.service import Service, catalog_of, identity_of, service_of
 from penstock_server.catalog.catalog import Catalog
@@ -30,6 +31,7 @@ from penstock_server.security.tokens import STRANGER, Tokens
 
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
 _NULL = {"type": "null"}
+_OPEN = {"security": list[str]()}  # no token is needed
 
 
 def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None, tokens: Tokens | None = None) -> FastAPI:
@@ -63,14 +65,17 @@ class _App(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:
-            self.openapi_schema = _as_version_3_0(super().openapi())
+            self.openapi_schema = document = _as_version_3_0(super().openapi())
+            if self.state.tokens:
+                document["components"]["securitySchemes"] = SECURITY_SCHEMES
+                document["security"] = [{name: []} for name in SECURITY_SCHEMES]
         return self.openapi_schema
 
 
 def _add_probes(app: FastAPI) -> None:
     # Load balancers and `wget --spider` send HEAD.
     @app.head("/healthz", include_in_schema=False)
-    @app.get("/healthz", summary="Check that the process is alive", tags=["probes"])
+    @app.get("/healthz", summary="Check that the process is alive", tags=["probes"], openapi_extra=_OPEN)
     async def healthz(request: Request) -> HealthInfo:
         """Returns the versions of the server, and its clock."""
         if identity_of(request) is STRANGER:
@@ -78,7 +83,7 @@ def _add_probes(app: FastAPI) -> None:
         return {"status": "ok", "version": __version__, "wire": wire.VERSION, "time": time.time()}
 
     @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz", summary="Check that datasets are served", tags=["probes"])
+    @app.get("/readyz", summary="Check that datasets are served", tags=["probes"], openapi_extra=_OPEN, responses=PROBLEMS)
     async def readyz(request: Request) -> ReadyInfo:
         """Returns the number of datasets that are served, and of those that cannot be. 503: send requests elsewhere."""
         service = service_of(request)

@@ -32,6 +32,13 @@ _MAX_FORM_BYTES = 4096
 _MAX_ATTEMPTS, _ATTEMPTS_SECONDS = 20, 60.0
 _MAX_ADDRESSES = 10_000
 
+# How the OpenAPI document describes `token_of`: one of these is enough.
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "basic": {"type": "http", "scheme": "basic", "description": "The token is the password. Any name will do."},
+    "cookie": {"type": "apiKey", "in": "cookie", "name": _COOKIE, "description": "The login of the page sets it."},
+}
+
 
 class Gate:
     """ASGI layer around the application. `tokens` None lets everyone in."""

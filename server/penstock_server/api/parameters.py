@@ -52,10 +52,12 @@ SPEC_PARAMETERS = {
 }
 BINARY = {"schema": {"type": "string", "format": "binary"}}  # documented schema of a binary response
 _STATUSES = {
+    401: "The token is missing, wrong or expired.",
+    403: "The scope of the token does not allow the request.",
     404: "The dataset, step, rank or row does not exist.",
     409: "The data changed.",
     422: "A parameter is wrong.",
-    429: "The caller has reached a limit. Retry later.",
+    429: "The caller sent too many wrong tokens, or has reached another limit. Retry later.",
     500: "The data cannot be used. The detail names the place.",
     503: "The server is busy, is still preparing the data, or cannot reach it. Retry later.",
 }
