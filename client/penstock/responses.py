@@ -90,6 +90,7 @@ _TRANSIENT: Mapping[str, type[TransientError]] = {
     "dataset-unavailable": Unavailable,
     "unauthorized": Denied,
     "forbidden": Denied,
+    "too-many-attempts": Denied,  # only wrong tokens get it
 }
 
 

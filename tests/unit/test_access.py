@@ -28,7 +28,7 @@ from penstock.responses import UnexpectedServer
 from penstock.transport import Servers, Transport
 from support.certificates import HOST, Authority
 from support.processes import put_result
-from support.servers import pages, problem, response
+from support.servers import pages, response
 from support.servers import server as answering
 
 SECRET = "pst_4tAbwq"
@@ -158,7 +158,7 @@ def test_unreadable_token_file_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("never_waits")
-@pytest.mark.parametrize("refusal", [("unauthorized", 401), ("forbidden", 403)])
+@pytest.mark.parametrize("refusal", [("unauthorized", 401), ("forbidden", 403), ("too-many-attempts", 429)])
 def test_refused_token_ends_a_run_at_its_start(guard: Guard, refusal: tuple[str, int]) -> None:
     guard.refusal = refusal
     for first_contact in (True, False):
@@ -172,9 +172,11 @@ def test_refused_token_ends_a_run_at_its_start(guard: Guard, refusal: tuple[str,
 
 
 @pytest.mark.usefixtures("never_waits")
+@pytest.mark.parametrize("refusal", [("unauthorized", 401), ("too-many-attempts", 429)])
 def test_replaced_token_file_is_read_when_the_server_refuses(
-    guard: Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    guard: Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: tuple[str, int]
 ) -> None:
+    guard.refusal = refusal
     file = tmp_path / "token"
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(file))
     file.write_text(guard.token)
@@ -209,12 +211,6 @@ def test_run_waits_for_a_token_that_replaces_an_accepted_one(
         monkeypatch.setattr(HttpClient, "wait", replace_and_wait)
         assert transport.get("/", bytes) == b"{}"
         assert transport.num_retries == 2
-
-
-def test_too_many_attempts_are_retried() -> None:
-    with answering(problem("too-many-attempts", 429, "Retry-After: 0"), response(b"yes")) as url, opened(url) as transport:
-        assert transport.get("/", bytes) == b"yes"
-        assert transport.num_retries == 1
 
 
 def test_redirect_does_not_take_the_token_along(guard: Guard) -> None:

@@ -45,7 +45,7 @@ from support.fuzz import NESTED, ODD, altered
         ("limit-exceeded", 503, Busy),
         ("limit-exceeded", 429, Busy),
         ("limit-exceeded", 422, SpecError),
-        ("too-many-attempts", 429, TransientError),
+        ("too-many-attempts", 429, Denied),
         ("unauthorized", 401, Denied),
         ("forbidden", 403, Denied),
         ("internal-error", 500, TransientError),
