@@ -44,45 +44,69 @@ class FairThreads:
     """Threads that callers share: those that wait take turns, and one caller runs at most `per_caller` calls at a time."""
 
     def __init__(self, num_threads: int, per_caller: int, name: str) -> None:
-        self._threads, self._per_caller = ThreadPoolExecutor(num_threads, thread_name_prefix=name), per_caller
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_free, self._per_caller = num_threads, per_caller
         self._lock = threading.Lock()
-        self._waiting = OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]]()  # the next caller first
         self._running = Counter[str]()
-        self._num_passed = 0  # turns that no caller could take
+        self._waiting = OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]]()  # the next caller first
 
     def submit(self, caller: str, make: Callable[[], _T]) -> Future[_T]:
-        """Returns the future result of `make`."""
-        future = Future[_T]()
+        """Returns the future result of `make`. Raises RuntimeError: no thread can be started."""
         with self._lock:
-            self._waiting.setdefault(caller, deque()).append((future, make))
-        self._threads.submit(self._run_next)
+            if not self._num_free or self._running[caller] >= self._per_caller:
+                future = Future[_T]()
+                self._waiting.setdefault(caller, deque()).append((future, make))
+                return future
+            self._begin(caller)
+        try:
+            future = self._threads.submit(self._run, caller, make)
+        except RuntimeError:
+            self._end(caller)
+            raise
+        future.add_done_callback(partial(self._end_cancelled, caller))
         return future
 
-    def _run_next(self) -> None:
-        with self._lock:
-            caller = next((caller for caller in self._waiting if self._running[caller] < self._per_caller), None)
-            if caller is None:
-                self._num_passed += 1
-                return
-            future, make = self._waiting[caller].popleft()
-            self._running[caller] += 1
-            if self._waiting[caller]:
-                self._waiting.move_to_end(caller)
-            else:
-                del self._waiting[caller]
-        if future.set_running_or_notify_cancel():
-            try:
+    def _run(self, caller: str, make: Callable[[], _T]) -> _T:
+        try:
+            return make()
+        finally:
+            self._end(caller)
+
+    def _run_waiting(self, caller: str, future: Future[Any], make: Callable[[], Any]) -> None:
+        try:
+            if future.set_running_or_notify_cancel():
                 future.set_result(make())
-            except BaseException as error:
-                future.set_exception(error)
-                del error
-        del future, make  # the thread may wait long for its next turn
+        except BaseException as error:
+            future.set_exception(error)
+            del error, future  # they refer to this frame
+        finally:
+            self._end(caller)
+
+    def _begin(self, caller: str) -> None:
+        self._num_free -= 1
+        self._running[caller] += 1
+
+    def _end(self, caller: str) -> None:
+        """Ends a call of this caller, and runs the next one that waits."""
         with self._lock:
+            self._num_free += 1
             self._running[caller] -= 1
-            is_due = self._num_passed > 0
-            self._num_passed -= is_due
-        if is_due:
-            self._threads.submit(self._run_next)
+            if not self._running[caller]:
+                del self._running[caller]
+            following = next((other for other in self._waiting if self._running[other] < self._per_caller), None)
+            if following is None:
+                return
+            future, make = self._waiting[following].popleft()
+            if self._waiting[following]:
+                self._waiting.move_to_end(following)
+            else:
+                del self._waiting[following]
+            self._begin(following)
+        self._threads.submit(self._run_waiting, following, future, make)
+
+    def _end_cancelled(self, caller: str, future: Future[Any]) -> None:
+        if future.cancelled():  # before it began
+            self._end(caller)
 
 
 class Executors:
