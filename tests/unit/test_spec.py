@@ -182,3 +182,11 @@ def test_any_query_is_a_spec_or_refused(query: list[tuple[str, str]]) -> None:
     with suppress(SpecError):
         spec = Spec.from_query(query)
         assert Spec.from_query(spec.to_query().items()) == spec
+
+
+def test_mix_of_too_many_phases_and_names_is_refused() -> None:
+    """64 KiB of a URL had 64 million weights."""
+    text = ";".join(f"d{number}:1" + (f"@{number}" if number else "") for number in range(224))
+    assert str(Spec(mix=";".join(text.split(";")[:223])).mixed()).count(":") == 223**2
+    with pytest.raises(SpecError, match="224 phases of 224 datasets have more than 50,000 weights"):
+        Spec(mix=text)

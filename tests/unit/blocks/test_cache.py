@@ -455,3 +455,18 @@ def test_announced_spans_are_the_copied_ones(tmp_path: Path, monkeypatch: pytest
     sent = np.concatenate([first.tensors["input_ids"].reshape(-1), second.tensors["input_ids"].reshape(-1)])
     assert copied == sent[sent != plan.pad_id].tobytes() if packing == "rows" else sent.tobytes()
     store.close()
+
+
+def test_packings_take_a_quarter_of_the_budget_and_count_with_the_blocks(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 4000)
+    for number in range(3):
+        path = tmp_path / f"s-bins-all-{number}-4.index"
+        cache.make_room_for_packing(400)
+        path.write_bytes(bytes(400))
+        os.utime(path, (number, number))
+        cache.count_packing(path)
+    assert [path.name for path in sorted(tmp_path.glob("*.index"))] == ["s-bins-all-1-4.index", "s-bins-all-2-4.index"]
+    assert cache.used_bytes == 800
+    assert CacheFolder(tmp_path, 4000).used_bytes == 800
+    assert not cache.write("block", bytes(3500))  # with the packings there is no room
+    assert cache.write("block", bytes(3000))
