@@ -41,7 +41,13 @@ def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None
     """
     tags = [{"name": name} for name in ("datasets", "batches", "rows", "monitoring", "probes")]  # in the order of the docs page
     app = _App(
-        title="Penstock", version=__version__, description=_DESCRIPTION, openapi_tags=tags, docs_url=None, redoc_url=None
+        title="Penstock",
+        version=__version__,
+        description=_DESCRIPTION,
+        openapi_tags=tags,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # the redirect would lead to the host that the request names
     )
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
     app.state.service = Service(catalog, in_flight)
