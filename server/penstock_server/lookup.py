@@ -132,8 +132,7 @@ def _number(block: Block, stored: int) -> int | None:
 
 
 def _text(snapshot: Snapshot, ids: list[int]) -> dict[str, str]:
-    tokenizer = snapshot.recipe.tokenizer
-    return {"text": tokenizer.decode(ids)} if tokenizer else {}
+    return {"text": snapshot.recipe.decode(ids)} if snapshot.recipe.tokenizer else {}
 
 
 def _locate(name: str, snapshot: Snapshot, row: int) -> tuple[int, int]:

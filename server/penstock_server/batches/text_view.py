@@ -19,7 +19,7 @@ from penstock_server.batches.samples import Origin, Samples
 from penstock_server.batches.writer import frames
 from penstock_server.blocks.block import Block, Turn
 from penstock_server.problems import BadParameter
-from penstock_server.recipes.tokenizer import TokenizerFile
+from penstock_server.recipes.recipe import Recipe
 
 _MAX_TOKENS = 1 << 21  # per batch
 _MAX_SAMPLES = 1 << 14  # over all batches of a request
@@ -142,23 +142,24 @@ def _sample(plan: Plan, samples: Samples, number: int, has_token_texts: bool) ->
             for s in sources
         ),
     }
-    tokenizer = samples.member(number).snapshot.recipe.tokenizer
+    recipe = samples.member(number).snapshot.recipe
+    has_texts = recipe.tokenizer is not None
     for tensor in plan.tensors:
         if tensor.kind in ("column", "member"):
             continue
         line = samples.line(tensor, number)
         if tensor.kind == "tokens":
             texts = _texts(plan, tensor, line)
-            if tokenizer:
-                facts |= {name: tokenizer.decode(_ids(pieces)) for name, pieces in texts.items()}
+            if has_texts:
+                facts |= {name: recipe.decode(_ids(pieces)) for name, pieces in texts.items()}
             # The text alone does not show the rows and turns of its tokens, and without a tokenizer it does not exist.
-            if len(line) > 1 and (len(texts) == 1 or not tokenizer):
+            if len(line) > 1 and (len(texts) == 1 or not has_texts):
                 name = f"{tensor.name.removesuffix('input_ids')}pieces"
-                facts[name] = [_piece(plan, tokenizer, piece) for piece in line]
+                facts[name] = [_piece(plan, recipe, piece) for piece in line]
             facts[tensor.name] = _ids(line)
-            if tokenizer and has_token_texts:
+            if has_texts and has_token_texts:
                 name = tensor.name.replace("input_ids", "token_texts").replace("labels", "label_texts")
-                facts[name] = tokenizer.token_texts(_ids(line))
+                facts[name] = recipe.token_texts(_ids(line))
             if not tensor.turn:  # a seq2seq batch contains its labels
                 facts[tensor.name.removesuffix("input_ids") + "labels"] = _labels(plan, line)
         elif tensor.kind == "mask":
@@ -208,10 +209,10 @@ def _texts(plan: Plan, tensor: TensorSpec, line: list[Turn]) -> dict[str, list[T
     return {f"{prefix}text": line}
 
 
-def _piece(plan: Plan, tokenizer: TokenizerFile | None, turn: Turn) -> dict[str, Any]:
+def _piece(plan: Plan, recipe: Recipe, turn: Turn) -> dict[str, Any]:
     """Returns one turn of one row, cut to the sample, as JSON values."""
     ids, in_loss = turn
-    text = {"text": tokenizer.decode(ids)} if tokenizer else {}
+    text = {"text": recipe.decode(ids)} if recipe.tokenizer else {}
     return {"num_tokens": len(ids), "in_loss": in_loss or plan.spec.loss_on == "all"} | text
 
 

@@ -107,7 +107,10 @@ class Blocks:
             return False
         with closing(self._reader.blocks(self._snapshot.block(0))) as blocks:
             _, parts = next(blocks)
-            return lacks_separator(Rows(next(parts).rows.slice(0, _FIRST_ROWS), recipe))
+            rows = Rows(next(parts).rows.slice(0, _FIRST_ROWS), recipe)
+            if recipe.encoder:
+                return recipe.encoder.lacks_separator(rows.stored.select(recipe.encoded_columns))
+            return lacks_separator(rows)
 
     @property
     def expected_bytes(self) -> IntArray:

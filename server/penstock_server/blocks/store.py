@@ -29,6 +29,7 @@ from penstock_server.machine import num_cores
 from penstock_server.monitoring.metrics import Metrics
 from penstock_server.monitoring.stages import StageClock
 from penstock_server.problems import OutOfMemory
+from penstock_server.recipes.encoders import Encoders
 from penstock_server.recipes.split import Selection
 
 log = logging.getLogger("penstock.blocks")
@@ -72,6 +73,7 @@ class BlockStore:
         self.maps = Maps(self.cache)
         self.splits = Splits()
         self.footers = ParsedFooters()
+        self.encoders = Encoders()
         self.num_threads = num_threads or num_cores()
         self.rows = RowsOnDemand(self.maps, decoded_bytes, self.num_threads)
         self.ahead = ReadAhead(self.num_threads)
@@ -97,6 +99,7 @@ class BlockStore:
         self._mappers.shutdown(wait=False, cancel_futures=True)
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.rows.close()
+        self.encoders.close()
 
     def _future(self, reader: RowGroupReader, index: int) -> BlockFuture:
         at = reader.snapshot.block(index)

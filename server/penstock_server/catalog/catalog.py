@@ -82,6 +82,7 @@ class Catalog(CatalogView):
     def poll(self) -> bool:
         """Load the changes in all folders that have settled. Return False if some folder is still changing."""
         self.store.maps.let_go()  # an idle process must not hold disk space
+        self.store.encoders.let_go()
         with self._scanned() as (scan, loaders):
             are_settled = [loader.poll(scan.shards[name]) for name, loader in loaders.items()]
             for name, loader in self._names.datasets.items():

@@ -233,7 +233,8 @@ class DatasetLoader:
         self.folder = folder
         self.state = DatasetState(name=name, store=store)
         notes = open_notes(store.cache.folder, folder)
-        self._reader, self._history = FolderReader(folder, default_tokenizer, notes / "footers", name), History(notes)
+        self._reader = FolderReader(folder, default_tokenizer, notes / "footers", name, store.encoders)
+        self._history = History(notes)
         self._marked_at = dict[str, float]()  # by fingerprint, when its counts were last marked as used
         self._seen: tuple[FolderState, float] | None = None  # the last folder state, and since when it is unchanged
         self._loaded: FolderState | None = None  # `state` is of this one; None if it was not settled

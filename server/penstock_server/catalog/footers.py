@@ -26,6 +26,7 @@ from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat import TEMPLATE_FILES
 from penstock_server.recipes.config import read_recipe, read_toml
+from penstock_server.recipes.encoders import Encoders
 from penstock_server.recipes.infer import FILE_NAME
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.tokenizer import TOKEN_FILES
@@ -62,10 +63,15 @@ class FolderReader:
     """
 
     def __init__(
-        self, folder: Path, default_tokenizer: Path | None = None, note: Path | None = None, name: str | None = None
+        self,
+        folder: Path,
+        default_tokenizer: Path | None = None,
+        note: Path | None = None,
+        name: str | None = None,
+        encoders: Encoders | None = None,
     ) -> None:
         self.folder, self.name = folder, name or folder.name
-        self._tokenizer, self._note = default_tokenizer, note
+        self._tokenizer, self._note, self._encoders = default_tokenizer, note, encoders
         self._before: FolderContents | None = None
         self._recipe, self._shards = "", dict[str, Shard]()
         content = read_note(note) if note else None
@@ -95,7 +101,8 @@ class FolderReader:
 
         Raises DatasetInvalid: the recipe is wrong or being written, or no shard can be read to find the columns.
         """
-        recipe = read_recipe(self.folder, _schema_of(self.folder, state.shards), self._tokenizer)
+        schema = _schema_of(self.folder, state.shards)
+        recipe = read_recipe(self.folder, schema, self._tokenizer, self._encoders, state.recipe)
         read = self._read_shards(state.shards, recipe, settled=settled)
         if self.state(state.shards).recipe != state.recipe:  # the next poll would miss it
             raise being_written(f"the recipe of {self.folder}")

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from penstock_server.arrow import holds_json
 from penstock_server.files import may_exist
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.chat import ChatTemplate, load_chat_templates, read_chat_templates
+from penstock_server.recipes.encoders import Encoders
 from penstock_server.recipes.fields import Column, Field, RecipeError, is_null
 from penstock_server.recipes.filter import Filter
 from penstock_server.recipes.infer import FILE_NAME, MASKS, ROLES, FirstShard, Roles
@@ -26,6 +28,9 @@ _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>",
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 _MAX_FILE = 128 << 10  # characters
 _MAX_DOTS = 100
+
+
+_OF_ROWS = ("transform", "filter", "split_by", "columns")  # keys that concern rows before and beside tokenization
 
 
 def _is_text(value: object) -> bool:
@@ -55,14 +60,33 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None) -> Recipe:
+def read_recipe(
+    folder: Path,
+    schema: pa.Schema,
+    default_tokenizer: Path | None,
+    encoders: Encoders | None = None,
+    files: Mapping[str, Any] = MappingProxyType({}),
+) -> Recipe:
     """Read the recipe of a dataset folder whose first shard has this schema.
+
+    With `encoders`, a process tries the tokenizer and the chat template before this one loads them, and tokenizes later.
+    `files` are the stats of the recipe's files: the process is kept while they are the same.
 
     Raises DatasetInvalid: penstock.toml is wrong, no column can be used, or a tokenizer is missing or invalid.
     """
     given = _read_declaration(folder)
     try:
-        return _recipe(folder, given, schema, default_tokenizer)
+        transform = load_transform(given["transform"], folder) if "transform" in given else None
+        # A transform shows its columns when it is called with no rows.
+        made = transform(pa.RecordBatch.from_pylist([], schema=schema)).schema if transform else schema
+        encoder = None
+        if encoders and _needs_tokenizer(given, made):
+            declared = {key: value for key, value in given.items() if key not in _OF_ROWS}
+            encoder = encoders.open(folder, declared, made, default_tokenizer, files)
+        recipe = replace(recipe_of(folder, given, made, default_tokenizer, schema), transform=transform, encoder=encoder)
+        if encoder:
+            encoder.check(recipe.encoding_identity)
+        return recipe
     except (RecipeError, RecursionError) as error:
         raise DatasetInvalid(f"{folder}: {str(error).rstrip('.')}. Correct {FILE_NAME}, or the data.") from error
 
@@ -101,10 +125,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
 
 
-def _recipe(folder: Path, given: dict[str, Any], stored: pa.Schema, default_tokenizer: Path | None) -> Recipe:
-    transform = load_transform(given["transform"], folder) if "transform" in given else None
-    # A transform shows its columns when it is called with no rows.
-    schema = transform(pa.RecordBatch.from_pylist([], schema=stored)).schema if transform else stored
+def _needs_tokenizer(given: Mapping[str, Any], schema: pa.Schema) -> bool:
+    return "tokenizer" in given or Roles.of(given, schema).kind != "tokens"
+
+
+def recipe_of(
+    folder: Path, given: dict[str, Any], schema: pa.Schema, default_tokenizer: Path | None, stored: pa.Schema | None = None
+) -> Recipe:
+    """Return the recipe that these values declare, without the transform, for rows of a schema after the transform.
+
+    `stored` is the schema of the shards. Raises RecipeError, DatasetInvalid.
+    """
+    stored = stored or schema
     roles = Roles.of(given, schema)
     tokenizer = _tokenizer(folder, given, roles, default_tokenizer)
     special = _SpecialTokens(given, tokenizer)
@@ -136,7 +168,6 @@ def _recipe(folder: Path, given: dict[str, Any], stored: pa.Schema, default_toke
         guessed_eos=special.guessed_eos,
         first=FirstShard(given, schema, takes_tools=takes_tools or "tool_use" in templates),
         filter=row_filter,
-        transform=transform,
         splits=given.get("splits"),
         validation=float(given["validation"]) if "validation" in given else None,
         split_by=split_by,
@@ -144,7 +175,7 @@ def _recipe(folder: Path, given: dict[str, Any], stored: pa.Schema, default_toke
         on_bad_row=given.get("on_bad_row", "fail"),
         max_bad_share=float(given.get("max_bad_share", DEFAULT_BAD_SHARE)),
     )
-    unused, read = roles.unused, recipe.read_columns
+    unused, read = roles.unused, None if "transform" in given else recipe.read_columns
     if chat and not takes_tools and roles.tools and not is_null(roles.tools.type(schema)):
         unused = ("tools",)
     is_labelled = any(field.name == "label" and pa.types.is_boolean(field.type) for field in schema)  # as in KTO's data

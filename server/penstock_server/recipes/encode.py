@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from penstock_server.arrow import raw_texts, take_rows
 from penstock_server.order.arrays import starts_of
+from penstock_server.recipes.encoders import Encoder
 from penstock_server.recipes.fields import Column, is_bytes, json_values
 from penstock_server.recipes.recipe import Recipe, Rows
 from penstock_server.recipes.split import Place, split_hashes
@@ -76,7 +77,10 @@ class Selected(NamedTuple):
 def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: int) -> pa.RecordBatch:
     """Tokenize rows, each by itself. A row that cannot be used is null in every feature. Ids must be in [0, token_bound)."""
     rows = Rows(selected.rows, recipe)
-    features = _features(rows, token_bound)
+    if recipe.encoder and recipe.kind != "tokens":  # rows of ids need no tokenizer
+        features = _features_of_processes(rows, recipe.encoder, token_bound)
+    else:
+        features = features_of(rows, token_bound)
     columns = {COLUMN + column.name: _passthrough(rows, column) for column in recipe.columns}
     bad = np.array([reason is not None for reason in rows.reasons], bool)
     arrays: dict[str, pa.Array] = {}
@@ -99,7 +103,26 @@ def bytes_beside(recipe: Recipe) -> int:
     return len(recipe.features) * a_feature + 4 + 4 + 4 * (recipe.filter is not None)
 
 
-def _features(rows: Rows, bound: int) -> dict[str, Lists]:
+def _features_of_processes(rows: Rows, encoder: Encoder, bound: int) -> dict[str, Lists]:
+    """Return what `features_of` returns, made by processes. A row that exceeds their limits is bad."""
+    recipe = rows.recipe
+    parts: dict[str, list[Lists]] = {name: [] for name in recipe.features}
+    first = 0
+    for num_rows, reply in encoder.encode(rows.stored.select(recipe.encoded_columns), bound):
+        if isinstance(reply, str):
+            rows.note(first, reply)
+            reply = ([], {name: [b"", bytes(4), b"" if recipe.has_turns else None] for name in recipe.features})
+        reasons, features = reply
+        for row, reason in reasons:
+            rows.note(first + row, reason)
+        for name, packed in features.items():
+            parts[name].append(Lists.unpacked(*packed))
+        first += num_rows
+    return {name: Lists.joined(lists) for name, lists in parts.items()}
+
+
+def features_of(rows: Rows, bound: int) -> dict[str, Lists]:
+    """Return the token lists of rows, by feature; notes the bad rows."""
     kind = rows.recipe.kind
     if kind == "tokens":
         return pretokenized(rows, bound)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import Any, Literal
 
 import pyarrow as pa
 
 from penstock.text import as_utf8, cut
 from penstock_server.recipes.chat import ChatTemplate
+from penstock_server.recipes.encoders import Encoder
 from penstock_server.recipes.fields import Column, Field, FieldError, is_text, passthrough_type
 from penstock_server.recipes.filter import SHOWN, Filter
 from penstock_server.recipes.infer import MASKS_OF_DOCUMENTS, MASKS_OF_LOSS, Fields, FirstShard, Kind, check_type
@@ -43,6 +46,7 @@ class Recipe:
     validation     share of rows held out by the hash of `split_by`, or of the row's place; None: the default of the rule
     split_type     type of `split_by` in the first shard
     max_bad_share  with a larger share of bad rows the dataset is refused
+    encoder        the processes that run the tokenizer and the chat template; None: this process runs them
     """
 
     kind: Kind
@@ -69,6 +73,7 @@ class Recipe:
     split_type: pa.DataType | None = None
     on_bad_row: Literal["fail", "replace"] = "fail"
     max_bad_share: float = DEFAULT_BAD_SHARE
+    encoder: Encoder | None = None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -156,6 +161,23 @@ class Recipe:
             "json": _JSON_READING if self.reads_json else None,
         }
         return {key: value for key, value in settings.items() if value is not None}
+
+    @property
+    def encoding_identity(self) -> str:
+        """Return a hash of what its processes have loaded: the tokenizer, the chat template, and their options."""
+        names = ("kind", "fields", "tokenizer", "bos_id", "eos_id", "chat", "tools", "masks")
+        content = [self.identity.get(name) for name in names]
+        return blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included. Raises ValueError: see Encoder."""
+        assert self.tokenizer
+        return self.encoder.decode(ids) if self.encoder else self.tokenizer.decode(ids)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token as it continues the text before it. Raises ValueError: see Encoder."""
+        assert self.tokenizer
+        return self.encoder.token_texts(ids) if self.encoder else self.tokenizer.token_texts(ids)
 
     def is_like(self, other: Recipe) -> bool:
         """Return whether another recipe gives each row the same tokens, split, error or replacement."""

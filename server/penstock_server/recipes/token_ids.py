@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,26 @@ class Lists:
     lengths: IntArray
     in_loss: Marks | None = None
     documents: IntArray | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Lists]) -> Lists:
+        """Concatenate lists without documents; all or none of them say which ids have loss."""
+        marks = [lists.in_loss for lists in parts if lists.in_loss is not None]
+        values, lengths = (
+            np.concatenate(arrays) for arrays in zip(*((part.values, part.lengths) for part in parts), strict=True)
+        )
+        return cls(values, lengths, np.concatenate(marks) if marks else None)
+
+    def packed(self) -> list[bytes | None]:
+        """Return values, lengths and marks as bytes, for `unpacked`; ids are below 2^32."""
+        numbers = [array.astype("<u4").tobytes() for array in (self.values, self.lengths)]
+        return [*numbers, None if self.in_loss is None else self.in_loss.tobytes()]
+
+    @classmethod
+    def unpacked(cls, values: bytes, lengths: bytes, marks: bytes | None) -> Lists:
+        """Return the lists that `packed` describes."""
+        in_loss = None if marks is None else np.frombuffer(marks, np.bool_)
+        return cls(np.frombuffer(values, "<u4"), np.frombuffer(lengths, "<u4").astype(np.int64), in_loss)
 
     @property
     def turns(self) -> tuple[IntArray, IntArray]:

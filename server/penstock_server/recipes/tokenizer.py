@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -17,7 +16,6 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from penstock_server.files import may_exist
-from penstock_server.machine import map_ordered, num_cores
 from penstock_server.problems import DatasetInvalid, LibraryError, library_errors
 
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -28,7 +26,7 @@ _WRITE_IT = (
     "transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes one."
 )
 _MAX_TOKENS_PER_CHARACTER = 8  # more of an invalid one are shown as they are
-_PORTION_CHARACTERS = 1 << 17  # per thread at a time: an encoding takes some hundred bytes per token
+_PORTION_CHARACTERS = 1 << 17  # at a time: an encoding takes some hundred bytes per token
 
 Ids = npt.NDArray[np.int64]
 Marks = npt.NDArray[np.bool_]
@@ -100,7 +98,7 @@ class TokenizerFile:
     def _encoded(
         self, encode: Callable[..., list[Encoding]], texts: list[str], note: Note, spans: Sequence[Any] = ()
     ) -> tuple[Ids, Ids, list[Marks]]:
-        """Encode the texts on all cores, about a hundred thousand characters at a time."""
+        """Encode the texts, about a hundred thousand characters at a time."""
 
         def encoded(at: slice) -> tuple[Ids, list[int], list[Marks]]:
             portion = texts[at]
@@ -111,12 +109,11 @@ class TokenizerFile:
                 portion = [self._encodable(text, at.start + n, note) for n, text in enumerate(portion)]
                 encodings = encode(portion, add_special_tokens=False)
             marks = [_is_inside(*pair) for pair in zip(encodings, spans[at], strict=True)] if spans else []
-            # Not an array per text: that would hold the GIL, which other encoding threads need, twice as long.
             ids = [encoding.ids for encoding in encodings]
             lengths = list(map(len, ids))
             return np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths)), lengths, marks
 
-        portions, lengths, marks = zip(*map_ordered(_threads(), num_cores(), encoded, _portions(texts)), strict=True)
+        portions, lengths, marks = zip(*map(encoded, _portions(texts)), strict=True)
         return np.concatenate(portions), np.array([*chain.from_iterable(lengths)], np.int64), [*chain.from_iterable(marks)]
 
     def _encodable(self, text: str, number: int, note: Note) -> str:
@@ -268,11 +265,6 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
     return content if isinstance(content, dict) else {}
-
-
-@lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_cores(), thread_name_prefix="penstock-tokenizer")
 
 
 def _portions(texts: list[str]) -> Iterator[slice]:
