@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = {  # metavar and help of each option
     "tokenizer": ("FILE", "tokenizer.json for text whose penstock.toml names none"),
+    "assets": ("DIR", "folder of files that a penstock.toml may name, beside the data folder"),
     "cache_dir": ("DIR", f"where decoded blocks are kept (default: {default_cache_dir()})"),
     "cache_bytes": ("N", "their disk budget, such as 200GB (default: half of the free disk)"),
     "host": ("HOST", "address to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 for all)"),
@@ -50,7 +51,11 @@ _SETTINGS = {  # metavar and help of each option
     "log_format": ("FORMAT", "human, or json for a log of one object a line (default: human)"),
 }
 
-_OF_ALL = ("tokenizer", "cache_dir", "cache_bytes")  # commands that open datasets
+_SWITCHES = {  # help of each option without a value
+    "follow_symlinks": "follow symlinks out of the data folder, as in a Hugging Face cache",
+    "allow_transforms": "run the transforms of datasets, which are code in the data folder",
+}
+_OF_ALL = ("tokenizer", "assets", "cache_dir", "cache_bytes")  # commands that open datasets
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -128,6 +133,8 @@ def _add_settings(command: argparse.ArgumentParser, *names: str) -> None:
     for name in (*_OF_ALL, *names):
         metavar, text = _SETTINGS[name]
         command.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+    for name, text in _SWITCHES.items():
+        command.add_argument(f"--{name.replace('_', '-')}", action="store_const", const="yes", help=text)
 
 
 def _add_dataset(command: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from penstock.cli.output import CommandError
 from penstock_server.machine import memory_bytes, num_cores
+from penstock_server.recipes.allowed import AllowedFiles
 
 LogFormat = Literal["human", "json"]
 
@@ -57,6 +58,8 @@ class Settings:
     tls_key         PEM file of its key; None if tls_cert has the key, too
     tls_client_ca   PEM file of the authorities whose client certificates name their callers; None asks for none
     trusted_proxy   addresses or networks of proxies whose X-Forwarded-For is believed; "" for none
+    assets          folder of files that datasets may name, beside the data folder
+    follow_symlinks, allow_transforms  what files of the data folder may do; see AllowedFiles
     published       HOST:PORT to print instead of the listener's address, if a container's port is published elsewhere
     """
 
@@ -79,6 +82,9 @@ class Settings:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     trusted_proxy: str = ""
+    assets: Path | None = None
+    follow_symlinks: bool = False
+    allow_transforms: bool = False
     published: str = ""
 
     @classmethod
@@ -90,7 +96,7 @@ class Settings:
         problems = []
         if "data_dir" not in given:
             problems.append("no data folder is given: name it after the command, or set PENSTOCK_DATA_DIR")
-        for name in ("data_dir", "tokenizer", "cache_dir", "tokens", "tls_cert", "tls_key", "tls_client_ca"):
+        for name in ("data_dir", "tokenizer", "assets", "cache_dir", "tokens", "tls_cert", "tls_key", "tls_client_ca"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
         if {"tls_key", "tls_client_ca"} & given.keys() and "tls_cert" not in given:
@@ -115,6 +121,12 @@ class Settings:
             f"--host {self.host} lets other machines connect, and without tokens they could read every dataset. Either make a "
             f"token with penstock token create, and name its file with --tokens; or let everyone in with --insecure."
         )
+
+    @property
+    def allowed_files(self) -> AllowedFiles:
+        """What files of the data folder may do."""
+        folders = (self.data_dir, *([self.assets] if self.assets else []))
+        return AllowedFiles(folders, self.follow_symlinks, self.allow_transforms)
 
     @property
     def most_inflight_bytes(self) -> int:
@@ -190,8 +202,8 @@ _PARSED: Mapping[str, tuple[Callable[[str], float | str | None], str]] = {
     "max_connections": (_within(2, 1 << 20, _whole_number), f"a whole number from 2 to {1 << 20:,}"),
     "poll_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 30, or 0 for never"),
     "drain_seconds": (_within(0, threading.TIMEOUT_MAX, float), "a number such as 5, or 0 to stop at once"),
-    "insecure": (_yes_or_no, "yes or no"),
     "trusted_proxy": (_networks, "addresses or networks, such as 10.0.0.5,10.1.0.0/16"),
+    **dict.fromkeys(("insecure", "follow_symlinks", "allow_transforms"), (_yes_or_no, "yes or no")),
     "log_format": (_log_format, " or ".join(get_args(LogFormat))),
 }
 

@@ -263,7 +263,11 @@ def _only_child(process: subprocess.Popen[str]) -> int:
 def test_server_stops_while_it_decodes_a_row_group(tmp_path: Path, how: signal.Signals, is_process_1: bool) -> None:
     if is_process_1 and not _has_namespaces():
         pytest.skip("no process here can have a namespace of its own")
-    command, folder, has_begun = serving(tmp_path, "--port", "0"), tmp_path / "data" / "numbers", tmp_path / "has-begun"
+    command, folder, has_begun = (
+        serving(tmp_path, "--port", "0", "--allow-transforms"),
+        tmp_path / "data" / "numbers",
+        tmp_path / "has-begun",
+    )
     (folder / "slow.py").write_text(
         f"import pathlib, time\n\ndef function(batch):\n    if batch.num_rows:\n"
         f"        pathlib.Path({str(has_begun)!r}).touch()\n        time.sleep(600)\n    return batch"

@@ -226,7 +226,7 @@ def test_documented_transform_works(sample: Path, serve: Serve, tmp_path: Path) 
     code, _ = [block for block in blocks("python") if "def function" in block]
     folder = write(tmp_path / "pages", 'transform = "clean:function"', {"body": ["  one\r\ntwo \n"]})
     (folder / "clean.py").write_text(code)
-    server = serve(tmp_path, "--tokenizer", str(sample / "tokenizer.json"))
+    server = serve(tmp_path, "--tokenizer", str(sample / "tokenizer.json"), "--allow-transforms")
     assert server.json("/v1/datasets/pages/rows/0")["text"].removesuffix("<|endoftext|>") == "one\ntwo"
 
 

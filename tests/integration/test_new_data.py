@@ -328,7 +328,7 @@ def test_broken_symlink_to_a_mount_ends_no_run(start: Serve, folder: Path, tmp_p
     (folder.parent / name.partition(".")[0]).symlink_to(tmp_path / "mount" / "wiki" if name == "wiki" else tmp_path / "mount")
     (folder.parent / "mixed").mkdir()
     (folder.parent / "mixed" / "penstock.toml").write_text(f'mix = "{folder.name}:0.5,{name}:0.5"')
-    server = start(*POLL)
+    server = start(*POLL, "--follow-symlinks")
     data = RemoteDataset(server.url, name, batch_size=4, seq_len=8, prefetch_bytes=1)
     expected = epoch_of(data)
     (tmp_path / "mount").rename(tmp_path / "away")

@@ -105,7 +105,7 @@ def test_prepare_names_the_line_of_a_transform_when_it_warns(tmp_path: Path) -> 
     write(tmp_path / "data" / "a", 'transform = "clean:clean"\nvocab_size = 9', {"tokens": [[1, 2]] * 9})
     (tmp_path / "data" / "a" / "clean.py").write_text(code)
     for command in ("prepare", "inspect"):
-        done = penstock(command, tmp_path / "data", "--cache-dir", tmp_path / "cache")
+        done = penstock(command, tmp_path / "data", "--allow-transforms", "--cache-dir", tmp_path / "cache")
         assert (done.returncode, "a/clean.py:4: UserWarning: odd value\n" in done.stderr) == (0, True)
 
 

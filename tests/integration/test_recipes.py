@@ -82,7 +82,7 @@ def data_dir(shared: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(serve: Serve, data_dir: Path) -> Server:
-    return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"))
+    return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"), "--allow-transforms")
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_transform_source_changes_the_snapshot_and_its_errors_name_the_line(
     fingerprints = []
     for text in (source, source.replace("utf8_upper", "utf8_lower"), source):
         (folder / "shout.py").write_text(text)
-        with serve(tmp_path) as server:
+        with serve(tmp_path, "--allow-transforms") as server:
             fingerprints.append(server.json("/v1/datasets/loud")["snapshot"])
     assert fingerprints[0] == fingerprints[2] != fingerprints[1]
     (folder / "shout.py").write_text(source + "    ")  # the same function, but another source
@@ -210,7 +210,7 @@ def test_transform_source_changes_the_snapshot_and_its_errors_name_the_line(
     (folder / "shout.py").write_text(failing)
     line = 1 + failing.splitlines().index("    if rows.num_rows: raise KeyError('no such word')")
     reason = f"loud: the transform shout:shout raises KeyError in line {line} of shout.py: 'no such word', on row group 0 of "
-    with serve(tmp_path) as server, pytest.raises(DataError, match=reason):
+    with serve(tmp_path, "--allow-transforms") as server, pytest.raises(DataError, match=reason):
         list(dataset(server, "loud"))
 
 

@@ -18,6 +18,7 @@ from penstock_server.catalog.view import CatalogView, Names
 from penstock_server.files import may_exist
 from penstock_server.index.index import drop_old_counts
 from penstock_server.problems import DatasetInvalid
+from penstock_server.recipes.allowed import AllowedFiles
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.security.tokens import Identity
 from penstock_server.settings import Settings, SettingsError
@@ -31,10 +32,10 @@ class Catalog(CatalogView):
     An invalid dataset does not affect the others: a half-written file must not stop jobs that train on its neighbours.
     """
 
-    def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore) -> None:
+    def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles) -> None:
         super().__init__(data_dir, Names(), threading.Lock(), lambda _: True)
         self.store = store
-        self._tokenizer = tokenizer
+        self._tokenizer, self._allowed = tokenizer, allowed
         self._views: tuple[Names, dict[tuple[str, ...], CatalogView]] = self._names, {}  # by the globs of an identity
 
     def seen_by(self, identity: Identity) -> CatalogView:
@@ -69,7 +70,7 @@ class Catalog(CatalogView):
     def refresh(self, name: str) -> Change:
         """Load the changes in a dataset's folder at once. Raises UnknownDataset, and what DatasetLoader.refresh raises."""
         with self._loading:
-            scan = scan_folders(self._data_dir)
+            scan = scan_folders(self._data_dir, self._allowed)
             if name not in scan.folders:
                 self._names = self._names.followed_by(scan, [])
                 raise DatasetInvalid(self._report_missing(self._loader(name), scan))
@@ -94,7 +95,7 @@ class Catalog(CatalogView):
     def _scanned(self) -> Iterator[tuple[Scan, dict[str, DatasetLoader]]]:
         """Scan the data folder; afterwards the names follow the scan."""
         with self._loading:
-            scan = scan_folders(self._data_dir)
+            scan = scan_folders(self._data_dir, self._allowed)
             loaders = {name: self._loader_of_folder(name, folder) for name, folder in scan.folders.items()}
             yield scan, loaders
             self._names = self._names.followed_by(scan, loaders.values())
@@ -122,7 +123,9 @@ class Catalog(CatalogView):
 
     def _loader_of_folder(self, name: str, folder: Path) -> DatasetLoader:
         known = self._names.datasets.get(name)
-        return known if known and known.folder == folder else DatasetLoader(name, folder, self._tokenizer, self.store)
+        if known and known.folder == folder:
+            return known
+        return DatasetLoader(name, folder, self._tokenizer, self.store, self._allowed)
 
     def _report_missing(self, loader: DatasetLoader, scan: Scan) -> str:
         """Mark a dataset whose folder has no shards any more, or cannot be listed. Return the reason."""
@@ -147,14 +150,17 @@ def open_data(settings: Settings) -> Catalog:
             f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. Name another with "
             f"--cache-dir."
         ) from error
-    return open_catalog(settings.data_dir, settings.tokenizer, store)
+    return open_catalog(settings.data_dir, settings.tokenizer, store, settings.allowed_files)
 
 
-def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
-    """Return the opened catalog of a folder. Raises DatasetInvalid: the tokenizer is invalid, or see Catalog.open."""
+def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles | None = None) -> Catalog:
+    """Return the opened catalog of a folder. By default its datasets may name files inside it, and run no code.
+
+    Raises DatasetInvalid: the tokenizer is invalid, or see Catalog.open.
+    """
     if tokenizer:
         load_tokenizer(tokenizer)  # report a wrong flag once, not once per dataset
-    catalog = Catalog(data_dir, tokenizer, store)
+    catalog = Catalog(data_dir, tokenizer, store, allowed or AllowedFiles((data_dir,)))
     catalog.open()
     with suppress(OSError):  # last: a served dataset may have been missing for long, or the clock was wrong
         drop_old_counts(store.cache.folder, time.time())

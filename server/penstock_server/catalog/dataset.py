@@ -33,6 +33,7 @@ from penstock_server.catalog.scan import SETTLED_SECONDS, FileStat, FolderState,
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.index.index import Index
 from penstock_server.problems import DatasetInvalid, SnapshotGone
+from penstock_server.recipes.allowed import AllowedFiles
 from penstock_server.schemas import described
 
 log = logging.getLogger("penstock.dataset")
@@ -229,11 +230,13 @@ class Change:
 class DatasetLoader:
     """Loads the changes in one folder into `state`. All but `state` and `open_snapshot` are for one thread at a time."""
 
-    def __init__(self, name: str, folder: Path, default_tokenizer: Path | None, store: BlockStore) -> None:
+    def __init__(
+        self, name: str, folder: Path, default_tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles
+    ) -> None:
         self.folder = folder
         self.state = DatasetState(name=name, store=store)
         notes = open_notes(store.cache.folder, folder)
-        self._reader = FolderReader(folder, default_tokenizer, notes / "footers", name, store.encoders)
+        self._reader = FolderReader(folder, default_tokenizer, notes / "footers", name, store.encoders, allowed)
         self._history = History(notes)
         self._marked_at = dict[str, float]()  # by fingerprint, when its counts were last marked as used
         self._seen: tuple[FolderState, float] | None = None  # the last folder state, and since when it is unchanged

@@ -24,6 +24,7 @@ from penstock_server.catalog.scan import FileStat, FolderState, is_settled, stat
 from penstock_server.catalog.shard import Shard, being_written, numbers, read_schema, read_shard
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.problems import DatasetInvalid
+from penstock_server.recipes.allowed import EVERYTHING, AllowedFiles
 from penstock_server.recipes.chat import TEMPLATE_FILES
 from penstock_server.recipes.config import read_recipe, read_toml
 from penstock_server.recipes.encoders import Encoders
@@ -69,9 +70,11 @@ class FolderReader:
         note: Path | None = None,
         name: str | None = None,
         encoders: Encoders | None = None,
+        allowed: AllowedFiles = EVERYTHING,
     ) -> None:
         self.folder, self.name = folder, name or folder.name
-        self._tokenizer, self._note, self._encoders = default_tokenizer, note, encoders
+        self._tokenizer, self._note = default_tokenizer, note
+        self._encoders, self._allowed = encoders, allowed
         self._before: FolderContents | None = None
         self._recipe, self._shards = "", dict[str, Shard]()
         content = read_note(note) if note else None
@@ -102,7 +105,7 @@ class FolderReader:
         Raises DatasetInvalid: the recipe is wrong or being written, or no shard can be read to find the columns.
         """
         schema = _schema_of(self.folder, state.shards)
-        recipe = read_recipe(self.folder, schema, self._tokenizer, self._encoders, state.recipe)
+        recipe = read_recipe(self.folder, schema, self._tokenizer, self._encoders, state.recipe, self._allowed)
         read = self._read_shards(state.shards, recipe, settled=settled)
         if self.state(state.shards).recipe != state.recipe:  # the next poll would miss it
             raise being_written(f"the recipe of {self.folder}")

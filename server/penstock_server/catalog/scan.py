@@ -12,6 +12,7 @@ from errno import EILSEQ
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock_server.recipes.allowed import EVERYTHING, AllowedFiles
 from penstock_server.recipes.infer import FILE_NAME
 
 SETTLED_SECONDS = 2.0  # a file this old is complete: a later write would change its FileStat
@@ -47,11 +48,15 @@ def is_settled(file_stat: FileStat, seconds: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Direct contents of a folder: the stats of its shards, sorted by name, and what else it holds."""
+    """Direct contents of a folder: the stats of its shards, sorted by name, and what else it holds.
+
+    `links` are the shards, and the recipe, that are symlinks.
+    """
 
     shards: Mapping[str, FileStat]
     folders: tuple[str, ...]
     broken_links: tuple[str, ...]
+    links: tuple[str, ...]
     has_recipe: bool
     has_others: bool
 
@@ -59,7 +64,7 @@ class Listing:
 def list_folder(folder: Path) -> Listing:
     """List a folder; names that begin with a dot or an underscore are not data. Raises OSError, also if a name is not UTF-8."""
     shards: dict[str, FileStat] = {}
-    folders, broken_links, has_recipe, has_others = [], [], False, False
+    folders, broken_links, links, has_recipe, has_others = [], [], [], False, False
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name[0] in "._":
@@ -72,15 +77,20 @@ def list_folder(folder: Path) -> Listing:
                 is_folder = False
             if is_folder:
                 folders.append(entry.name)
-            elif entry.name.lower().endswith(".parquet"):
-                shards[entry.name] = _stat_of_entry(entry)
-            elif entry.name == FILE_NAME:
-                has_recipe = True
+            elif entry.name.lower().endswith(".parquet") or entry.name == FILE_NAME:
+                if entry.name == FILE_NAME:
+                    has_recipe = True
+                else:
+                    shards[entry.name] = _stat_of_entry(entry)
+                if entry.is_symlink():
+                    links.append(entry.name)
             elif os.path.exists(entry.path):  # noqa: PTH110 - likewise
                 has_others = True
             else:
                 broken_links.append(entry.name)
-    return Listing(dict(sorted(shards.items())), tuple(sorted(folders)), tuple(broken_links), has_recipe, has_others)
+    return Listing(
+        dict(sorted(shards.items())), tuple(sorted(folders)), tuple(broken_links), tuple(sorted(links)), has_recipe, has_others
+    )
 
 
 def _stat_of_entry(entry: os.DirEntry[str]) -> FileStat:
@@ -113,7 +123,7 @@ class Scan:
         return next((self.unread[path] for path in (folder, *folder.parents) if path in self.unread), None)
 
 
-def scan_folders(data_dir: Path) -> Scan:
+def scan_folders(data_dir: Path, allowed: AllowedFiles = EVERYTHING) -> Scan:
     """Find shards in a folder and all below it; costs a listing and two stats per folder, and a stat per shard.
 
     A folder with a second name through a symlink is a dataset under each name. Symlinks below a symlink are not followed:
@@ -136,6 +146,10 @@ def scan_folders(data_dir: Path) -> Scan:
                 continue
             reason = f"{error.filename or folder} cannot be read: {error.strerror}. Fix that, or move it away."
             scan.refused[name] = scan.unread[folder] = reason
+            continue
+        links = [*([folder] if is_by_link else []), *(folder / link for link in listing.links)]
+        if outside := list(filter(None, map(allowed.why_not, links))):
+            scan.refused[name] = scan.unread[folder] = outside[0]
             continue
         for child in (folder / below for below in reversed(listing.folders)):
             is_link = os.path.islink(child)  # noqa: PTH114 - is_symlink raises for a missing mount

@@ -15,13 +15,14 @@ from penstock.numbers import is_whole
 from penstock_server.arrow import holds_json
 from penstock_server.files import may_exist
 from penstock_server.problems import DatasetInvalid
-from penstock_server.recipes.chat import ChatTemplate, load_chat_templates, read_chat_templates
+from penstock_server.recipes.allowed import EVERYTHING, AllowedFiles
+from penstock_server.recipes.chat import TEMPLATE_FILES, ChatTemplate, load_chat_templates, read_chat_templates
 from penstock_server.recipes.encoders import Encoders
 from penstock_server.recipes.fields import Column, Field, RecipeError, is_null
 from penstock_server.recipes.filter import Filter
 from penstock_server.recipes.infer import FILE_NAME, MASKS, ROLES, FirstShard, Roles
 from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, Recipe
-from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
+from penstock_server.recipes.tokenizer import TOKEN_FILES, TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import load_transform
 
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
@@ -66,6 +67,7 @@ def read_recipe(
     default_tokenizer: Path | None,
     encoders: Encoders | None = None,
     files: Mapping[str, Any] = MappingProxyType({}),
+    allowed: AllowedFiles = EVERYTHING,
 ) -> Recipe:
     """Read the recipe of a dataset folder whose first shard has this schema.
 
@@ -76,6 +78,7 @@ def read_recipe(
     """
     given = _read_declaration(folder)
     try:
+        _check_files(folder, given, allowed)
         transform = load_transform(given["transform"], folder) if "transform" in given else None
         # A transform shows its columns when it is called with no rows.
         made = transform(pa.RecordBatch.from_pylist([], schema=schema)).schema if transform else schema
@@ -123,6 +126,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         return document
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
+
+
+def _check_files(folder: Path, given: Mapping[str, Any], allowed: AllowedFiles) -> None:
+    """Check the files that a recipe names, and those that are read with them. Raises DatasetInvalid."""
+    if "transform" in given:
+        allowed.check_transforms(folder)
+        allowed.check(folder / f"{given['transform'].partition(':')[0]}.py")
+    if "chat_template" in given:
+        allowed.check(folder / given["chat_template"])
+    if "tokenizer" in given:
+        tokenizer = folder / given["tokenizer"]
+        for path in (tokenizer, *(tokenizer.parent / name for name in (*TOKEN_FILES, *TEMPLATE_FILES))):
+            allowed.check(path)
 
 
 def _needs_tokenizer(given: Mapping[str, Any], schema: pa.Schema) -> bool:

@@ -1,6 +1,6 @@
 """Processes that tokenize: a tokenizer or a chat template may take any time and memory, and no thread can be ended.
 
-nursery   one per server: has imported the libraries, and forks the loaders
+nursery   one per server process: has imported the libraries, and forks the loaders
 loader    one per recipe: loads its tokenizer and template, and forks workers, which share that memory
 worker    one per core and recipe: tokenizes portions of rows
 
@@ -112,8 +112,6 @@ class Encoders:
     """The processes of one server: of each recipe that has a tokenizer."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._nursery: _Process | None = None
         self._encoders = WeakValueDictionary[tuple[Any, ...], Encoder]()
         self._refusals = dict[tuple[Any, ...], str]()  # each poll of the folder tries again
 
@@ -130,7 +128,7 @@ class Encoders:
         if refusal := self._refusals.get(key):
             raise DatasetInvalid(refusal)
         if (known := self._encoders.get(key)) is None:
-            known = Encoder(self, source)
+            known = Encoder(source)
             try:
                 known.load()
             except LimitExceeded as excess:
@@ -155,19 +153,26 @@ class Encoders:
         """End all processes."""
         for encoder in list(self._encoders.values()):
             encoder.close()
-        with self._lock:
-            if self._nursery:
-                self._nursery.close()
-            self._nursery = None
+
+
+class _Nursery:
+    """The process that forks loaders; starts with the first. It ends with the server."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
 
     def fork(self) -> _Process:
-        """Return a new process with the libraries imported."""
+        """Return a new process with the libraries imported. Raises _Ended: it cannot start."""
         with self._lock:
             with suppress(_Ended):
-                if self._nursery:
-                    return self._nursery.fork()
-            self._nursery = _start_nursery()
-            return self._nursery.fork()
+                if self._process:
+                    return self._process.fork()
+            self._process = _start_nursery()
+            return self._process.fork()
+
+
+_nursery = _Nursery()  # one per process: its imports take a second
 
 
 def _start_nursery() -> _Process:
@@ -189,8 +194,8 @@ def _start_nursery() -> _Process:
 class Encoder:
     """The processes of one recipe. Its methods raise ValueError: the rows cannot be read."""
 
-    def __init__(self, encoders: Encoders, source: Sequence[Any]) -> None:
-        self._encoders, self._source = encoders, source
+    def __init__(self, source: Sequence[Any]) -> None:
+        self._source = source
         self._lock = threading.Lock()
         self._loader: _Process | None = None
         self._idle: list[_Process] = []
@@ -293,7 +298,7 @@ class Encoder:
         """Return the loader; starts one. Raises _Ended. Raises ValueError: the files have changed."""
         if self._loader is None or self._loader.has_ended:
             self._idle = []  # of a loader that was killed
-            loader = self._encoders.fork()
+            loader = _nursery.fork()
             identity = loader.call(self._source)
             if self.identity is not None and identity != self.identity:
                 loader.close()

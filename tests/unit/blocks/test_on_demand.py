@@ -23,6 +23,7 @@ from penstock_server.catalog import snapshot as snapshot_module
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, ShardUnreadable
 from penstock_server.recipes import encode
+from penstock_server.recipes.allowed import EVERYTHING
 from support.corpora import write_tokenizer
 from support.engine import plan_of
 
@@ -82,7 +83,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 def opened(folder: Path, cache: str, decoded_bytes: int = 1 << 30) -> Catalog:
-    return open_catalog(folder / "data", None, BlockStore(folder / cache, None, 2, decoded_bytes))
+    return open_catalog(folder / "data", None, BlockStore(folder / cache, None, 2, decoded_bytes), EVERYTHING)
 
 
 def bytes_of(plan: Plan, steps: range) -> list[bytes]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models
 
-from penstock_server.recipes.encoders import Encoder, Encoders
+from penstock_server.recipes.encoders import Encoder
 from penstock_server.recipes.fields import Column, Field
 from penstock_server.recipes.infer import FirstShard
 from penstock_server.recipes.recipe import Recipe
@@ -41,7 +41,7 @@ ALIKE: dict[str, Any] = {
     "unused": ("labels",),
     "unsaid_bos": "<s>",
     "guessed_eos": ("<s>", "</s>"),
-    "encoder": Encoder(Encoders(), ()),
+    "encoder": Encoder(()),
 }
 BESIDE: dict[str, Any] = {
     "splits": "hash",
