@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, Callable[[int], Any]], str]] = {
     "texts": ({"text": text}, ""),
     "short_texts": ({"text": lambda n: f"fox {n}"}, ""),
     "prompt_response": ({"prompt": text, "response": lambda n: f"fox {n}"}, ""),
-    "chats": ({"messages": chat}, 'messages = "messages"\nchat_template = "../../chat.jinja"\n'),
+    "chats": ({"messages": chat}, 'messages = "messages"\nchat_template = "../chat.jinja"\n'),
     "pairs": ({"chosen": text, "rejected": lambda n: text(n + 1)}, ""),
     "pairs_of_one_long_side": ({"chosen": text, "rejected": lambda n: f"fox {n}"}, ""),
     "with_columns": (
@@ -65,7 +65,8 @@ SOME = ("tokens", "short_texts", "prompt_response", "pairs", "with_columns", "fi
 def open_all(tmp_path: Path) -> Callable[..., Catalog]:
     """A dataset of one kind, named after it, as a server sees it that has just been started; each budget has its own folder."""
     write_tokenizer(tmp_path / "tokenizer.json", [text(number) for number in range(50)])
-    (tmp_path / "chat.jinja").write_text(CHAT_TEMPLATE)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "chat.jinja").write_text(CHAT_TEMPLATE)
 
     def opened(kind: str, *, budget_bytes: int = 1 << 30, row_group_size: int = 100) -> Catalog:
         columns, recipe = KINDS[kind]

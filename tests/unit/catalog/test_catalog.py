@@ -27,6 +27,7 @@ from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.footers import FolderReader
 from penstock_server.catalog.scan import Scan, scan_folders
 from penstock_server.problems import DatasetInvalid, DatasetUnavailable, SnapshotGone, UnknownDataset
+from penstock_server.recipes.allowed import AllowedFiles
 from support.corpora import write_numbered, write_shard
 from support.engine import Opener
 
@@ -85,10 +86,10 @@ def test_requests_for_a_known_snapshot_do_not_wait_for_a_poll(
     known = catalog.plan("d", Spec(batch_size=1)).snapshot
     looks, may_end = threading.Event(), threading.Event()
 
-    def look(data_dir: Path) -> Scan:
+    def look(data_dir: Path, allowed: AllowedFiles) -> Scan:
         looks.set()
         may_end.wait(60)
-        return scan_folders(data_dir)
+        return scan_folders(data_dir, allowed)
 
     monkeypatch.setattr("penstock_server.catalog.catalog.scan_folders", look)
     monkeypatch.setattr("penstock_server.catalog.view._CATCH_UP_SECONDS", 30)
@@ -123,10 +124,10 @@ def test_requests_for_a_known_snapshot_do_not_wait_for_a_poll(
 def test_concurrent_refreshes_take_one_thread(folder: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog, looks, may_end = open_all(), threading.Event(), threading.Event()
 
-    def look(data_dir: Path) -> Scan:
+    def look(data_dir: Path, allowed: AllowedFiles) -> Scan:
         looks.set()
         may_end.wait(60)
-        return scan_folders(data_dir)
+        return scan_folders(data_dir, allowed)
 
     monkeypatch.setattr("penstock_server.catalog.catalog.scan_folders", look)
 

@@ -91,7 +91,7 @@ def test_unchanged_snapshot_keeps_its_index(folder: Path, open_all: Opener) -> N
 def test_refresh_fails_when_a_file_changes_meanwhile(
     folder: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch, recipes: tuple[str, str]
 ) -> None:
-    versions = [folder.parent.parent / "old", folder.parent.parent / "new"]
+    versions = [folder.parent / "_old", folder.parent / "_new"]  # no datasets, by their names
     for version, recipe in zip(versions, recipes, strict=True):
         version.mkdir()
         if recipe:  # the shards are the same files
