@@ -354,15 +354,15 @@ def test_broken_symlink_to_a_mount_ends_no_run(start: Serve, folder: Path, tmp_p
 @pytest.mark.parametrize("what", ["penstock.toml", "tokenizer"])
 def test_changed_recipe_is_another_snapshot(start: Serve, folder: Path, tmp_path: Path, what: str) -> None:
     text = write_text(folder.parent / "text", [f"row {number} of a text" for number in range(64)])
-    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
-    (text / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
+    tokenizer = write_tokenizer(folder.parent / "tokenizer.json")
+    (text / "penstock.toml").write_text('tokenizer = "../tokenizer.json"')
     server = start(*POLL)
     data = RemoteDataset(server.url, "text", batch_size=4, seq_len=16)
     expected = epoch_of(data)
     if what == "tokenizer":
         write_tokenizer(tokenizer, [f"row {number} of a text" for number in range(64)])
     else:
-        (text / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"\neos = false')
+        (text / "penstock.toml").write_text('tokenizer = "../tokenizer.json"\neos = false')
     until(lambda: server.json("/v1/datasets/text")["snapshot"] != data.snapshot)
     drop_blocks(tmp_path)
     assert epoch_of(data) == expected

@@ -32,8 +32,8 @@ def data(tmp_path: Path) -> Path:
         [f"{n} " + "the quick brown fox " * (1 + n % 30) for n in range(start, start + 800)] for start in range(0, 8000, 800)
     ]
     write_shards(tmp_path / "data" / "long", "text", texts, type_=pa.string(), row_group_size=100)
-    (tmp_path / "data" / "long" / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
-    write_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "data" / "long" / "penstock.toml").write_text('tokenizer = "../tokenizer.json"')
+    write_tokenizer(tmp_path / "data" / "tokenizer.json")
     return tmp_path / "data"
 
 
@@ -143,7 +143,7 @@ def test_prepare_reports_a_cache_that_cannot_be_written(data: Path, tmp_path: Pa
 
 def test_prepare_reports_bad_rows_and_continues_with_other_datasets(data: Path, tmp_path: Path) -> None:
     write_text(data / "bad", ["one", "", "two"])
-    (data / "bad" / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
+    (data / "bad" / "penstock.toml").write_text('tokenizer = "../tokenizer.json"')
     done = prepare(data, tmp_path / "cache")
     assert done.returncode == 1
     assert "row 1 of row group 0 in part-000.parquet: text is empty" in done.stderr

@@ -29,6 +29,7 @@ from penstock_server.recipes.text import (
 from penstock_server.recipes.token_ids import Lists, pretokenized, prompted
 from penstock_server.recipes.tokenizer import Note
 
+_MAX_IDS = 1 << 28  # of rows that are encoded together
 REASON = "bad"  # why a row cannot be used, null if it can
 ROW = "row"  # number of the row in the block, before the filter
 SPLIT = "split"  # hash that decides the split; see split_hashes
@@ -107,7 +108,7 @@ def _features_of_processes(rows: Rows, encoder: Encoder, bound: int) -> dict[str
     """Return what `features_of` returns, made by processes. A row that exceeds their limits is bad."""
     recipe = rows.recipe
     parts: dict[str, list[Lists]] = {name: [] for name in recipe.features}
-    first = 0
+    first = num_ids = 0
     for num_rows, reply in encoder.encode(rows.stored.select(recipe.encoded_columns), bound):
         if isinstance(reply, str):
             rows.note(first, reply)
@@ -117,6 +118,12 @@ def _features_of_processes(rows: Rows, encoder: Encoder, bound: int) -> dict[str
             rows.note(first + row, reason)
         for name, packed in features.items():
             parts[name].append(Lists.unpacked(*packed))
+            num_ids += len(parts[name][-1].values)
+        if num_ids > _MAX_IDS:
+            raise ValueError(
+                f"{first + num_rows:,} rows of a block of {rows.stored.nbytes:,} bytes become {num_ids:,} tokens, more than "
+                f"{_MAX_IDS:,}. Use another tokenizer or template, or write shorter rows"
+            )
         first += num_rows
     return {name: Lists.joined(lists) for name, lists in parts.items()}
 

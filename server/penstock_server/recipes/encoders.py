@@ -141,13 +141,13 @@ class Encoders:
                 raise DatasetInvalid(self._refusals[key]) from None
             self._encoders[key] = known
             if len(self._encoders) > _KEPT:
-                known.let_go(0.0)
+                known.end()
         return known
 
     def let_go(self) -> None:
-        """End the processes that have had nothing to do for a minute."""
+        """End the workers that have had nothing to do for a minute."""
         for encoder in list(self._encoders.values()):
-            encoder.let_go(_UNUSED_SECONDS)
+            encoder.let_go()
 
     def close(self) -> None:
         """End all processes."""
@@ -244,24 +244,37 @@ class Encoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        text: str = self._call("decode", 8 * len(ids), list(ids))
+        text: str = self._shown("decode", ids)
         return text
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token; see TokenizerFile.token_texts."""
-        texts: list[str] = self._call("token_texts", 8 * len(ids), list(ids))
+        texts: list[str] = self._shown("token_texts", ids)
         return texts
 
-    def let_go(self, unused_seconds: float) -> None:
-        """End the processes if nothing has used them for some seconds."""
-        with self._lock:
-            if not self._num_busy and time.monotonic() - self._used_at >= unused_seconds:
-                self._end()
+    def _shown(self, function: str, ids: Sequence[int]) -> Any:
+        try:
+            return self._call(function, 8 * len(ids), list(ids))
+        except LimitExceeded as excess:
+            raise DatasetInvalid(f"{self._source[0]}: its tokenizer {excess} to show tokens as text. Use another.") from None
 
-    def close(self) -> None:
-        """End the processes."""
+    def let_go(self) -> None:
+        """End the workers if nothing has used them for a minute."""
+        # The loader stays: a run on an older snapshot needs it after the files have changed.
+        with self._lock:
+            if time.monotonic() - self._used_at >= _UNUSED_SECONDS:
+                for worker in self._idle:
+                    worker.close()
+                self._idle = []
+
+    def end(self) -> None:
+        """End the processes; the next call starts them again."""
         with self._lock:
             self._end()
+
+    def close(self) -> None:
+        """End the processes, and cancel the calls that have not begun."""
+        self.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self) -> None:
