@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from penstock.text import counted, one_line, printable
 from penstock_server.arrow import open_parquet
+from penstock_server.blocks.pages import pages
 from penstock_server.catalog.scan import FileStat, list_folder
 from penstock_server.catalog.shard import Shard, is_of, stat_of
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
@@ -31,6 +32,7 @@ from penstock_server.monitoring.stages import StageClock
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.recipes.encode import REASON, Selected
+from penstock_server.recipes.fields import is_text
 from penstock_server.recipes.filter import FilterError
 from penstock_server.recipes.split import Place, split_hashes
 from penstock_server.recipes.transform import TransformError
@@ -39,6 +41,8 @@ log = logging.getLogger("penstock.blocks")
 
 _FORMAT = 6  # of the stored blocks: after a change, they are rebuilt
 _BUFFER_BYTES = 1 << 20
+_BLOCK_ROWS = 1 << 16
+_READ_BYTES, _MAX_PORTION_BYTES = 256 << 20, 1 << 30
 _PORTION_VALUES = 1 << 23  # of a column; encoding takes some twenty bytes per value
 _FOOTER_BYTES = 4 << 20  # of remembered footers; parsed, they take some ten times as much memory
 _REMEMBERED_NAMES = 1 << 15  # computing the name of a block takes longer than copying a row
@@ -199,20 +203,30 @@ class RowGroupReader:
         """
         # Page by page: a row group may have gigabytes, too many for memory.
         with self._opened(address.shard) as (source, opened, file):
-            most_rows = address.rows_per_block
+            most_rows, group = address.rows_per_block, file.metadata.row_group(address.row_group)
             if in_portions:
-                most_rows = min(most_rows, _rows_of_a_portion(file.metadata.row_group(address.row_group), columns))
-            batches = file.iter_batches(most_rows, [address.row_group], columns, use_threads=False)
+                most_rows = min(most_rows, _rows_of_a_portion(group, columns))
+            read_rows = min(most_rows, _rows_of_a_read(source, group, columns))
+            batches = file.iter_batches(read_rows, [address.row_group], columns, use_threads=False)
             left: pa.RecordBatch | None = None
             for index in self.snapshot.blocks_of_group(address.group):
                 at = self.snapshot.block(index)
                 for first in range(0, max(1, at.num_rows), most_rows):
                     wanted = min(most_rows, at.num_rows - first)
-                    rows, left = left or next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow), None
-                    while rows.num_rows < wanted and (more := next(batches, None)):  # pyarrow ends batches early
-                        rows = pa.concat_batches([rows, more])
-                    if rows.num_rows > wanted:  # batches need not end with a block
-                        rows, left = rows.slice(0, wanted), rows.slice(wanted)
+                    pieces, missing, nbytes = list[pa.RecordBatch](), wanted, 0
+                    while missing and (more := left or next(batches, None)):
+                        pieces.append(more.slice(0, missing))
+                        left = more.slice(missing)  # batches need not end with a block
+                        missing -= pieces[-1].num_rows
+                        nbytes += sum(map(_expanded_bytes, pieces[-1].columns))
+                        if nbytes > _MAX_PORTION_BYTES:
+                            num_rows = wanted - missing
+                            raise ValueError(
+                                f"{counted(num_rows, 'row')} of it take {nbytes:,} bytes of memory, more than "
+                                f"{_MAX_PORTION_BYTES:,}; {group.num_rows:,} rows are stored in "
+                                f"{sum(_column_bytes(group)):,} bytes. Write shorter rows, or smaller row groups"
+                            )
+                    rows = pa.concat_batches(pieces) if pieces else pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
                     if rows.num_rows != wanted:
                         raise ValueError(f"block {at.number} has {first + rows.num_rows} rows, not {at.num_rows}")
                     rows.validate()
@@ -275,6 +289,31 @@ def _rows_of_a_portion(group: pq.RowGroupMetaData, columns: list[str] | None) ->
     read = [chunk.num_values for chunk in chunks if columns is None or _is_of(chunk.path_in_schema, columns)]
     num_rows: int = _PORTION_VALUES * group.num_rows // max([1, *read])
     return max(1, num_rows)
+
+
+def _rows_of_a_read(file: pa.NativeFile, group: pq.RowGroupMetaData, columns: list[str] | None) -> int:
+    """Return the number of rows to read at a time: each may hold the longest value of a column's dictionary.
+
+    Raises ValueError: a page grows too much.
+    """
+    num_rows = _BLOCK_ROWS
+    for chunk in map(group.column, range(group.num_columns)):
+        if columns is None or _is_of(chunk.path_in_schema, columns):
+            longest = max((page.nbytes for page in pages(file, chunk) if page.is_dictionary), default=0)
+            if chunk.physical_type == "BYTE_ARRAY" and longest:
+                num_rows = min(num_rows, _READ_BYTES * group.num_rows // (longest * max(1, chunk.num_values)))
+    return max(1, num_rows)
+
+
+def _expanded_bytes(array: pa.Array) -> int:
+    """Return the bytes of an array without its dictionary: a few bytes may repeat a value of any length."""
+    if pa.types.is_dictionary(array.type) and is_text(array.type):
+        return pc.sum(pc.binary_length(array.dictionary).cast(pa.int64()).take(array.indices)).as_py() or 0
+    return int(array.nbytes)
+
+
+def _column_bytes(group: pq.RowGroupMetaData) -> Iterator[int]:
+    yield from (group.column(number).total_compressed_size for number in range(group.num_columns))
 
 
 def _is_of(path: str, columns: list[str]) -> bool:

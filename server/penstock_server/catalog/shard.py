@@ -27,6 +27,9 @@ from penstock_server.recipes.fields import RecipeError
 from penstock_server.recipes.recipe import Recipe
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+_MAX_FOOTER_BYTES = 64 << 20  # parsed, they take some ten times as much memory
+_MIN_DECODED_BYTES, _MAX_GROWTH = 1 << 30, 1024
+_VALUE_BYTES = {"INT64": 8, "DOUBLE": 8, "INT96": 12}  # others take 4 bytes; texts take at least an offset
 
 
 def numbers(values: Iterable[int]) -> array[int]:
@@ -74,6 +77,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     columns = recipe.read_columns
     # A column's name may contain a dot.
     read = [c for c, path in enumerate(footer.paths) if columns is None or path in columns or path.split(".")[0] in columns]
+    _check_sizes(path, groups, read)
     return Shard(
         path=path,
         stat=file_stat,
@@ -83,6 +87,25 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
         null_rows=numbers(_null_rows(footer, g, recipe) for g in groups),
         token_range=_token_range(footer, groups, recipe),
     )
+
+
+def _check_sizes(path: Path, groups: list[pq.RowGroupMetaData], read: list[int]) -> None:
+    """Check the sizes that a footer declares for the columns to read. Raises DatasetInvalid: they are absurd."""
+    stored = decoded = 0
+    for number, group in enumerate(groups):
+        for chunk in map(group.column, read):
+            if chunk.num_values < group.num_rows:
+                raise DatasetInvalid(
+                    f"{path} is damaged: row group {number} has {group.num_rows:,} rows, but {chunk.num_values:,} values of "
+                    f"column {chunk.path_in_schema}. Write it again, or move it out of the folder."
+                )
+            stored += chunk.total_compressed_size
+            decoded += max(chunk.total_uncompressed_size, chunk.num_values * _VALUE_BYTES.get(chunk.physical_type, 4))
+    if decoded > max(_MIN_DECODED_BYTES, _MAX_GROWTH * stored):
+        raise DatasetInvalid(
+            f"{path}: {stored:,} bytes of it would become {decoded:,} bytes of values in memory. Beyond {_MIN_DECODED_BYTES:,} "
+            f"bytes, values may take {_MAX_GROWTH:,} times what is stored. Remove padding, or move it out of the folder."
+        )
 
 
 def read_schema(path: Path) -> pa.Schema:
@@ -129,6 +152,7 @@ class _Footer(NamedTuple):
 
 def _read_footer(path: Path, file: BinaryIO) -> _Footer:
     """Read and check the footer of an open file. Raises DatasetInvalid. Raises OSError: its storage fails."""
+    _check_footer_size(path, file)
     try:
         # Metadata and its schema refer to each other until garbage collection: without this, thousands of shards would keep
         # thousands of footers in memory.
@@ -146,6 +170,17 @@ def _read_footer(path: Path, file: BinaryIO) -> _Footer:
             f"{path} is truncated, damaged, or not a supported Parquet file: {one_line(error)}. Write it again, or move it out "
             f"of the folder."
         ) from error
+
+
+def _check_footer_size(path: Path, file: BinaryIO) -> None:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 8))
+    nbytes = int.from_bytes(file.read(4), "little")
+    file.seek(0)
+    if _MAX_FOOTER_BYTES < nbytes < size:  # a truncated file ends with any number
+        raise DatasetInvalid(
+            f"{path} has a footer of {nbytes:,} bytes; the limit is {_MAX_FOOTER_BYTES:,}. Write fewer and larger row groups."
+        )
 
 
 def _check_chunks(footer: pq.FileMetaData, columns: pq.ParquetSchema, size: int) -> None:
