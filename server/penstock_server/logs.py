@@ -24,6 +24,7 @@ def begin_log(log_format: LogFormat) -> None:
     human = _Printable("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_Json() if log_format == "json" else human)
     logging.basicConfig(handlers=[handler])
+    logging.getLogger("uvicorn.error").addFilter(_SeldomWarnings())
     logging.captureWarnings(log_format == "json")  # Python would print them as plain text
     log.setLevel(logging.INFO)
 
@@ -64,6 +65,17 @@ class Seldom:
             self._due_at, self._left = now + _SELDOM_SECONDS, self._most
         self._left -= 1
         return self._left >= 0
+
+
+class _SeldomWarnings(logging.Filter):
+    """Filter of a warning a minute: uvicorn warns of each malformed request, and anyone may send thousands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = Seldom()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING or self._limit.is_due()
 
 
 class _Json(logging.Formatter):
