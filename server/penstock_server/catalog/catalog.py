@@ -14,7 +14,7 @@ from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.dataset import Change, DatasetLoader
 from penstock_server.catalog.history import drop_old_notes
 from penstock_server.catalog.scan import SETTLED_SECONDS, Scan, scan_folders
-from penstock_server.catalog.view import CatalogView, Names
+from penstock_server.catalog.view import CatalogView, LoadingLock, Names
 from penstock_server.files import may_exist
 from penstock_server.index.index import drop_old_counts
 from penstock_server.problems import DatasetInvalid
@@ -33,7 +33,7 @@ class Catalog(CatalogView):
     """
 
     def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles) -> None:
-        super().__init__(data_dir, Names(), threading.Lock(), lambda _: True)
+        super().__init__(data_dir, Names(), LoadingLock(), lambda _: True)
         self.store = store
         self._tokenizer, self._allowed = tokenizer, allowed
         self._views: tuple[Names, dict[tuple[str, ...], CatalogView]] = self._names, {}  # by the globs of an identity

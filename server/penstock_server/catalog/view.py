@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -20,7 +21,8 @@ from penstock_server.problems import BadParameter, Busy, DatasetInvalid, Dataset
 from penstock_server.recipes.config import read_toml
 from penstock_server.recipes.infer import FILE_NAME
 
-_CATCH_UP_SECONDS = 2.0  # a request waits this long, in a thread, for a poll of the folders to end
+_CATCH_UP_SECONDS = 2.0  # after a poll of the folders began, requests do not wait for it any more
+_MIN_WAIT_SECONDS = 0.05  # for a poll that is almost over, or a request that looks for new data
 _CACHED_SPECS = 32
 _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
 
@@ -66,10 +68,40 @@ class Names:
         )
 
 
+class LoadingLock:
+    """Lock of a poll or a request that loads new data. All requests that wait for one poll share a deadline.
+
+    Requests of one caller plan one after the other: with a deadline each, hundreds of ranks would add theirs up.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began_at = 0.0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._began_at = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def acquire_in_time(self) -> bool:
+        """Acquire the lock, and return True; False if it is still held at the deadline."""
+        left = self._began_at + _CATCH_UP_SECONDS - time.monotonic()
+        if not self._lock.acquire(timeout=max(left, _MIN_WAIT_SECONDS)):
+            return False
+        self._began_at = time.monotonic()
+        return True
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._lock.release()
+
+
 class CatalogView:
     """Datasets and mixtures that a caller may see. A name outside of `may_see` is an unknown name, whether it exists or not."""
 
-    def __init__(self, data_dir: Path, names: Names, loading: threading.Lock, may_see: Callable[[str], bool]) -> None:
+    def __init__(self, data_dir: Path, names: Names, loading: LoadingLock, may_see: Callable[[str], bool]) -> None:
         self.may_see = may_see
         self._data_dir, self._names, self._loading = data_dir, names, loading
 
@@ -168,7 +200,7 @@ class CatalogView:
         # Several processes at one address each find new data separately. Without this, the ranks of one run could begin on
         # two snapshots, and a rank on the new one could get SnapshotGone from another process.
         if loader.state.is_behind(fingerprint):
-            if self._loading.acquire(timeout=_CATCH_UP_SECONDS):
+            if self._loading.acquire_in_time():
                 try:
                     loader.catch_up()
                 finally:

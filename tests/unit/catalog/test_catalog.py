@@ -26,6 +26,7 @@ from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.footers import FolderReader
 from penstock_server.catalog.scan import Scan, scan_folders
+from penstock_server.catalog.view import LoadingLock
 from penstock_server.problems import DatasetInvalid, DatasetUnavailable, SnapshotGone, UnknownDataset
 from penstock_server.recipes.allowed import AllowedFiles
 from support.corpora import write_numbered, write_shard
@@ -119,6 +120,18 @@ def test_requests_for_a_known_snapshot_do_not_wait_for_a_poll(
         for thread in threads:
             thread.join()
     assert len(answered) == 9
+
+
+def test_requests_that_wait_for_one_poll_share_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock_server.catalog.view._CATCH_UP_SECONDS", 0.5)
+    monkeypatch.setattr("penstock_server.catalog.view._MIN_WAIT_SECONDS", 0.0)
+    loading = LoadingLock()
+    with loading:
+        assert not loading.acquire_in_time()  # which waits
+        monkeypatch.setattr(loading, "_lock", Mock(acquire=Mock(return_value=False)))
+        assert not loading.acquire_in_time()
+        assert loading._lock.acquire.call_args.kwargs == {"timeout": 0.0}  # type: ignore[attr-defined]
+    monkeypatch.undo()
 
 
 def test_concurrent_refreshes_take_one_thread(folder: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
