@@ -14,13 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from penstock import RemoteDataset
+from penstock import PenstockError, RemoteDataset
+from penstock.cli.connection import connected, get_json
+from penstock.wire.names import DATASETS
 
 
 class Block(nn.Module):
@@ -129,9 +130,10 @@ def main() -> None:
 def first_dataset(server: str) -> str:
     address = (server if "://" in server else f"http://{server}").rstrip("/")
     try:
-        return str(httpx.get(f"{address}/v1/datasets").json()["datasets"][0]["name"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as error:
-        raise SystemExit(f"{server} does not list its datasets ({error!r}); is `penstock serve` running there?") from error
+        with connected(address) as transport:  # which sends the token of PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE
+            return str(get_json(transport, DATASETS)["datasets"][0]["name"])
+    except (PenstockError, KeyError, IndexError) as error:
+        raise SystemExit(f"{server} does not list its datasets: {error}") from error
 
 
 def vocab_size_of(data: RemoteDataset) -> int:
