@@ -56,7 +56,8 @@ class Limited:
         docker("build", "--file", "docker/Dockerfile", "--target", "server", "--tag", "penstock-server", ".")
         self.name = docker(
             "run", "--detach", "--memory", LIMIT, "--memory-swap", LIMIT, "--publish", "127.0.0.1::8000",
-            "--volume", f"{data}:/data:ro", "--env", "PENSTOCK_CACHE_BYTES=400MB", "penstock-server",
+            "--volume", f"{data}:/data:ro", "--env", "PENSTOCK_CACHE_BYTES=400MB", "--env", "PENSTOCK_INSECURE=yes",
+            "penstock-server",
         )  # fmt: skip
         self.url = f"http://{docker('port', self.name, '8000').splitlines()[0]}"
         self.peak = 0
