@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
@@ -38,6 +38,7 @@ from penstock_server.api.parameters import (
     spec_of,
 )
 from penstock_server.api.service import InThread, Requested, Service, catalog_of, identity_of, service_of
+from penstock_server.api.shown import Json
 from penstock_server.batches import text_view
 from penstock_server.batches.assemble import chunks, steps_per_chunk
 from penstock_server.batches.plan import Plan, is_large_mix
@@ -440,6 +441,6 @@ async def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, 
 
     def make() -> Response:
         plan = plan_of(request, dataset)
-        return JSONResponse(text_view.provenance(plan, epoch, step, rank))
+        return Json(text_view.provenance(plan, epoch, step, rank))
 
     return await service_of(request).executors.make_text(make)

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.encoders import jsonable_encoder
-from fastapi.responses import JSONResponse
 
 from penstock import wire
 from penstock.spec import MAX_COUNT
 from penstock.wire.names import DATASETS
 from penstock_server.api.parameters import PROBLEMS, SPEC_PARAMETERS, EpochQuery, Name, ParsedRoute, Row, plan_of
 from penstock_server.api.service import catalog_of, identity_of, require_scope, service_of
+from penstock_server.api.shown import Json
 from penstock_server.batches.plan import check_room
 from penstock_server.catalog.dataset import Change
 from penstock_server.catalog.describe import describe_dataset, describe_mixture, describe_spec, describe_state
@@ -52,7 +52,7 @@ def _json(schema: Any) -> dict[int | str, dict[str, Any]]:
 def list_datasets(request: Request) -> Response:
     """Lists the datasets and mixtures served, and those that cannot be served, with the reason."""
     catalog = catalog_of(request)
-    return JSONResponse(
+    return Json(
         {
             "datasets": [describe_dataset(dataset) for dataset in catalog.datasets.values()],
             "mixtures": [describe_mixture(mixture) for mixture in catalog.mixtures.values()],
@@ -66,8 +66,8 @@ def show_dataset(request: Request, dataset: Name) -> Response:
     """Shows rows, shards, columns, recipe and snapshots of a dataset, and the error that keeps new data out."""
     catalog = catalog_of(request)
     if mixture := catalog.mixtures.get(dataset):
-        return JSONResponse(describe_mixture(mixture))
-    return JSONResponse(describe_state(catalog[dataset]))
+        return Json(describe_mixture(mixture))
+    return Json(describe_state(catalog[dataset]))
 
 
 @router.post("/{dataset}/refresh", summary="Load new data", tags=_DATASETS, responses=_json(Change))
@@ -79,7 +79,7 @@ async def refresh(request: Request, dataset: Name) -> Response:
         catalog_of(request)[dataset]  # raises UnknownDataset
     async with service.refreshing:
         change = await service.executors.run_blocking(lambda: service.catalog.refresh(dataset))
-    return JSONResponse(jsonable_encoder(change))
+    return Json(jsonable_encoder(change))
 
 
 @router.get(
@@ -95,7 +95,7 @@ async def show_spec(request: Request, dataset: Name) -> Response:
     def make() -> Response:
         plan = plan_of(request, dataset)
         check_room(plan)
-        response = JSONResponse(describe_spec(plan))
+        response = Json(describe_spec(plan))
         # A run counts its steps by this: with a flipped digit it would end early without an error.
         response.headers["Content-Digest"] = wire.content_digest(bytes(response.body))
         return response
@@ -113,7 +113,7 @@ async def show_spec(request: Request, dataset: Name) -> Response:
 async def show_estimate(request: Request, dataset: Name) -> Response:
     """Estimates tokens, padding, truncation and cache of an epoch, to choose a spec before a run. Reads no block."""
     executors = service_of(request).executors
-    return await executors.make_text(lambda: JSONResponse(estimate(plan_of(request, dataset))))
+    return await executors.make_text(lambda: Json(estimate(plan_of(request, dataset))))
 
 
 @router.get(
@@ -128,7 +128,7 @@ async def show_shares(request: Request, dataset: Name, epoch: EpochQuery = 0, st
 
     def make() -> Response:
         datasets = samples_by_dataset(plan_of(request, dataset), epoch, step)
-        return JSONResponse({"epoch": epoch, "step": step, "datasets": datasets})
+        return Json({"epoch": epoch, "step": step, "datasets": datasets})
 
     return await service_of(request).executors.make_text(make)
 
@@ -136,7 +136,7 @@ async def show_shares(request: Request, dataset: Name, epoch: EpochQuery = 0, st
 @router.get("/{dataset}/lengths", summary="Show the lengths of rows", tags=_DATASETS, responses=_json(LengthsInfo))
 def lengths(request: Request, dataset: Name) -> Response:
     """Shows a histogram of tokens per row, if they are counted. A run that needs the counts, or `penstock prepare`, counts."""
-    return JSONResponse(show_lengths(catalog_of(request)[dataset].latest))
+    return Json(show_lengths(catalog_of(request)[dataset].latest))
 
 
 @router.get(
@@ -149,20 +149,20 @@ def lengths(request: Request, dataset: Name) -> Response:
 async def shuffle_report(request: Request, dataset: Name, epoch: EpochQuery = 0) -> Response:
     """Measures the order of an epoch and gives the range of each measure in an exact uniform shuffle. Reads no block."""
     executors = service_of(request).executors
-    return await executors.make_text(lambda: JSONResponse(report(plan_of(request, dataset), epoch)))
+    return await executors.make_text(lambda: Json(report(plan_of(request, dataset), epoch)))
 
 
 @router.get("/{dataset}/quarantine", summary="List the bad rows of a dataset", tags=_DATASETS, responses=_json(QuarantineInfo))
 def quarantine(request: Request, dataset: Name, start: Start = 0, limit: Limit = 1000) -> Response:
     """Lists the rows that cannot be used and the row groups that cannot be read, as far as they are known."""
     latest = catalog_of(request)[dataset].latest
-    return JSONResponse(jsonable_encoder(show_quarantine(latest, start, limit)))
+    return Json(jsonable_encoder(show_quarantine(latest, start, limit)))
 
 
 @router.get("/{dataset}/rows/{row}", summary="Show a row", tags=_ROWS, responses=_json(RowInfo))
 def one_row(request: Request, dataset: Name, row: Row) -> Response:
     """Shows the tokens and the text of a row."""
-    return JSONResponse(show_row(catalog_of(request)[dataset].latest, row))
+    return Json(show_row(catalog_of(request)[dataset].latest, row))
 
 
 @router.get(
@@ -176,6 +176,6 @@ async def schedule(request: Request, dataset: Name, row: Row, epoch: EpochQuery 
     """Returns the steps, ranks and lines of an epoch that hold a row or a part of it."""
 
     def make() -> Response:
-        return JSONResponse({"occurrences": find_row(plan_of(request, dataset), dataset, row, epoch)})
+        return Json({"occurrences": find_row(plan_of(request, dataset), dataset, row, epoch)})
 
     return await service_of(request).executors.make_text(make)

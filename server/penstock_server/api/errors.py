@@ -6,13 +6,14 @@ import logging
 from collections import defaultdict
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from penstock.errors import SpecError
 from penstock.wire.report import TIMING_HEADER, format_timing
+from penstock_server.api.shown import Json
 from penstock_server.logs import Seldom, request_id
 from penstock_server.problems import (
     MORE_THREADS,
@@ -39,7 +40,7 @@ def add_error_handlers(app: FastAPI) -> None:
     log_limits = defaultdict[type[Problem], Seldom](lambda: Seldom(_MAX_LOGGED))
 
     @app.exception_handler(Problem)
-    async def problem(request: Request, error: Problem) -> JSONResponse:
+    async def problem(request: Request, error: Problem) -> Json:
         # What makes a client wait is no fault. A trainer's error has the id of its request, which leads to this line.
         if error.status >= 500 and not isinstance(error, NotReady | NotServing | Busy) and log_limits[type(error)].is_due():
             cause = error.__cause__ if isinstance(error, OutOfMemory) else None
@@ -47,20 +48,20 @@ def add_error_handlers(app: FastAPI) -> None:
         return problem_response(request.scope, error)
 
     @app.exception_handler(SpecError)
-    async def wrong_spec(request: Request, error: SpecError) -> JSONResponse:
+    async def wrong_spec(request: Request, error: SpecError) -> Json:
         return await problem(request, BadParameter(f"{error}."))
 
     @app.exception_handler(MemoryError)
-    async def out_of_memory(request: Request, error: MemoryError) -> JSONResponse:
+    async def out_of_memory(request: Request, error: MemoryError) -> Json:
         return await scarce(request, error, "for this response", "request less at a time")
 
     @app.exception_handler(RuntimeError)
-    async def out_of_threads(request: Request, error: RuntimeError) -> JSONResponse:
+    async def out_of_threads(request: Request, error: RuntimeError) -> Json:
         if not lacks_threads(error):
             raise error
         return await scarce(request, error, "for another thread", MORE_THREADS)
 
-    async def scarce(request: Request, error: Exception, purpose: str, remedy: str) -> JSONResponse:
+    async def scarce(request: Request, error: Exception, purpose: str, remedy: str) -> Json:
         shortage = OutOfMemory(purpose, error, remedy)
         shortage.__cause__ = error
         return await problem(request, shortage)
@@ -71,19 +72,19 @@ def add_error_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # the client has left; its loads are released
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(request: Request, error: HTTPException) -> Json:
         detail = f"{request.method} {request.url.path}: {error.detail}. The page /docs lists every URL."
         response = _problem_json(request.scope, "about:blank", str(error.detail), error.status_code, detail)
         response.headers.update(error.headers or {})  # such as Allow
         return response
 
     @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> JSONResponse:
+    async def bug(request: Request, error: Exception) -> Json:
         detail = f"{type(error).__name__}: {error}. This is a fault of the server; its log has the details."
         return _problem_json(request.scope, "urn:penstock:problem:internal-error", "Internal error", 500, detail)
 
 
-def problem_response(scope: Scope, error: Problem) -> JSONResponse:
+def problem_response(scope: Scope, error: Problem) -> Json:
     """Return the response for a problem."""
     progress: dict[str, int | None] = {}
     if isinstance(error, NotReady):
@@ -98,7 +99,7 @@ def problem_response(scope: Scope, error: Problem) -> JSONResponse:
     return response
 
 
-def _problem_json(scope: Scope, type_: str, title: str, status: int, detail: str, **progress: int | None) -> JSONResponse:
+def _problem_json(scope: Scope, type_: str, title: str, status: int, detail: str, **progress: int | None) -> Json:
     content = {
         "type": type_,
         "title": title,
@@ -108,7 +109,7 @@ def _problem_json(scope: Scope, type_: str, title: str, status: int, detail: str
         "request_id": request_id.get(),
     }
     scope["problem"] = "other" if type_ == "about:blank" else type_.rpartition(":")[2]
-    response = JSONResponse(content | progress, status, media_type="application/problem+json")
+    response = Json(content | progress, status, media_type="application/problem+json")
     if clock := scope.get("stages"):
         response.headers[TIMING_HEADER] = format_timing(clock.seconds())
     return response

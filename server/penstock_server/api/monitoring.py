@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from penstock_server.api.parameters import PROBLEMS, ParsedRoute
 from penstock_server.api.service import identity_of, require_scope
+from penstock_server.api.shown import Json
 from penstock_server.monitoring.monitor import Monitor
 from penstock_server.schemas import JobsInfo
 
@@ -22,7 +23,7 @@ router = APIRouter(responses=PROBLEMS, route_class=ParsedRoute, tags=["monitorin
 def list_jobs(request: Request, history: History = "false") -> Response:
     """Lists the runs that pull from this server, with what each of their ranks reports, and a verdict in one sentence."""
     jobs = _monitor_of(request).describe(identity_of(request), history=history == "true")
-    return JSONResponse(jobs, headers={"Cache-Control": "no-store"})
+    return Json(jobs, headers={"Cache-Control": "no-store"})
 
 
 @router.get("/metrics", summary="Get the metrics for Prometheus", response_class=PlainTextResponse)

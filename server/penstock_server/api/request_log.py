@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.wire.names import DRAINING, REQUEST_ID
 from penstock_server.api.service import Service
+from penstock_server.api.shown import ShownPaths, shown_paths
 from penstock_server.logs import request_id
 from penstock_server.problems import Busy
 
@@ -24,6 +25,7 @@ class RequestLog:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, self._metrics = app, service, service.metrics
+        self._paths = ShownPaths(service.catalog.folders)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request. Its id stays set afterwards: uvicorn, which runs a task a request, logs what this raises."""
@@ -33,6 +35,7 @@ class RequestLog:
         given = next((value for name, value in scope["headers"] if name == _NAME), b"")
         named = given if _WELL_FORMED.fullmatch(given) else token_hex(6).encode()
         request_id.set(named.decode())
+        shown_paths.set(self._paths)
         began_at, first_byte_at, num_bytes = time.perf_counter(), 0.0, 0
 
         def send_named(message: Message) -> Awaitable[None]:

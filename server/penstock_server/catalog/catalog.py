@@ -38,6 +38,13 @@ class Catalog(CatalogView):
         self._tokenizer, self._allowed = tokenizer, allowed
         self._views: tuple[Names, dict[tuple[str, ...], CatalogView]] = self._names, {}  # by the globs of an identity
 
+    @property
+    def folders(self) -> dict[Path, str]:
+        """Return the folders that messages may name, each with its name for callers, "" for the data folder."""
+        assets = dict.fromkeys(self._allowed.folders, "the folder of --assets")
+        tokenizer = {self._tokenizer.parent: "the folder of --tokenizer"} if self._tokenizer else {}
+        return {**tokenizer, **assets, self.store.cache.folder: "the cache folder", self._data_dir: ""}
+
     def seen_by(self, identity: Identity) -> CatalogView:
         """Return what an identity may see now."""
         if "*" in identity.datasets:

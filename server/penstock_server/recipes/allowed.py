@@ -55,7 +55,7 @@ class AllowedFiles:
         if not self.transforms:
             raise DatasetInvalid(
                 f"{folder}: its recipe has a transform, which is code of the data folder. Start with --allow-transforms if you "
-                f"trust everybody who can write there, or remove transform."
+                f"trust all who can write there, or remove transform."
             )
 
 
