@@ -12,23 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 
-from fastapi import Request
-
 from penstock.text import counted
 from penstock_server.problems import Busy, LimitExceeded
-from penstock_server.security.tokens import Identity
 
 current_caller = ContextVar("current_caller", default="")  # of the request that a thread or a task answers
 
 _UNFAIR_SECONDS = 0.5  # a response that waits this long for its client gives way to a caller within its share
 _STALLED_SECONDS = 5.0  # likewise, to a request of the same caller, or of one that holds less
-
-
-def caller_of(request: Request) -> str:
-    """Returns who a request counts for: the name of its token, otherwise the client's address."""
-    identity: Identity | None = request.scope.get("identity")
-    name = identity.name if identity else ""
-    return name or (request.scope.get("client") or ("", 0))[0]
 
 
 class InFlight:

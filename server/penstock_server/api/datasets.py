@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.encoders import jsonable_encoder
+from fastapi.responses import JSONResponse
 
 from penstock import wire
 from penstock.spec import MAX_COUNT
@@ -162,7 +163,7 @@ def quarantine(request: Request, dataset: Name, start: Start = 0, limit: Limit =
 @router.get("/{dataset}/rows/{row}", summary="Show a row", tags=_ROWS, responses=_json(RowInfo))
 def one_row(request: Request, dataset: Name, row: Row) -> Response:
     """Shows the tokens and the text of a row."""
-    return Json(show_row(catalog_of(request)[dataset].latest, row))
+    return JSONResponse(show_row(catalog_of(request)[dataset].latest, row))  # its text may have a path, and stays as it is
 
 
 @router.get(

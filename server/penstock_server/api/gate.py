@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock_server.api.admission import current_caller
 from penstock_server.api.errors import problem_response
 from penstock_server.logs import Seldom
 from penstock_server.page.routes import login_page
@@ -47,17 +48,19 @@ class Gate:
         self._app, self._tokens, self._attempts, self._guesses = app, tokens, Attempts(), Seldom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on with its identity."""
+        """Answer a request, or pass it on with its identity and its caller."""
+        response: Response | None = None
         if self._tokens is None or scope["type"] == "lifespan":
             scope["identity"] = EVERYONE
-            await self._app(scope, receive, send)
-            return
-        try:
-            response = await self._admit(Request(scope, receive), self._tokens)
-        except Problem as problem:
-            response = problem_response(scope, problem)
-            if isinstance(problem, Unauthorized) and scope["path"] in _FOR_PEOPLE and _is_browser(scope):
-                response = login_page(response.status_code)
+        else:
+            try:
+                response = await self._admit(Request(scope, receive), self._tokens)
+            except Problem as problem:
+                response = problem_response(scope, problem)
+                if isinstance(problem, Unauthorized) and scope["path"] in _FOR_PEOPLE and _is_browser(scope):
+                    response = login_page(response.status_code)
+        if response is None:
+            current_caller.set(scope["identity"].name or _address_of(scope))
         await (response or self._app)(scope, receive, send)
 
     async def _admit(self, request: Request, tokens: Tokens) -> Response | None:
@@ -98,7 +101,7 @@ class Gate:
         """Return who has a token. Raises Unauthorized, TooManyAttempts: nobody has it."""
         if identity := tokens.identify(token):
             return identity
-        address = scope["client"][0] if scope.get("client") else ""
+        address = _address_of(scope)
         if after_seconds := self._attempts.add(address):
             if self._guesses.is_due():
                 log.warning("%s sends wrong tokens: more than %d in a minute", address, _MAX_ATTEMPTS)
@@ -150,6 +153,10 @@ def token_of(scope: Scope) -> str | None:
     # Not by http.cookies: it takes seconds for a quoted value of backslashes.
     cookies = (cookie.strip().partition("=") for cookie in headers.get(b"cookie", "").split(";"))
     return next((value for name, _, value in cookies if name == _COOKIE), None)
+
+
+def _address_of(scope: Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def _is_browser(scope: Scope) -> bool:

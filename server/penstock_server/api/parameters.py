@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.spec import MAX_COUNT, Spec, describe
 from penstock.text import cut, did_you_mean
-from penstock_server.api.admission import caller_of, current_caller
 from penstock_server.api.service import catalog_of, service_of
 from penstock_server.batches.plan import Plan
 from penstock_server.problems import BadParameter
@@ -111,7 +110,6 @@ class ParsedRoute(APIRoute):
             await super().handle(scope, receive, send)  # a 405
             return
         request, values = Request(scope, receive, send), self._parse(scope)
-        current_caller.set(caller_of(request))
         if inspect.iscoroutinefunction(self.endpoint):
             response = await self.endpoint(request, **values)
         else:

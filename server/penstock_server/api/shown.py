@@ -34,7 +34,7 @@ class ShownPaths:
 
 
 class Json(JSONResponse):
-    """A JSON response with the paths that a caller may see. Routes and errors send all of their JSON by it."""
+    """A JSON response with the paths that a caller may see. Routes and errors send all JSON by it, but for texts of rows."""
 
     def render(self, content: Any) -> bytes:
         """Return the body."""
