@@ -1,4 +1,4 @@
-"""Access: the token and the certificates by which client and server trust each other.
+"""Token and certificates of a client.
 
 Where a token comes from, the first of: the argument token=, https://NAME:TOKEN@HOST, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE.
 """

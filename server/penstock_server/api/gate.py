@@ -1,7 +1,7 @@
 """The layer that lets requests in: every path needs a token, unless it is a probe.
 
 A token comes as `Authorization: Bearer`, as the password of Basic, or in the cookie that the login of the page sets. A client
-certificate does as well. `scope["identity"]` tells the rest of the server who asks; without this layer, routes fail.
+certificate does as well. `scope["identity"]` names the caller for the routes; without this layer they fail.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Gate:
         return None
 
     def _identify(self, scope: Scope, tokens: Tokens) -> Identity:
-        """Return who sends a request. Raises Unauthorized, TooManyAttempts."""
+        """Return the identity of a request. Raises Unauthorized, TooManyAttempts."""
         token = token_of(scope)
         if token is not None:
             return self._check(scope, tokens, token)
@@ -98,7 +98,7 @@ class Gate:
         raise Unauthorized(f"The token file has no entry for the client certificate {subject}, or it has expired.")
 
     def _check(self, scope: Scope, tokens: Tokens, token: str) -> Identity:
-        """Return who has a token. Raises Unauthorized, TooManyAttempts: nobody has it."""
+        """Return the identity of a token. Raises Unauthorized, TooManyAttempts: it is not valid."""
         if identity := tokens.identify(token):
             return identity
         address = _address_of(scope)
@@ -136,7 +136,7 @@ class Gate:
 
 
 def token_of(scope: Scope) -> str | None:
-    """Return the token of a request: of its Authorization header, or else of its cookie. None if there is none."""
+    """Return the token of the Authorization header, otherwise that of the cookie; None without either."""
     headers: dict[bytes, str] = {
         name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"authorization", b"cookie")
     }

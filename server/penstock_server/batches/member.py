@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from penstock.spec import MAX_COUNT, Spec
 from penstock_server.blocks.loader import Blocks
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.index.index import Index
+from penstock_server.lru import LruCache
 from penstock_server.order.arrays import IntArray, by_value
 from penstock_server.order.best_fit import BestFit
 from penstock_server.order.length_buckets import LengthOrder
@@ -150,38 +150,21 @@ def _lengths(packing: Packing, of_block: Callable[[int], IntArray], pools: IntAr
 
 
 class PlannedEpochs:
-    """Least recently used cache of the epochs of one snapshot, within a budget, but with a minimum number.
+    """The epochs of one snapshot that were used last.
 
     An epoch is planned once for all callers, and callers of other snapshots do not wait for it.
     """
 
     def __init__(self) -> None:
-        self._epochs: OrderedDict[Hashable, PlannedEpoch] = OrderedDict()
-        self._num_bytes = 0
-        self._lock, self._planning = threading.Lock(), threading.Lock()
+        self._epochs = LruCache[PlannedEpoch](_BUDGET_BYTES, _nbytes, fewest=_FEWEST)
+        self._planning = threading.Lock()
 
     def get(self, name: Hashable, plan: Callable[[], PlannedEpoch]) -> PlannedEpoch:
         """Returns the epoch of this name; calls `plan` if it is not cached. Raises what `plan` raises."""
-        if found := self._find(name):
+        if found := self._epochs.find(name):
             return found
         with self._planning:  # all ranks reach an epoch at once; only one thread should plan it
-            if found := self._find(name):
-                return found
-            made = plan()
-            with self._lock:
-                self._epochs[name] = made
-                self._num_bytes += _nbytes(made)
-                while self._num_bytes > _BUDGET_BYTES and len(self._epochs) > _FEWEST:
-                    _, oldest = self._epochs.popitem(last=False)
-                    self._num_bytes -= _nbytes(oldest)
-            return made
-
-    def _find(self, name: Hashable) -> PlannedEpoch | None:
-        with self._lock:
-            found = self._epochs.get(name)
-            if found:
-                self._epochs.move_to_end(name)
-            return found
+            return self._epochs.get(name, plan)
 
 
 def _nbytes(epoch: PlannedEpoch) -> int:

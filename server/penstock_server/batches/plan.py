@@ -22,7 +22,7 @@ from penstock.text import counted
 from penstock.wire import VERSION, Address, Layout
 from penstock_server.batches.member import Member
 from penstock_server.catalog.snapshot import Snapshot
-from penstock_server.kept import Kept
+from penstock_server.lru import LruCache
 from penstock_server.order.arrays import IntArray, by_value, distinct
 from penstock_server.order.length_buckets import MAX_WINDOW
 from penstock_server.order.mixture import Mixture, mixture_of
@@ -294,7 +294,7 @@ def _make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     return plan
 
 
-_plans = Kept[Plan](_PLANS_BYTES, PLANS_KEPT, lambda plan: plan.nbytes)
+_plans = LruCache[Plan](_PLANS_BYTES, lambda plan: plan.nbytes, most=PLANS_KEPT)
 
 
 def _check_tokenizers(members: Sequence[Member]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from errno import ESTALE
@@ -28,6 +26,7 @@ from penstock_server.blocks.pages import pages
 from penstock_server.catalog.scan import FileStat, list_folder
 from penstock_server.catalog.shard import Shard, is_of, stat_of
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
+from penstock_server.lru import LruCache
 from penstock_server.monitoring.stages import StageClock
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
@@ -95,23 +94,11 @@ class ParsedFooters:
     """Footers of the most recently read shards: parsing one of 20,000 row groups takes longer than reading a row group."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._parsed = OrderedDict[tuple[Path, FileStat], pq.FileMetaData]()
+        self._parsed = LruCache[pq.FileMetaData](_FOOTER_BYTES, lambda footer: footer.serialized_size, fewest=1)
 
     def of(self, path: Path, file: pa.OSFile, file_stat: FileStat) -> pq.FileMetaData:
         """Returns the footer of an opened shard file with this stat. Raises OSError, ArrowException: it is unreadable."""
-        key = path, file_stat
-        with self._lock:
-            if footer := self._parsed.get(key):
-                self._parsed.move_to_end(key)
-                return footer
-        footer = pq.read_metadata(file)
-        with self._lock:
-            self._parsed[key] = footer
-            nbytes = sum(parsed.serialized_size for parsed in self._parsed.values())
-            while nbytes > _FOOTER_BYTES and len(self._parsed) > 1:
-                nbytes -= self._parsed.popitem(last=False)[1].serialized_size
-        return footer
+        return self._parsed.get((path, file_stat), lambda: pq.read_metadata(file))
 
 
 class RowGroupReader:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.mix import Mix
-from penstock_server.kept import Kept
+from penstock_server.lru import LruCache
 from penstock_server.order.arrays import IntArray, by_value, find, find_one, numbered
 
 ENDLESS = 1 << 52  # samples of an endless epoch; numbers derived from it stay below 2^53
@@ -141,4 +141,4 @@ class Mixture:
         return None if None in last else 1 + max(end for end in last if end is not None)
 
 
-_mixtures = Kept[Mixture](64 << 20, 64, lambda mixture: mixture.nbytes)
+_mixtures = LruCache[Mixture](64 << 20, lambda mixture: mixture.nbytes, most=64)

@@ -1,4 +1,4 @@
-"""Tokens: a file of their SHA-256 hashes, and who each of them is.
+"""Tokens: a file of their SHA-256 hashes, and the identity that each of them stands for.
 
 {"tokens": [
     {"name": "trainer", "sha256": "9f86...", "datasets": ["team-a.*"], "scope": "read", "expires": "2027-02-28T09:00:00Z"}
@@ -31,7 +31,7 @@ from penstock_server.settings import SettingsError
 
 Scope = Literal["read", "metrics", "admin"]
 
-_PREFIX = "pst_"  # by which scanners for leaked secrets find a token
+_PREFIX = "pst_"  # scanners for leaked secrets look for such prefixes
 _NUM_BYTES = 32
 MAX_FILE_BYTES = 4 << 20
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
@@ -81,7 +81,7 @@ class TokenEntry(BaseModel):
 
     @property
     def identity(self) -> Identity:
-        """Who the entry is."""
+        """The identity that the entry stands for."""
         return Identity(self.name, self.datasets, self.scope)
 
     def is_expired(self, now: float) -> bool:
@@ -135,12 +135,12 @@ class Tokens:
         self._by_hash = {entry.sha256: entry for entry in entries if entry.sha256}
 
     def identify(self, token: str) -> Identity | None:
-        """Return who has a token; None if nobody has, or it has expired."""
+        """Return the identity of a token; None if it is unknown or expired."""
         # The time of the lookup depends on the hash, not on how much of a guessed token is right.
         return self._identity(self._by_hash.get(_hash(token)))
 
     def identify_certificate(self, subject: str) -> Identity | None:
-        """Return who has a certificate of this subject; None if nobody has, or the entry has expired."""
+        """Return the identity of a certificate's subject; None if it is unknown or expired."""
         return self._identity(self._by_certificate.get(subject))
 
     def _identity(self, entry: TokenEntry | None) -> Identity | None:

@@ -47,7 +47,7 @@ def test_planned_epochs_plan_once_for_many_threads() -> None:
 
 
 def test_planned_epochs_evict_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, epochs = list[int](), PlannedEpochs()
+    made = list[int]()
 
     def get(number: int) -> PlannedEpoch:
         def plan() -> PlannedEpoch:
@@ -60,10 +60,12 @@ def test_planned_epochs_evict_the_least_recently_used(monkeypatch: pytest.Monkey
     each = packing.samples_per_pool.nbytes + order.nbytes
     assert each >= 3 * 8 * POOLS
     monkeypatch.setattr(planned, "_BUDGET_BYTES", 5 * (each + planned._MIN_BYTES))
+    epochs = PlannedEpochs()
     for number in (0, 1, 2, 3, 4, 0, 5, 0, 2, 5, 1):
         get(number)
     assert made == [0, 1, 2, 3, 4, 5, 1]
     monkeypatch.setattr(planned, "_BUDGET_BYTES", 0)
+    epochs = PlannedEpochs()
     for number in (6, 7, 8, 9, 6, 7, 8, 9, 10, 6):
         get(number)
     assert made[7:] == [6, 7, 8, 9, 10, 6]  # four stay in any case

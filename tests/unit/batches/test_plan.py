@@ -22,7 +22,7 @@ from penstock_server.batches.plan import check_room
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.catalog.warnings import advice_on_run
-from penstock_server.kept import Kept
+from penstock_server.lru import LruCache
 from penstock_server.problems import BadParameter
 from support.corpora import write_numbered
 from support.engine import synthetic_plan
@@ -125,7 +125,7 @@ def test_plan_refuses_a_batch_of_too_many_rows(tmp_path: Path, monkeypatch: pyte
     plan = synthetic_plan(tmp_path, {"a": [[40]]}, batch_size=4)
     assert plan.step_spans == 4
     monkeypatch.setattr(plan_module, "_MAX_BATCH_SPANS", 3)
-    monkeypatch.setattr(plan_module, "_plans", Kept(0, 0, lambda _: 0))
+    monkeypatch.setattr(plan_module, "_plans", LruCache(0, lambda _: 0, most=0))
     with pytest.raises(BadParameter, match="would be made of some 4 rows; the limit is 3. Lower batch_size or seq_len"):
         synthetic_plan(tmp_path, {"a": [[40]]}, batch_size=4)
 

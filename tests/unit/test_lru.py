@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock_server.kept import Kept
+from penstock_server.lru import LruCache
 
 
 def test_results_used_last_are_kept_within_the_budget() -> None:
@@ -15,7 +15,7 @@ def test_results_used_last_are_kept_within_the_budget() -> None:
 
         return kept.get(key, make)
 
-    kept = Kept[str](6, 3, len)
+    kept = LruCache[str](6, len, most=3)
     for key in ("aa", "bb", "aa", "cc", "dd", "aa", "bb"):
         assert get(key) == key
     assert made == ["aa", "bb", "cc", "dd", "bb"]  # the fourth took the place of bb
