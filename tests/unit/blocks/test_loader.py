@@ -32,6 +32,7 @@ from penstock_server.recipes import encode
 from penstock_server.recipes.split import split_hashes
 from support.corpora import write_numbered, write_shards, write_text, write_tokenizer
 from support.engine import open_snapshot, rows_of
+from support.processes import until
 
 
 def test_new_shard_makes_only_its_own_blocks(open_blocks: Callable[[], Blocks], data: Path, count_reads: list[str]) -> None:
@@ -201,7 +202,7 @@ def test_rows_are_counted_in_several_shards_in_parallel(
 
 
 def test_unreadable_neighbour_fails_only_its_own_requests(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 100)
     folder = write_shards(
@@ -220,6 +221,7 @@ def test_unreadable_neighbour_fails_only_its_own_requests(
     with pytest.raises(ShardUnreadable, match="a bad page"):
         blocks.get([7])
     assert rows_of(blocks.get([6])[0])[0] == [600]
+    until(lambda: "a bad page" in caplog.text)  # logged by a thread, otherwise perhaps in the next test
 
 
 def test_damaged_row_group_is_logged_once_and_others_are_served(
