@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.acero as acero
 import pyarrow.compute as pc
 import sqlglot
 from sqlglot import exp
@@ -123,6 +122,8 @@ def _bound(text: str, columns: tuple[str, ...], types: tuple[pa.DataType, ...]) 
 
 def _evaluate(rows: pa.RecordBatch, expression: pc.Expression) -> npt.NDArray[np.bool_]:
     # Use Acero directly: a scanner over the same rows takes two to three times as long to set up, and must keep an order.
+    import pyarrow.acero as acero  # here: it imports pandas, which takes a quarter of the start of a process that tokenizes
+
     source = acero.Declaration("table_source", acero.TableSourceNodeOptions(pa.Table.from_batches([rows])))
     project = acero.Declaration("project", acero.ProjectNodeOptions([expression], ["keep"]))
     kept = acero.Declaration.from_sequence([source, project]).to_table(use_threads=False)["keep"]
