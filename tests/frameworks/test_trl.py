@@ -63,7 +63,7 @@ def url(serve: Serve, model: Path, shared: Path) -> str:
     write(shared / "pairs", tokenizer, {name: [pair[name] for pair in PAIRS] for name in PAIRS[0]}, row_group_size=32)
     asked = {name: [prompt[name] for prompt in PROMPTS] for name in PROMPTS[0]}
     write(shared / "prompts", f'{tokenizer}\ncolumns = ["prompt", "goal"]', asked, row_group_size=32)
-    return serve(shared).url
+    return serve(shared, "--assets", str(model)).url
 
 
 def test_losses_and_metrics_equal_those_of_trl(url: str, model: Path, tmp_path: Path) -> None:
