@@ -164,8 +164,10 @@ def _serve(arguments: argparse.Namespace) -> int:
                 from penstock_server.serving.workers import serve_with_workers
 
                 return serve_with_workers(settings, listener)
+            from penstock_server.recipes.encoder_process import fork_nursery
             from penstock_server.serving.server import run
 
+            fork_nursery()
             run(settings, listener)
     except (SettingsError, DatasetInvalid) as error:
         complain_at_start(settings.log_format, error)
@@ -216,8 +218,10 @@ def _open(arguments: argparse.Namespace) -> tuple[Settings, Catalog, list[OpenSn
     """Open the datasets named, or all. The last item has the errors of those that cannot be served."""
     _set_libraries_up()
     from penstock_server.catalog.catalog import open_data
+    from penstock_server.recipes.encoder_process import fork_nursery
 
     settings = Settings.read(vars(arguments), os.environ)
+    fork_nursery()
     catalog = open_data(settings)
     served, refused = [], dict[str, object]({} if arguments.dataset else catalog.refused)
     for name in arguments.dataset or catalog.datasets:

@@ -23,7 +23,7 @@ import pyarrow as pa
 from penstock_server.problems import DatasetInvalid, LibraryError
 from penstock_server.recipes import encode, text
 from penstock_server.recipes.config import recipe_of
-from penstock_server.recipes.encoders import LOADING_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY
+from penstock_server.recipes.encoders import LOADING_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY, nursery
 from penstock_server.recipes.recipe import Recipe, Rows
 
 _PR_SET_PDEATHSIG = 1
@@ -31,10 +31,29 @@ _PR_SET_PDEATHSIG = 1
 _TRIED = [*(64 * character + end for character in string.printable for end in ("!", "\n!")), string.printable, "é水🙂" * 16]
 
 
+def fork_nursery() -> None:
+    """Fork the nursery from this process, which must have one thread: a fork copies the locks that other threads hold.
+
+    Without this call it starts when a tokenizer is opened, as a new process that imports the libraries for a second.
+    """
+    nursery.fork_here(_main_of_fork)
+
+
+def _main_of_fork(descriptor: int) -> None:
+    """Run `main` without the open files of the server, and with descriptor 3 for the socket."""
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(0, 1)
+    if descriptor != 3:
+        os.dup2(descriptor, 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    main(3)
+
+
 def main(descriptor: int) -> None:
     """Fork a loader for each socket that arrives. A loader loads the recipe that it is sent, and forks workers likewise."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; these end with the server
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pa.set_memory_pool(pa.system_memory_pool())  # the others reserve address space ahead
     os.dup2(0, 2)  # /dev/null, for what a library writes when its process is ended
     if connection := _fork_on_request(Connection(descriptor)):
         recipe = _load(connection)

@@ -1,6 +1,6 @@
 """Processes that tokenize: a tokenizer or a chat template may take any time and memory, and no thread can be ended.
 
-nursery   one per server process: has imported the libraries, and forks the loaders
+nursery   one per server process: a copy of it without data, which forks the loaders
 loader    one per recipe: loads its tokenizer and template, and forks workers, which share that memory
 worker    one per core and recipe: tokenizes portions of rows
 
@@ -19,9 +19,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -156,11 +157,24 @@ class Encoders:
 
 
 class _Nursery:
-    """The process that forks loaders; starts with the first. It ends with the server."""
+    """The process that forks loaders. It ends with the server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: _Process | None = None
+
+    def fork_here(self, main: Callable[[int], None]) -> None:
+        """Start as a copy of this process, which runs `main` with the descriptor of its socket."""
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            # The server's atexit functions and buffered output are copied, too. os._exit leaves them alone.
+            with suppress(BaseException):
+                main(theirs.fileno())
+            os._exit(0)
+        theirs.close()
+        _reap(partial(os.waitpid, pid, 0))
+        self._process = _Process(Connection(ours.detach()), pid)
 
     def fork(self) -> _Process:
         """Return a new process with the libraries imported. Raises _Ended: it cannot start."""
@@ -172,14 +186,14 @@ class _Nursery:
             return self._process.fork()
 
 
-_nursery = _Nursery()  # one per process: its imports take a second
+nursery = _Nursery()  # one per process
 
 
 def _start_nursery() -> _Process:
     ours, theirs = socket.socketpair()
     with theirs:
-        # One thread each: the processes fork. The system's allocator reserves no address space ahead.
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+        # One thread each: the processes fork.
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             [sys.executable, "-c", _START.format(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -187,8 +201,13 @@ def _start_nursery() -> _Process:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-    threading.Thread(target=process.wait, name="penstock-nursery", daemon=True).start()  # otherwise it would stay a zombie
+    _reap(process.wait)
     return _Process(Connection(ours.detach()), process.pid)
+
+
+def _reap(wait: Callable[[], object]) -> None:
+    """Wait for a process in a thread, since it would stay a zombie."""
+    threading.Thread(target=wait, name="penstock-nursery", daemon=True).start()
 
 
 class Encoder:
@@ -311,7 +330,7 @@ class Encoder:
         """Return the loader; starts one. Raises _Ended. Raises ValueError: the files have changed."""
         if self._loader is None or self._loader.has_ended:
             self._idle = []  # of a loader that was killed
-            loader = _nursery.fork()
+            loader = nursery.fork()
             identity = loader.call(self._source)
             if self.identity is not None and identity != self.identity:
                 loader.close()

@@ -184,11 +184,14 @@ def _serve(settings: Settings, listener: socket.socket, place: Place, ready: Con
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the supervisor sends SIGTERM
     with suppress(AttributeError, OSError):  # Linux kills this process with its parent, even while it is stopped
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    from penstock_server.monitoring.metrics import share_values
+    from penstock_server.recipes.encoder_process import fork_nursery
+    from penstock_server.serving.server import run
+
+    fork_nursery()
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
     prepare_streams()
     begin_log(settings.log_format)
-    from penstock_server.monitoring.metrics import share_values
-    from penstock_server.serving.server import run
 
     def send_ready(cache_bytes: int) -> None:
         if ready:
