@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 import subprocess
 import threading
 from itertools import islice
@@ -163,6 +164,31 @@ def test_commands_take_the_token_from_a_file_or_the_environment(
         assert refused.returncode != 0
         assert "does not know this caller. The token came from PENSTOCK_TOKEN: replace it there." in said
         assert "wr0ng" not in said
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_curl_line_of_peek_is_let_in_and_hides_the_token(
+    data_dir: Path, serve: Serve, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, clients = Authority(tmp_path / "servers"), Authority(tmp_path / "clients")
+    token, file, cert = create(tokens), tmp_path / "a token", clients.issue(subject="trainer")
+    file.write_text(token)
+    create_token(tokens, "by-certificate", ("*",), "read", None, certificate=_subject(cert))
+    plain = f"{guarded(serve, data_dir, tokens).url}/numbers"
+    flags = ("--tls-cert", str(authority.issue()), "--tls-client-ca", str(clients.file))
+    encrypted = f"{guarded(serve, data_dir, tokens, *flags).url}/numbers"
+    for variable, *arguments in (
+        (token, plain),
+        ("", plain, "--token-file", file),
+        ("", encrypted, "--token-file", file, "--ca", authority.file),
+        ("", encrypted, "--cert", cert, "--ca", authority.file),
+        ("", encrypted, "--cert", f"{cert},{cert}", "--ca", authority.file),
+    ):
+        monkeypatch.setenv("PENSTOCK_TOKEN", variable)
+        line = penstock("peek", *arguments).stdout.splitlines()[-1]
+        assert token not in line
+        fetched = subprocess.run(["bash", "-c", f"{line} --fail -sS"], capture_output=True, text=True, check=True)
+        assert fetched.stdout.startswith("{")
 
 
 def test_client_certificate_takes_the_place_of_a_token(data_dir: Path, serve: Serve, tokens: Path, tmp_path: Path) -> None:

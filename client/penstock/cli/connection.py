@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -94,6 +96,20 @@ def parse_address(text: str) -> Address:
 def url(server: str, path: str, query: Mapping[str, str]) -> str:
     """Return a URL that can be pasted; the commas and colons of a mix stay as they are."""
     return f"{server}{path}" + (f"?{urlencode(query, safe=':,;@')}" if query else "")
+
+
+def curl(url: str) -> str:
+    """Return the curl command for a URL, with the certificates and the token of the environment, but without its text."""
+    options = []
+    if os.environ.get("PENSTOCK_TOKEN"):
+        options.append('-H "Authorization: Bearer $PENSTOCK_TOKEN"')
+    elif file := os.environ.get("PENSTOCK_TOKEN_FILE"):
+        options.append(f'-H "Authorization: Bearer $(cat {shlex.quote(file)})"')
+    if ca := os.environ.get("PENSTOCK_CA"):
+        options.append(f"--cacert {shlex.quote(ca)}")
+    if cert := os.environ.get("PENSTOCK_CERT"):
+        options += [f"--{option} {shlex.quote(file)}" for option, file in zip(("cert", "key"), cert.split(","), strict=False)]
+    return " ".join(["curl", *options, f"'{url}'"])
 
 
 def greet(server: str) -> dict[str, Any]:

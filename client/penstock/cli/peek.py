@@ -13,7 +13,7 @@ from rich.text import Text
 
 from penstock.cli.arguments import add_access_options, add_batch_options, whole_number
 from penstock.cli.batch_view import LineView, SampleView, append_abridged, padding_of, text_of, view
-from penstock.cli.connection import connected, dataset_of, get_json, parse_address, url
+from penstock.cli.connection import connected, curl, dataset_of, get_json, parse_address, url
 from penstock.cli.output import set_run, stdout_console
 from penstock.spec import Spec
 from penstock.text import counted, printable
@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     console.print()
     for line in _summary(batch, query, samples, console):
         console.print(line, soft_wrap=not console.is_terminal)
-    curl = f"curl '{url(address.server, path, {**query, 'format': 'json'})}'"
-    console.print(Text(curl, "dim"), soft_wrap=True)
+    command = curl(url(address.server, path, {**query, "format": "json"}))
+    console.print(Text(printable(command), "dim"), soft_wrap=True)
     return 0
 
 
