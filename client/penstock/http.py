@@ -18,7 +18,7 @@ from itertools import accumulate
 from multiprocessing.connection import wait as wait_for
 from queue import Empty, SimpleQueue
 from secrets import token_hex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -67,6 +67,7 @@ class HttpClient:
     status       of the last response; 0 if none arrived
     request_id   names the last request in the server's log; "" if it could not be sent
     is_draining  the server of the last response will stop
+    certificate  of the server to which the last connection was opened, as ssl.SSLSocket.getpeercert returns it; {} without TLS
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class HttpClient:
     ) -> None:
         self.is_interrupted = self.is_draining = False
         self.status, self.request_id = 0, ""
+        self.certificate: dict[str, Any] = {}
         self._access = access or Access()
         self._reporter = reporter or Reporter()
         self._interrupts = SimpleQueue[None]()
@@ -220,6 +222,7 @@ class HttpClient:
         connection = self._routes[server].connection(timeout=min(_CONNECT_SECONDS, self._silence_seconds))
         connection.connect()
         opened: socket.socket = connection.sock
+        self.certificate = (opened.getpeercert() or {}) if isinstance(opened, ssl.SSLSocket) else {}
         opened.settimeout(self._silence_seconds)
         self._sockets = [*(known for known in self._sockets if known.fileno() >= 0), opened]
         if self.is_interrupted:  # while it connected

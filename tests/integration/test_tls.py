@@ -79,6 +79,17 @@ def test_commands_trust_what_they_are_told_to(data_dir: Path, serve: Serve, auth
         RemoteDataset(server.url, "numbers")
 
 
+def test_doctor_warns_of_a_certificate_that_ends_within_two_weeks(data_dir: Path, serve: Serve, authority: Authority) -> None:
+    def shown(days: float) -> str:
+        server = serve(data_dir, "--tls-cert", str(authority.issue(days=days)))
+        done = penstock("doctor", f"{server.url}/numbers", "--ca", authority.file)
+        assert done.returncode == 0
+        return " ".join(done.stdout.split())
+
+    assert re.search(r"warn tls the certificate of the server ends in 13 days, at 20\S+ \S+ UTC -> renew it", shown(13.9))
+    assert re.search(r"ok tls the certificate of the server ends in 14 days, at 20\S+ \S+ UTC ok latency", shown(14.5))
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_run_goes_on_while_certificates_are_replaced(
     data_dir: Path, serve: Serve, authority: Authority, processes: str

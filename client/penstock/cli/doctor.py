@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import platform
+import ssl
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -33,6 +35,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 _NUM_PINGS, _PING_SECONDS = 15, 5.0
 _SLOW_PING_SECONDS = 0.05
 _CLOCK_SECONDS = 5.0
+_RENEWAL_DAYS = 14  # before a certificate ends
 _FULL = 0.97
 _PULLED_BYTES, _PULLED_SECONDS = 4 * RANGE_BYTES, 3.0
 _SEQ_LEN = 65_536  # long padded samples: usual ones of a small dataset would measure the request rate instead
@@ -42,8 +45,8 @@ _SLOW_BYTES_PER_SECOND = 10e6
 def configure(command: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     command.description = (
-        "Checks versions, clock, latency, bandwidth, pinned memory, datasets and the block cache, and says what to do. The "
-        "exit status is 1 if a check fails."
+        "Checks versions, the certificate, latency, the clock, pinned memory, datasets, the block cache and bandwidth. Says "
+        "what to do. The exit status is 1 if a check fails."
     )
     command.add_argument("address", metavar="ADDRESS", help="http://HOST:PORT, or http://HOST:PORT/DATASET to check only that")
     add_access_options(command)
@@ -94,7 +97,7 @@ def checks(server: str, dataset: str | None) -> Iterator[Check]:
         return
     yield _check_versions(greeting)
     yield from _check_proxy(server)
-    yield from check_latency(server)
+    yield from check_connection(server)
     yield from check_machine()
     try:
         with connected(server) as transport:
@@ -121,12 +124,13 @@ def _check_proxy(server: str) -> Iterator[Check]:
         yield Check("warn", "proxy", f"{variable} is set, so batches go through a proxy", remedy)
 
 
-def check_latency(server: str) -> Iterator[Check]:
-    """Measure the latency and the difference of the clocks, with a few requests over one connection."""
+def check_connection(server: str) -> Iterator[Check]:
+    """Check the certificate, the latency and the difference of the clocks, with a few requests over one connection."""
     pings = []  # seconds, and how far the server's clock is ahead
     try:
         with closing(HttpClient(_PING_SECONDS)) as http:
             http.get(server, "/healthz")  # opens the connection
+            yield from _check_certificate(http.certificate)
             for _ in range(_NUM_PINGS):
                 sent, began = time.time(), time.perf_counter()
                 server_time = decode_object(http.get(server, "/healthz"))["time"]
@@ -149,6 +153,20 @@ def check_latency(server: str) -> Iterator[Check]:
         yield Check("ok", "clock", text)
     else:
         yield Check("warn", "clock", f"{text}: the times in their logs do not match", "let NTP set both clocks")
+
+
+def _check_certificate(certificate: Mapping[str, Any]) -> Iterator[Check]:
+    """Warn about a certificate that ends soon. Without TLS there is none."""
+    if not certificate:
+        return
+    ends_at = datetime.fromtimestamp(ssl.cert_time_to_seconds(certificate["notAfter"]), UTC)
+    days = (ends_at - datetime.now(UTC)).days
+    text = f"the certificate of the server ends in {counted(days, 'day')}, at {ends_at:%Y-%m-%d %H:%M} UTC"
+    if days >= _RENEWAL_DAYS:
+        yield Check("ok", "tls", text)
+    else:
+        remedy = "renew it before then: afterwards no client can connect. penstock serve reads the new file without a restart"
+        yield Check("warn", "tls", text, remedy)
 
 
 def check_machine() -> Iterator[Check]:
