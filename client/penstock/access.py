@@ -1,6 +1,6 @@
 """Token and certificates of a client.
 
-Where a token comes from, the first of: the argument token=, https://NAME:TOKEN@HOST, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE.
+The first of these gives the token: the argument token=, https://NAME:TOKEN@HOST, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import httpx
 
 from penstock.errors import SpecError
 
-_HOW = "Give a token by token=, PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE."
+_GIVE_TOKEN = "Give a token by token=, PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE."
 _LOGIN = re.compile(r"[^\s/?#@:]+:[^\s/?#@]+", re.ASCII)
 _TOKEN = re.compile(r"[!-~]+")
 _DEFAULT_STORES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -29,16 +29,16 @@ Paths = PathLike | tuple[PathLike, PathLike]
 
 
 class Access:
-    """Token and certificates of a client. Each connection asks for them, so files can be replaced while a run goes on.
+    """Token and certificates of a client. Their files may be replaced during a run: after a refusal they are read again.
 
-    token         sent to the servers; see the module for its other sources
+    token         sent to the servers; the module names its other sources
     ca            PEM file of the authorities to trust; default: PENSTOCK_CA, SSL_CERT_FILE, else those of the system
     cert          PEM file of this client's certificate and its key, or a pair of files; default: PENSTOCK_CERT
-    logins        name and token of servers, "NAME:TOKEN", from their addresses
-    was_accepted  a server has answered
+    logins        "NAME:TOKEN" by server, for addresses that contain one
+    was_accepted  whether a server has accepted a request
 
-    A pickle has a token only for a process that multiprocessing starts, such as a spawned loader worker: it gets the pickle
-    through a pipe. Any other pickle may become a file, so where it is loaded, the token comes from the environment.
+    A pickle contains the token only if multiprocessing sends it to a process that it starts, such as a spawned loader worker.
+    Any other pickle may become a file. The process that loads it takes the token from the environment.
 
     Raises SpecError: the token cannot be sent in a header.
     """
@@ -52,17 +52,17 @@ class Access:
         self._context: ssl.SSLContext | None = None
 
     def headers(self, server: str) -> dict[str, str]:
-        """Return the headers that name this client to a server. Raises SpecError: a token cannot be read."""
+        """Return the Authorization header for a server, if there is a token. Raises SpecError: the token cannot be read."""
         kind, secret, _ = self._find(server)
         return {"Authorization": f"{kind} {secret}"} if secret else {}
 
     def remedy(self, server: str) -> str:
-        """Return what to do after a server has refused the token, or that there was none."""
+        """Return what to do after a server has refused a request with this token, or without one."""
         _, secret, source = self._find(server)
-        return f"The token came from {source}: replace it there." if secret else f"No token was sent. {_HOW}"
+        return f"The token came from {source}: replace it there." if secret else f"No token was sent. {_GIVE_TOKEN}"
 
     def read_token_again(self, server: str) -> bool:
-        """Read the token file after a refusal. Return whether the token is another one now."""
+        """Read the token file again after a refusal. Return whether the token has changed."""
         before, content = self._find(server), self._content
         self._content = ""
         try:
@@ -72,18 +72,18 @@ class Access:
             return False
 
     def why_closed(self, server: str) -> str:
-        """Return a guess why a server closes connections without a response; "" if a server has answered before.
+        """Return a guess why a server closed a connection without a response; "" if it has accepted a request before.
 
-        Servers on asyncio, such as Penstock's, close a connection whose handshake fails without an alert of TLS.
+        After a failed handshake, servers on asyncio, such as Penstock's, close the connection without a TLS alert.
         """
         if self.was_accepted:
             return ""
         if server.startswith("http:"):
-            return ". If it speaks TLS, its address begins with https"
-        return ". Perhaps it refuses the certificate of cert= or PENSTOCK_CERT" if self._cert_paths else ""
+            return ". If the server uses TLS, its address begins with https"
+        return ". Perhaps the server refuses the certificate of cert= or PENSTOCK_CERT" if self._cert_paths else ""
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return the certificates to trust and to show. Raises SpecError: they cannot be read."""
+        """Return the TLS context with the certificates to trust and to show. Raises SpecError: they cannot be read."""
         if self._context is None:
             self._context = self._read_certificates()
         return self._context
@@ -95,7 +95,7 @@ class Access:
                 self._context = self._read_certificates()
 
     def _find(self, server: str) -> tuple[str, str, str]:
-        """Return the kind of authorization, the secret and its source; the secret is "" without any."""
+        """Return the scheme of the Authorization header, its credentials and their source; "" without a token."""
         if self._token:
             return "Bearer", self._token, "token="
         if login := self.logins.get(server):
@@ -107,7 +107,7 @@ class Access:
             try:
                 self._content = self._content or _checked(Path(path).read_text(errors="replace"), source)
             except OSError as error:
-                raise SpecError(f"the token cannot be read from {source}: {error.strerror}.", ("token",)) from error
+                raise SpecError(f"the token cannot be read from {source}: {error.strerror}. Correct it.", ("token",)) from error
             return "Bearer", self._content, source
         return "", "", ""
 
@@ -119,7 +119,7 @@ class Access:
         ca = self._ca or os.environ.get("PENSTOCK_CA")
         cert = self._cert_paths
         try:
-            # certifi's authorities, for machines without any; SSL_CERT_FILE and SSL_CERT_DIR replace both.
+            # httpx trusts the authorities of certifi, for machines without any. SSL_CERT_FILE and SSL_CERT_DIR replace both.
             context = ssl.create_default_context(cafile=ca) if ca else httpx.create_ssl_context()
             if not ca and not any(name in os.environ for name in _DEFAULT_STORES):
                 context.load_default_certs()
@@ -131,7 +131,7 @@ class Access:
         if cert:
             files = cert if isinstance(cert, tuple) else tuple(os.fspath(cert).split(","))
             try:
-                context.load_cert_chain(files[0], files[-1], password="")  # without one, OpenSSL asks the terminal for it
+                context.load_cert_chain(files[0], files[-1], password="")  # else OpenSSL would prompt for one
             except OSError as error:
                 raise SpecError(
                     f"the client certificate cannot be read: {error}. cert= or PENSTOCK_CERT names a PEM file of a certificate "
@@ -149,23 +149,23 @@ class Access:
 
 
 def _checked(token: str, source: str) -> str:
-    """Return a token without the blanks around it. Raises SpecError, which does not quote it: it is no token."""
+    """Return a token without the blanks around it. Raises SpecError, without quoting it: the text is not a token."""
     if not isinstance(token, str) or not _TOKEN.fullmatch(token.strip()):
-        raise SpecError(f"{source} has no token: a token is one line of letters, digits and signs. {_HOW}", ("token",))
+        raise SpecError(f"{source} has no token: one line of ASCII letters, digits and signs. {_GIVE_TOKEN}", ("token",))
     return token.strip()
 
 
 def split_login(address: str) -> tuple[str, str]:
     """Split an address such as https://NAME:TOKEN@host into https://host and NAME:TOKEN, or "".
 
-    Raises SpecError, which does not quote the address: its name or token is not percent-encoded.
+    Raises SpecError, without quoting the address: its name or token is not percent-encoded.
     """
     scheme, separator, rest = address.rpartition("://")
     login, at, place = rest.rpartition("@")
     if at and not _LOGIN.fullmatch(login):
         raise SpecError(
-            "an address with a user name and a password, or a token in its place, looks like https://NAME:TOKEN@HOST, with "
-            "both percent-encoded.",
+            "the name or the token in an address is invalid. Write https://NAME:TOKEN@HOST, with both percent-encoded, or give "
+            "the token by PENSTOCK_TOKEN.",
             ("servers",),
         )
     return f"{scheme}{separator}{place}", unquote(login)

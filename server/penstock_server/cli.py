@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = {  # metavar and help of each option
     "tokenizer": ("FILE", "tokenizer.json for text whose penstock.toml names none"),
-    "assets": ("DIR", "folder of files that a penstock.toml may name, beside the data folder"),
+    "assets": ("DIR", "second folder whose files a penstock.toml may name, such as shared tokenizers"),
     "cache_dir": ("DIR", f"where decoded blocks are kept (default: {default_cache_dir()})"),
     "cache_bytes": ("N", "their disk budget, such as 200GB (default: half of the free disk)"),
     "host": ("HOST", "address to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 for all)"),
@@ -40,20 +40,20 @@ _SETTINGS = {  # metavar and help of each option
         "most memory for decoded text that waits to be tokenized, such as 2GB (default: an eighth of the memory)",
     ),
     "processes": ("N", "processes that serve the port, for machines with many cores (default: 1)"),
-    "max_connections": ("N", f"most connections; one address may have half of them (default: {MAX_CONNECTIONS})"),
+    "max_connections": ("N", f"most open connections; one address may have half of them (default: {MAX_CONNECTIONS})"),
     "poll_seconds": ("N", "check for new data every N seconds (default: 30; 0 for never)"),
     "drain_seconds": ("N", "go on serving for N seconds after SIGTERM, while trainers leave (default: 5)"),
-    "tokens": ("FILE", "let in callers with a token of this file alone; penstock token makes it"),
-    "tls_cert": ("FILE", "serve https with this certificate chain, a PEM file; a new one is used without a restart"),
-    "tls_key": ("FILE", "its key, unless the file of the certificate has it, too"),
-    "tls_client_ca": ("FILE", "PEM file of the authorities whose client certificates name their callers"),
-    "trusted_proxy": ("ADDRESSES", "believe X-Forwarded-For of these proxies, such as 10.0.0.5,10.1.0.0/16 (default: none)"),
+    "tokens": ("FILE", "require a token of this file from every caller; penstock token create makes the file"),
+    "tls_cert": ("FILE", "serve https with this PEM file of a certificate chain; a replaced file needs no restart"),
+    "tls_key": ("FILE", "PEM file of the key without a password (default: the key is in the file of --tls-cert)"),
+    "tls_client_ca": ("FILE", "PEM file of authorities: accept the client certificates of theirs that --tokens lists"),
+    "trusted_proxy": ("ADDRESSES", "believe X-Forwarded-For from these proxies, such as 10.0.0.5,10.1.0.0/16 (default: none)"),
     "log_format": ("FORMAT", "human, or json for a log of one object a line (default: human)"),
 }
 
 _SWITCHES = {  # help of each option without a value
-    "follow_symlinks": "follow symlinks out of the data folder, as in a Hugging Face cache",
-    "allow_transforms": "run the transforms of datasets, which are code in the data folder",
+    "follow_symlinks": "follow symlinks out of the data folder, such as those of a Hugging Face cache",
+    "allow_transforms": "run the transforms of datasets, which are Python code in the data folder",
 }
 _OF_ALL = ("tokenizer", "assets", "cache_dir", "cache_bytes")  # commands that open datasets
 
@@ -83,7 +83,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "log_format",
     )
     _add_settings(serve, *of_serving)
-    serve.add_argument("--insecure", action="store_const", const="yes", help="serve other machines without tokens")
+    serve.add_argument("--insecure", action="store_const", const="yes", help="let other machines connect without tokens")
     set_run(serve, _serve, Problem, only_prints=False)
 
     inspect = commands.add_parser(

@@ -52,13 +52,13 @@ class Settings:
     poll_seconds    interval of checks for changes in the data folder; 0 is never
     drain_seconds   time from SIGTERM to the stop; meanwhile requests are served, and trainers go to other servers
     log_format      human, or json for one object a line
-    tokens          file of the tokens that callers need; None lets everyone in
-    insecure        serve other machines without tokens
+    tokens          file with the tokens that callers need; None lets every caller in
+    insecure        let other machines connect without tokens; no effect with tokens
     tls_cert        PEM file of the server's certificate chain; None serves plain HTTP
-    tls_key         PEM file of its key; None if tls_cert has the key, too
-    tls_client_ca   PEM file of the authorities whose client certificates name their callers; None asks for none
-    trusted_proxy   addresses or networks of proxies whose X-Forwarded-For is believed; "" for none
-    assets          folder of files that datasets may name, beside the data folder
+    tls_key         PEM file of its key; None if tls_cert contains the key
+    tls_client_ca   PEM file of the authorities of client certificates, which tokens lists; None requests no certificate
+    trusted_proxy   addresses or networks of proxies whose X-Forwarded-For and -Proto are believed; "" for none
+    assets          second folder whose files datasets may name, besides the data folder
     follow_symlinks, allow_transforms  what files of the data folder may do; see AllowedFiles
     published       HOST:PORT to print instead of the listener's address, if a container's port is published elsewhere
     """
@@ -102,7 +102,7 @@ class Settings:
         if {"tls_key", "tls_client_ca"} & given.keys() and "tls_cert" not in given:
             problems.append("--tls-key and --tls-client-ca need --tls-cert, the certificate of this server")
         if "tls_client_ca" in given and "tokens" not in given:
-            problems.append("--tls-client-ca needs --tokens, a file that says what each client certificate may do")
+            problems.append("--tls-client-ca needs --tokens, the file that says what each client certificate may do")
         for name, (parse, wanted) in _PARSED.items():
             if name in given:
                 values[name] = parse(given[name])
@@ -118,8 +118,8 @@ class Settings:
         if self.tokens or self.insecure or _is_loopback(self.host):
             return
         raise SettingsError(
-            f"--host {self.host} lets other machines connect, and without tokens they could read every dataset. Either make a "
-            f"token with penstock token create, and name its file with --tokens; or let everyone in with --insecure."
+            f"--host {self.host} lets other machines connect, and without tokens they could read every dataset. Create a token "
+            f"with penstock token create NAME --tokens FILE, and serve with --tokens FILE; or let everyone in with --insecure."
         )
 
     @property

@@ -117,7 +117,7 @@ def test_caller_cannot_pack_for_many_lengths(serve: Serve, data: Path) -> None:
         assert statuses.count(429) == 8
         _, refused = ask(server.url, f"{path}200")
         assert refused["type"] == "urn:penstock:problem:limit-exceeded"
-        assert "the limit of 32 different seq_len of packing=best_fit in 3600 seconds" in refused["detail"]
+        assert "has used 32 different seq_len of packing=best_fit, the limit for 3600 seconds" in refused["detail"]
         assert server.get(f"{path}200").status_code != 429  # another caller
 
 
@@ -189,7 +189,7 @@ def test_one_address_has_half_of_the_connections(small: str) -> None:
         assert answer(refused, b"").startswith(b"HTTP/1.1 429 Too Many Requests")
     others = [connect(small) for _ in range(3)]
     with connect(small, "127.0.0.3") as refused:
-        assert b"the server has 6 connections, and its limit is 6" in answer(refused, b"")
+        assert b"this process of the server has 6 connections, and its limit is 6" in answer(refused, b"")
     for own in mine:
         own.close()
     until(lambda: ask(small, "/healthz")[0] == 200)

@@ -210,9 +210,9 @@ def test_files_outside_the_data_folder_are_refused(serve: Serve, tmp_path: Path)
     (data / "shard" / "part.parquet").symlink_to(outside / "shards" / "part-000.parquet")
     why = refused(serve(data))
     assert why.keys() == {"named", "linked", "folder", "shard"}
-    assert "is outside the data folder. Put it into the data folder, or start with --assets DIR" in why["named"]
+    assert "is outside the data folder. Put it into the data folder, or name its folder with --assets DIR" in why["named"]
     for name in ("linked", "folder", "shard"):
-        assert "is reached by a symlink out of the data folder. Start with --follow-symlinks" in why[name]
+        assert "is reached by a symlink out of the data folder. To follow such symlinks, use --follow-symlinks" in why[name]
     assert str(tmp_path) not in json.dumps(why)  # callers see names relative to the data folder
     assert why["named"].startswith("named/../../outside/tokenizer.json ")
     assert refused(serve(data, "--assets", str(outside))) == {}
@@ -225,7 +225,7 @@ def test_transform_runs_only_if_the_operator_allows_it(serve: Serve, tmp_path: P
     (folder / "penstock.toml").write_text('transform = "own:same"')
     (folder / "own.py").write_text(f"open({str(tmp_path / 'has-run')!r}, 'w')\n\ndef same(batch):\n    return batch\n")
     why = refused(serve(tmp_path))["code"]
-    assert why.startswith("code: its recipe has a transform, which is code of the data folder. Start with --allow-transforms")
+    assert why.startswith("code: its recipe has a transform, which is code in the data folder. Use --allow-transforms")
     assert not (tmp_path / "has-run").exists()
     assert refused(serve(tmp_path, "--allow-transforms")) == {}
     assert (tmp_path / "has-run").exists()

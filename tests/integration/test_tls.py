@@ -111,7 +111,7 @@ def test_run_goes_on_while_certificates_are_replaced(
         numbers.append(serial(server, authority))
     good = cert.read_bytes()
     cert.write_text(good.decode().partition("-----BEGIN CERTIFICATE")[0])  # a key alone
-    until(lambda: uses_some() and "what was loaded before stays in use" in server.log())
+    until(lambda: uses_some() and "What was loaded before stays in use" in server.log())
     assert serial(server, authority) in numbers
     batches.close()  # type: ignore[attr-defined]
     assert data.stats().num_retries == 0

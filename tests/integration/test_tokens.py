@@ -225,7 +225,7 @@ def test_wrong_tokens_slow_their_address_down_alone(app: FastAPI, callers: Calle
     assert 0 < int(refused.headers["Retry-After"]) <= 60
     assert guesser.get("/v1/datasets", headers=bearer(callers.reader)).status_code == 200
     assert other.get("/v1/datasets", headers=bearer("pst_x")).status_code == 401
-    assert caplog.messages.count("192.0.2.1 sends wrong tokens: more than 20 in a minute") == 1
+    assert caplog.messages.count("192.0.2.1 sent more than 20 wrong tokens in a minute") == 1
     assert "pst_" not in caplog.text
 
 

@@ -61,13 +61,13 @@ class _SetVariable(argparse.Action):
 
 
 def add_access_options(command: argparse.ArgumentParser) -> None:
-    """Add the options for a token and certificates. There is no option for the token: all users of a machine see arguments."""
+    """Add the options for a token and certificates. None takes the token itself: other users of the machine see arguments."""
     group = command.add_argument_group(
         "access",
-        "A token can also be in PENSTOCK_TOKEN, and these files in PENSTOCK_TOKEN_FILE, PENSTOCK_CA and PENSTOCK_CERT.",
+        "PENSTOCK_TOKEN may have the token, and PENSTOCK_TOKEN_FILE, PENSTOCK_CA and PENSTOCK_CERT the names of these files.",
     )
     for option, text in {
-        "--token-file": "file with the token that the server requires",
+        "--token-file": "file with the token for the server",
         "--ca": "PEM file of the authorities to trust (default: those of the system)",
         "--cert": "PEM file of a client certificate and its key, or CERT,KEY",
     }.items():

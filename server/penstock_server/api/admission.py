@@ -1,6 +1,6 @@
-"""Admission: what one caller may take of the server, so that the others go on.
+"""Admission: limits on what one caller may use, so that the others are served.
 
-A caller is the name of a token, or the client's address on a server without tokens.
+A caller is the name of a token. On a server without tokens it is the address of a client.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from contextvars import ContextVar
 from penstock.text import counted
 from penstock_server.problems import Busy, LimitExceeded
 
-current_caller = ContextVar("current_caller", default="")  # of the request that a thread or a task answers
+current_caller = ContextVar("current_caller", default="")  # of the request that a thread or a task works on
 
-_UNFAIR_SECONDS = 0.5  # a response that waits this long for its client gives way to a caller within its share
-_STALLED_SECONDS = 5.0  # likewise, to a request of the same caller, or of one that holds less
+_UNFAIR_SECONDS = 0.5  # wait for its client after which a response is closed for a caller within its share
+_STALLED_SECONDS = 5.0  # likewise, for a request of the same caller, or of one that holds less
 
 
 class InFlight:
-    """Budget of one process for the bytes of responses, shared by its threads, and fairly by its callers.
+    """Budget of one process for the bytes of responses, which callers share fairly.
 
-    A client may leave a response unread for as long as its loop works. If a request finds no room, responses that wait for
-    their clients give way, the longest wait first: those of callers above an equal share, to a caller within it; and after some
-    seconds any of a caller that holds as much. A client whose response is aborted keeps the whole frames, and requests the
-    rest again.
+    A client may leave a response unread while its loop works. If a request finds no room, responses that wait for their clients
+    are aborted, the longest wait first. After _UNFAIR_SECONDS, those of callers above an equal share are aborted for a caller
+    within its share. After _STALLED_SECONDS, those of a caller that holds as much as the requesting one are. A client whose
+    response is aborted keeps the whole frames, and requests the rest again.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -52,9 +52,9 @@ class InFlight:
         return reservation
 
     def make_room(self, wanted: Reservation) -> None:
-        """Aborts responses that give way to another one, if it needs that; call it with the lock.
+        """Makes room for a response: aborts stalled ones if that is needed. Call it with the lock.
 
-        Raises Busy: there is no room, and too few give way. An idle process has room for any number of bytes.
+        Raises Busy: too few responses may be aborted. An idle process has room for any number of bytes.
         """
         missing = self.reserved_bytes + wanted.nbytes - self.budget_bytes
         if missing <= 0 or not self._taken:
@@ -77,7 +77,7 @@ class InFlight:
         if missing > 0:
             raise Busy(
                 f"{counted(self.num_responses, 'response')} in flight take {self.reserved_bytes:,} bytes, this one needs "
-                f"{wanted.nbytes:,}, and the budget is {self.budget_bytes:,}. Retry in a second. If this lasts, clients read "
+                f"{wanted.nbytes:,}, and the budget is {self.budget_bytes:,}. Retry in a second. If it persists, clients read "
                 f"more slowly than the server sends: raise --inflight-bytes, add a server, or request fewer steps at a time."
             )
         for reservation in aborted:
@@ -85,25 +85,25 @@ class InFlight:
             reservation.abort()
 
     def take(self, reservation: Reservation) -> None:
-        """Counts the bytes of a reservation; call it with the lock."""
+        """Counts the bytes of a reservation. Call it with the lock."""
         self._taken[reservation] = None
         self.reserved_bytes += reservation.nbytes
 
     def give_back(self, reservation: Reservation) -> None:
-        """Returns the bytes of a reservation that took them; call it with the lock."""
+        """Returns the bytes of a reservation to the budget. Call it with the lock."""
         del self._taken[reservation]
         self.reserved_bytes -= reservation.nbytes
 
     def has_taken(self, reservation: Reservation) -> bool:
-        """Whether a reservation holds its bytes."""
+        """Returns whether a reservation holds its bytes."""
         return reservation in self._taken
 
 
 class Reservation:
-    """Bytes of one response; `nbytes` is an estimate until its first chunk is measured.
+    """Bytes of one response. `nbytes` is an estimate until its first chunk is measured.
 
-    waits_since  monotonic time since which it waits for its client; infinity while it does not, or cannot be aborted
-    abort        closes its connection, from any thread
+    waits_since  monotonic time since which the response waits for its client; infinity if it does not, or cannot be aborted
+    abort        closes the connection; any thread may call it
     """
 
     def __init__(self, in_flight: InFlight, num_chunks: int, chunk_bytes: int) -> None:
@@ -115,7 +115,7 @@ class Reservation:
         self._is_measured = False
 
     def take(self) -> None:
-        """Takes the bytes if they are not taken yet. Raises Busy: the budget has no more room for them."""
+        """Takes the bytes if they are not taken yet. Raises Busy: the budget no longer has room for them."""
         with self._in_flight.lock:
             if not self._in_flight.has_taken(self):
                 self._in_flight.make_room(self)
@@ -127,7 +127,7 @@ class Reservation:
             more = self._num_chunks * chunk_bytes - self.nbytes
             if more > 0 or not self._is_measured:
                 self.nbytes += more
-                if self._in_flight.has_taken(self):  # otherwise it was aborted meanwhile
+                if self._in_flight.has_taken(self):  # false if it was aborted meanwhile
                     self._in_flight.reserved_bytes += more
             self._is_measured = True
 
@@ -139,7 +139,7 @@ class Reservation:
 
 
 class DistinctLimit:
-    """At most `most` different values from one caller in each period of `seconds`; `what` names them in messages."""
+    """Limit of `most` different values from one caller in each period of `seconds`. Messages call the values `what`."""
 
     def __init__(self, most: int, seconds: float, what: str) -> None:
         self._most, self._seconds, self._what = most, seconds, what
@@ -147,7 +147,7 @@ class DistinctLimit:
         self._begun_at, self._seen = 0.0, dict[str, set[int]]()
 
     def check(self, caller: str, value: Hashable) -> None:
-        """Notes a value. Raises LimitExceeded: the caller has used its number of different values in this period."""
+        """Notes a value of a caller. Raises LimitExceeded: it would be one too many in this period."""
         with self._lock:
             now = time.monotonic()
             if now - self._begun_at >= self._seconds:
@@ -159,8 +159,8 @@ class DistinctLimit:
             if len(seen) >= self._most:
                 left = math.ceil(self._begun_at + self._seconds - now)
                 raise LimitExceeded(
-                    f"the limit of {self._most:,} different {self._what} in {self._seconds:g} seconds is reached. Retry in "
-                    f"{left} seconds, or use one that was used before.",
+                    f"this caller has used {self._most:,} different {self._what}, the limit for {self._seconds:g} seconds. "
+                    f"Retry in {left} seconds, or reuse one of them.",
                     left,
                 )
             seen.add(number)

@@ -1,7 +1,7 @@
-"""The layer that lets requests in: every path needs a token, unless it is a probe.
+"""Access control: an ASGI layer that refuses every request without a valid token or client certificate, except probes.
 
-A token comes as `Authorization: Bearer`, as the password of Basic, or in the cookie that the login of the page sets. A client
-certificate does as well. `scope["identity"]` names the caller for the routes; without this layer they fail.
+A request has its token in `Authorization: Bearer`, as the password of Basic, or in the cookie that the page's login sets. The
+layer sets `scope["identity"]`, which the routes read: a route that is reached without this layer fails.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from penstock_server.security.tokens import EVERYONE, STRANGER, Identity, Tokens
 log = logging.getLogger("penstock.security")
 
 _PROBES = ("/healthz", "/readyz")
-_FOR_PEOPLE = ("/", "/docs", "/login")  # where a browser without a token gets the login
+_FOR_PEOPLE = ("/", "/docs", "/login")  # a browser without a token gets the login page here
 _COOKIE = "penstock_token"
 _MAX_FORM_BYTES = 4096
 _MAX_ATTEMPTS, _ATTEMPTS_SECONDS = 20, 60.0
 _MAX_ADDRESSES = 10_000
 
-# How the OpenAPI document describes `token_of`: one of these is enough.
+# Forms of a token that `token_of` accepts, for the OpenAPI document. One of them is enough.
 SECURITY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
-    "basic": {"type": "http", "scheme": "basic", "description": "The token is the password. Any name will do."},
-    "cookie": {"type": "apiKey", "in": "cookie", "name": _COOKIE, "description": "The login of the page sets it."},
+    "basic": {"type": "http", "scheme": "basic", "description": "The token is the password. The name is ignored."},
+    "cookie": {"type": "apiKey", "in": "cookie", "name": _COOKIE, "description": "Set by the login of the page."},
 }
 
 
 class Gate:
-    """ASGI layer around the application. `tokens` None lets everyone in."""
+    """ASGI layer around the application. Without `tokens` it lets every request in."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
-        self._app, self._tokens, self._attempts, self._guesses = app, tokens, Attempts(), Seldom()
+        self._app, self._tokens, self._attempts, self._warnings = app, tokens, Attempts(), Seldom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on with its identity and its caller."""
+        """Pass a request on with the identity of its caller, or refuse it."""
         response: Response | None = None
         if self._tokens is None or scope["type"] == "lifespan":
             scope["identity"] = EVERYONE
@@ -64,7 +64,7 @@ class Gate:
         await (response or self._app)(scope, receive, send)
 
     async def _admit(self, request: Request, tokens: Tokens) -> Response | None:
-        """Set the identity of a request. Return a response instead of passing it on. Raises Unauthorized and others."""
+        """Set the identity of a request. Return the response of a login or logout, else None. Raises Problem: it is refused."""
         scope, path = request.scope, request.scope["path"]
         if path == "/login" and request.method == "POST":
             return await self._login(request, tokens)
@@ -79,7 +79,9 @@ class Gate:
                 raise
             scope["identity"] = STRANGER
         if scope["identity"].scope == "metrics" and path not in ("/metrics", *_PROBES):
-            raise Forbidden(f"The token {scope['identity'].name} has the scope metrics: it can read /metrics alone.")
+            raise Forbidden(
+                f"The token {scope['identity'].name} has the scope metrics, which allows only /metrics. Use another token."
+            )
         return None
 
     def _identify(self, scope: Scope, tokens: Tokens) -> Identity:
@@ -90,30 +92,33 @@ class Gate:
         subject = scope.get("state", {}).get("certificate")
         if subject is None:
             raise Unauthorized(
-                "This server needs a token: send it as Authorization: Bearer TOKEN. Trainers and commands take it from "
-                "PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE. penstock token create makes one."
+                "This server needs a token, and the request has none. Send Authorization: Bearer TOKEN. The operator creates "
+                "one with penstock token create."
             )
         if identity := tokens.identify_certificate(subject):
             return identity
-        raise Unauthorized(f"The token file has no entry for the client certificate {subject}, or it has expired.")
+        raise Unauthorized(
+            f"The token file has no entry for the client certificate {subject}, or the entry has expired. The operator adds "
+            f"one with penstock token create --certificate."
+        )
 
     def _check(self, scope: Scope, tokens: Tokens, token: str) -> Identity:
-        """Return the identity of a token. Raises Unauthorized, TooManyAttempts: it is not valid."""
+        """Return the identity of a token. Raises Unauthorized, TooManyAttempts: the token is not valid."""
         if identity := tokens.identify(token):
             return identity
         address = _address_of(scope)
         if after_seconds := self._attempts.add(address):
-            if self._guesses.is_due():
-                log.warning("%s sends wrong tokens: more than %d in a minute", address, _MAX_ATTEMPTS)
+            if self._warnings.is_due():
+                log.warning("%s sent more than %d wrong tokens in a minute", address, _MAX_ATTEMPTS)
             raise TooManyAttempts(
-                f"{address} sent more than {_MAX_ATTEMPTS} wrong tokens in a minute. Retry in {after_seconds} s. A right token "
-                f"is accepted at any time.",
+                f"{address} sent more than {_MAX_ATTEMPTS} wrong tokens in a minute. Retry in {after_seconds} seconds, or now "
+                f"with a valid token.",
                 after_seconds,
             )
-        raise Unauthorized("The token is wrong, expired or revoked. Ask the operator of this server for another one.")
+        raise Unauthorized("The token is wrong, expired or revoked. Ask the operator of this server for another.")
 
     async def _login(self, request: Request, tokens: Tokens) -> Response:
-        """Answer the form of the login: set the cookie, and show the page."""
+        """Check the token of the login form. Set the cookie and redirect to the page, or show the form and the reason."""
         body = b""
         try:
             async for piece in request.stream():
@@ -129,14 +134,14 @@ class Gate:
             request.scope["problem"] = problem.slug
             return login_page(problem.status, error=str(problem))
         response = RedirectResponse("./", 303)
-        # Without a path the browser takes that of the request: a proxy may serve all of this below a prefix.
+        # Without a path the browser uses the path of the request, which is right below the prefix of a proxy, too.
         is_tls = request.url.scheme == "https"
         response.set_cookie(_COOKIE, token, path=None, httponly=True, samesite="strict", secure=is_tls)
         return response
 
 
 def token_of(scope: Scope) -> str | None:
-    """Return the token of the Authorization header, otherwise that of the cookie; None without either."""
+    """Return the token of the Authorization header, else of the cookie; None without either, "" if the header is invalid."""
     headers: dict[bytes, str] = {
         name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"authorization", b"cookie")
     }
@@ -150,7 +155,7 @@ def token_of(scope: Scope) -> str | None:
             except ValueError:
                 return ""
         return ""
-    # Not by http.cookies: it takes seconds for a quoted value of backslashes.
+    # http.cookies would take seconds to parse a quoted value of backslashes.
     cookies = (cookie.strip().partition("=") for cookie in headers.get(b"cookie", "").split(";"))
     return next((value for name, _, value in cookies if name == _COOKIE), None)
 
@@ -165,14 +170,14 @@ def _is_browser(scope: Scope) -> bool:
 
 
 class Attempts:
-    """Wrong tokens by address, of the last minute. It remembers the addresses that were wrong last."""
+    """Times of wrong tokens by address, for the 10,000 addresses that sent one last."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._times = OrderedDict[str, deque[float]]()
 
     def add(self, address: str) -> int:
-        """Count a wrong token. Return 0, or the seconds until the address may try again."""
+        """Count a wrong token. Return 0, or the seconds until the address may try again, if it has sent too many."""
         now = self._now()
         times = self._times.setdefault(address, deque(maxlen=_MAX_ATTEMPTS))
         self._times.move_to_end(address)

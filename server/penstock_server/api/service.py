@@ -41,7 +41,7 @@ _KEPT_SECONDS = 5.0  # for the client to repeat the request, which it does at on
 
 
 class FairThreads:
-    """Threads that callers share: those that wait take turns, and one caller runs at most `per_caller` calls at a time."""
+    """Threads that callers share. Waiting callers take turns, and each runs at most `per_caller` calls at a time."""
 
     def __init__(self, num_threads: int, per_caller: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -284,7 +284,7 @@ def service_of(request: Request) -> Service:
 
 
 def identity_of(request: Request) -> Identity:
-    """Returns who sent a request. The layer in gate.py has set it."""
+    """Returns the identity of the caller, which gate.py has set."""
     identity: Identity = request.scope["identity"]
     return identity
 
@@ -299,4 +299,4 @@ def require_scope(request: Request, *scopes: Scope) -> None:
     identity = identity_of(request)
     if identity.scope not in scopes:
         allowed = " or ".join(scopes)
-        raise Forbidden(f"The token {identity.name} has the scope {identity.scope}; this needs {allowed}.")
+        raise Forbidden(f"The token {identity.name} has the scope {identity.scope}. Use one with the scope {allowed}.")

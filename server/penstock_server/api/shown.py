@@ -1,4 +1,4 @@
-"""JSON responses: they name files relative to the data folder, so that no caller learns where the server keeps them."""
+"""JSON responses. They name files relative to the data folder, so that callers do not learn where it is on the server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-shown_paths: ContextVar[ShownPaths | None] = ContextVar("shown_paths", default=None)  # of the application of a request
+shown_paths: ContextVar[ShownPaths | None] = ContextVar("shown_paths", default=None)  # for the request that is answered
 
 
 class ShownPaths:
-    """Names of folders for callers; `folders` maps each to its name. "" stands for the data folder."""
+    """Names that callers see instead of folders. `folders` maps each folder to its name; "" is the data folder."""
 
     def __init__(self, folders: Mapping[Path, str]) -> None:
         forms = {str(form): name for path, name in folders.items() for form in (path.absolute(), path.resolve())}
@@ -25,7 +25,7 @@ class ShownPaths:
         self._pattern = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, longest_first))})(/|(?![\w-]))")
 
     def shorten(self, text: str) -> str:
-        """Replace each folder in a JSON text by its name."""
+        """Replace each folder in a JSON text with its name."""
         return self._pattern.sub(self._shortened, text)
 
     def _shortened(self, found: re.Match[str]) -> str:
@@ -34,7 +34,7 @@ class ShownPaths:
 
 
 class Json(JSONResponse):
-    """A JSON response with the paths that a caller may see. Routes and errors send all JSON by it, but for texts of rows."""
+    """JSON response with the paths that callers may see. All routes and errors send it, except for the texts of rows."""
 
     def render(self, content: Any) -> bytes:
         """Return the body."""

@@ -1,4 +1,4 @@
-"""Pages of a Parquet column, by their headers: pyarrow allocates what a header says before it decompresses a page.
+"""Sizes of the pages of a Parquet column. pyarrow allocates the size that a page's header states, so it is checked first.
 
 A header is a struct of Thrift's compact protocol:
 https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-_HEADER_BYTES = (4096, 1 << 24)  # read at first, and if a header is longer: it may hold the largest value of its page
+_HEADER_BYTES = (4096, 1 << 24)  # of a first and a second read: a header may contain the largest value of its page
 _DICTIONARY_PAGE = 2
 _MIN_PAGE_BYTES, _MAX_GROWTH = 64 << 20, 256
 _BOOLEANS, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
 
 
 class Page(NamedTuple):
-    """Sizes of a page, in bytes, as its header says."""
+    """Sizes of a page in bytes, by its header."""
 
     is_dictionary: bool
     nbytes: int
@@ -36,25 +36,25 @@ def pages(file: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> Iterator[Page]:
         fields, length = _header(file, start)
         page = Page(fields.get(1) == _DICTIONARY_PAGE, fields.get(2, -1), fields.get(3, -1))
         if page.nbytes < 0 or page.stored_bytes < 0:
-            raise ValueError(f"the header of a page of column {chunk.path_in_schema} has no sizes")
+            raise ValueError(f"the header of a page of column {chunk.path_in_schema} states no sizes")
         if page.nbytes > max(_MIN_PAGE_BYTES, _MAX_GROWTH * page.stored_bytes):
             raise ValueError(
-                f"a page of column {chunk.path_in_schema} has {page.stored_bytes:,} bytes that grow to {page.nbytes:,}; beyond "
-                f"{_MIN_PAGE_BYTES:,}, a page may grow {_MAX_GROWTH} times"
+                f"a page of column {chunk.path_in_schema} has {page.stored_bytes:,} bytes that grow to {page.nbytes:,} when "
+                f"they are decompressed. The limit is {_MIN_PAGE_BYTES:,} bytes, or {_MAX_GROWTH} times the stored bytes"
             )
         yield page
         start += length + page.stored_bytes
 
 
 def _header(file: pa.NativeFile, start: int) -> tuple[dict[int, int], int]:
-    """Return the integers of the header at a byte of a file, by field, and its length."""
+    """Return the integers of the page header at an offset, by field, and the length of the header."""
     for num_bytes in _HEADER_BYTES:
         reader = _Reader(file.read_at(num_bytes, start))
         try:
             return reader.struct(), reader.at
         except IndexError:  # the header is longer
             continue
-    raise ValueError(f"no header of a page ends in the {_HEADER_BYTES[-1]:,} bytes from byte {start:,} on")
+    raise ValueError(f"the header of the page at byte {start:,} is longer than {_HEADER_BYTES[-1]:,} bytes")
 
 
 class _Reader:

@@ -1,7 +1,7 @@
-"""What the files of a data folder may do: which files a dataset may consist of and name, and whether its code may run.
+"""Files that a dataset may consist of and name, and whether its code may run.
 
-Whoever may write into the data folder decides what is served. Without this, a dataset could show any file that the server's
-user can read, and run any code.
+A user who can write to the data folder decides what is served. Without these checks, a dataset could show any file that the
+server's user can read, and run any code.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from penstock_server.problems import DatasetInvalid
 
 @dataclass(frozen=True, slots=True)
 class AllowedFiles:
-    """Files below `folders` are allowed, by their real path; with `follow_symlinks`, by the path that names them.
+    """Rule for the files of datasets: those below `folders` are allowed, and all files if there are no folders.
 
-    Without folders, every file is allowed. The check precedes the reading: it does not stop a process that replaces a file by
-    a symlink at that moment.
+    The real path of a file counts, or with `follow_symlinks` the path that names it. A file is checked before it is read: a
+    process that replaces it with a symlink in between is not stopped.
+
+    transforms  whether the code of transforms may run
     """
 
     folders: tuple[Path, ...] = ()
@@ -37,25 +39,25 @@ class AllowedFiles:
             return None
         if not any(named.is_relative_to(folder) for folder in map(os.path.abspath, self.folders)):
             return (
-                f"{path} is outside the data folder. Put it into the data folder, or start with --assets DIR, the folder of "
-                f"files that datasets may name."
+                f"{path} is outside the data folder. Put it into the data folder, or name its folder with --assets DIR: "
+                f"datasets may name files there, too."
             )
         try:
             if self.follow_symlinks or any(path.resolve().is_relative_to(folder.resolve()) for folder in self.folders):
                 return None
-        except (OSError, RuntimeError):  # reading it raises the reason
+        except (OSError, RuntimeError):  # the reader of the file raises the reason
             return None
         return (
-            f"{path} is reached by a symlink out of the data folder. Start with --follow-symlinks if symlinks may lead "
-            f"anywhere: a snapshots folder of a Hugging Face cache needs it, since its files are symlinks to blobs beside it."
+            f"{path} is reached by a symlink out of the data folder. To follow such symlinks, use --follow-symlinks. A "
+            f"snapshots folder of a Hugging Face cache needs it: its files are symlinks to blobs beside it."
         )
 
     def check_transforms(self, folder: Path) -> None:
-        """Raise DatasetInvalid: no code of the data folder may run."""
+        """Raise DatasetInvalid: code in the data folder may not run."""
         if not self.transforms:
             raise DatasetInvalid(
-                f"{folder}: its recipe has a transform, which is code of the data folder. Start with --allow-transforms if you "
-                f"trust all who can write there, or remove transform."
+                f"{folder}: its recipe has a transform, which is code in the data folder. Use --allow-transforms if you trust "
+                f"everyone who can write there, or remove transform from the recipe."
             )
 
 

@@ -1,11 +1,11 @@
-"""Processes that tokenize: a tokenizer or a chat template may take any time and memory, and no thread can be ended.
+"""Processes that tokenize. A tokenizer or a chat template may take any time and memory, and a thread cannot be killed.
 
 nursery   one per server process: a copy of it without data, which forks the loaders
 loader    one per recipe: loads its tokenizer and template, and forks workers, which share that memory
 worker    one per core and recipe: tokenizes portions of rows
 
-The kernel ends a process at the limits of its CPU time and of its address space. Time on the CPU, not on the clock, decides:
-the same row exceeds its limit on a busy machine and on an idle one. `encoder_process` has what the processes run.
+The kernel kills a process at its limits of CPU time and address space. CPU time does not depend on other load, so a row exceeds
+its limit on a busy machine and on an idle one alike. `encoder_process` is what the processes run.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _CHANGED = "the tokenizer or its files changed while they were read. Wait until 
 
 
 class LimitExceeded(ValueError):
-    """A process was ended at its limits; the message continues after the name of what it worked on."""
+    """A process was killed at its limits. The message continues a sentence about its work: "takes more than 5 seconds"."""
 
 
 class _Ended(Exception):
-    """A process has ended; `status` is its exit status, negative for a signal."""
+    """A process has ended. `status` is its exit status, negative for a signal."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -110,7 +110,7 @@ class _Process:
 
 
 class Encoders:
-    """The processes of one server: of each recipe that has a tokenizer."""
+    """Encoders of all recipes with a tokenizer in one server process."""
 
     def __init__(self) -> None:
         self._encoders = WeakValueDictionary[tuple[Any, ...], Encoder]()
@@ -119,9 +119,9 @@ class Encoders:
     def open(
         self, folder: Path, declared: Mapping[str, Any], schema: pa.Schema, tokenizer: Path | None, files: Mapping[str, Any]
     ) -> Encoder:
-        """Return the encoder of a recipe, by the stats of its files; loads them in a process first.
+        """Return the encoder of a recipe with files of these stats. Loads them in a process first.
 
-        Raises DatasetInvalid: they take more time or memory than a process may.
+        Raises DatasetInvalid: loading exceeds the limits of a process.
         """
         # As JSON: a TOML file may hold dates, where only texts and numbers are valid.
         source = str(folder), json.dumps(declared, default=str), schema.serialize().to_pybytes(), str(tokenizer or "")
@@ -136,8 +136,8 @@ class Encoders:
                 if len(self._refusals) >= _MAX_REFUSALS:
                     self._refusals.clear()
                 self._refusals[key] = (
-                    f"{folder}: its tokenizer or chat template {excess} when it is loaded and tried on short texts. Use "
-                    f"another, or correct it."
+                    f"{folder}: its tokenizer or chat template {excess} when it is loaded and tried on short texts. Correct "
+                    f"it, or use another."
                 )
                 raise DatasetInvalid(self._refusals[key]) from None
             self._encoders[key] = known
@@ -146,7 +146,7 @@ class Encoders:
         return known
 
     def let_go(self) -> None:
-        """End the workers that have had nothing to do for a minute."""
+        """End the workers that were idle for a minute."""
         for encoder in list(self._encoders.values()):
             encoder.let_go()
 
@@ -211,7 +211,7 @@ def _reap(wait: Callable[[], object]) -> None:
 
 
 class Encoder:
-    """The processes of one recipe. Its methods raise ValueError: the rows cannot be read."""
+    """Processes of one recipe. Methods raise ValueError: the rows cannot be read."""
 
     def __init__(self, source: Sequence[Any]) -> None:
         self._source = source
@@ -246,7 +246,7 @@ class Encoder:
         if self._seconds > _TOTAL_SECONDS + self._bytes / _TOTAL_BYTES_A_SECOND:
             raise DatasetInvalid(
                 f"{self._source[0]}: its tokenizer or chat template took {self._seconds:,.0f} seconds for {self._bytes:,} "
-                f"bytes of rows, which is too slow to train. Use another, or restart the server after the rows are corrected."
+                f"bytes of rows, which is too slow to train. Use another, or correct the rows and restart the server."
             )
         try:
             reply = self._call("encoded", rows.nbytes, _as_bytes(rows), bound)
@@ -278,7 +278,7 @@ class Encoder:
             raise DatasetInvalid(f"{self._source[0]}: its tokenizer {excess} to show tokens as text. Use another.") from None
 
     def let_go(self) -> None:
-        """End the workers if nothing has used them for a minute."""
+        """End the workers if they were idle for a minute."""
         # The loader stays: a run on an older snapshot needs it after the files have changed.
         with self._lock:
             if time.monotonic() - self._used_at >= _UNUSED_SECONDS:
@@ -341,11 +341,11 @@ class Encoder:
 
 @contextmanager
 def _limited(seconds: int) -> Iterator[None]:
-    """Convert the end of a process to LimitExceeded; to OutOfMemory if it was killed, since a retry may succeed."""
+    """Convert the end of a process to LimitExceeded, or to OutOfMemory after a SIGKILL: a retry may then succeed."""
     try:
         yield
     except _Ended as ended:
-        if ended.status == -signal.SIGKILL:  # by the kernel, for lack of memory, or with its parent
+        if ended.status == -signal.SIGKILL:  # by the kernel, which is out of memory, or with its parent
             killed = MemoryError("a process that tokenizes was killed")
             raise OutOfMemory("to tokenize", killed, "write smaller rows") from None
         if ended.status == -signal.SIGXCPU:

@@ -1,1 +1,1 @@
-"""Who may do what: tokens, certificates, and files that are read again when they change."""
+"""Access control: tokens, TLS, and the watcher that reloads their files."""

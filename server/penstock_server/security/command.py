@@ -11,54 +11,57 @@ from pathlib import Path
 from penstock.cli.output import CommandError, complain, report, set_run
 from penstock.text import printable
 
-_EXPIRES = re.compile(r"([0-9]{1,5})([hd])")
-_MISSING = "name the token file with --tokens FILE, or set PENSTOCK_TOKENS"
+_DURATION = re.compile(r"([0-9]{1,5})([hd])")
+_NO_FILE = "no token file is named. Give --tokens FILE, or set PENSTOCK_TOKENS."
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `token` to the commands of `penstock`."""
     parser = commands.add_parser(
         "token",
-        help="make, list and revoke the tokens of a server",
-        description="Changes the token file of penstock serve --tokens FILE. A running server reads it again within a second.",
+        help="create, list and revoke the tokens of a server",
+        description="Edits the token file of penstock serve --tokens FILE. A running server reloads it within a second.",
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
     create = actions.add_parser(
         "create",
-        help="make a token, and print it",
-        description="Prints the new token on stdout, once: the file has its SHA-256 alone. Several tokens are valid at the "
-        "same time. To replace one, make another, hand it out, and revoke the first.",
+        help="create a token, and print it",
+        description="Prints the new token on stdout. Keep it: the file stores only its SHA-256, so it cannot be shown again. "
+        "To replace a token, create another, hand it out, then revoke the old one. Both are valid in between.",
     )
-    create.add_argument("name", metavar="NAME", help="whose it is, such as team-a; metrics, jobs and logs show it")
+    create.add_argument("name", metavar="NAME", help="name of the token, such as team-a, for list, revoke and the page")
     _add_file(create)
     create.add_argument(
         "--datasets",
         metavar="A,B",
         default="*",
-        help="names of the datasets that it may read; * stands for any characters, as in 'team-a.*' (default: *, all)",
+        help="datasets that it may read, separated by commas; * matches any characters, as in 'team-a.*' (default: *, all)",
     )
     create.add_argument(
         "--scope",
         choices=["read", "metrics", "admin"],
         default="read",
-        help="read: for trainers and the page (default); metrics: /metrics alone; admin: both, and loading new data",
+        help="read: for trainers and the page (default); metrics: only /metrics; admin: both, and POST .../refresh",
     )
     create.add_argument(
-        "--expires", metavar="WHEN", default="never", help="90d, 12h, a date such as 2027-06-30, or never (default: never)"
+        "--expires", metavar="WHEN", default="never", help="90d, 12h, a UTC date such as 2027-06-30, or never (default: never)"
     )
     create.add_argument(
         "--certificate",
         metavar="SUBJECT",
-        help="the subject of a client certificate instead of a token, such as CN=trainer,O=team-a; see serve --tls-client-ca",
+        help="let in a client certificate with this subject, such as CN=trainer,O=team-a, and create no token; see penstock "
+        "serve --tls-client-ca",
     )
     set_run(create, _create)
 
-    show = actions.add_parser("list", help="list the tokens", description="Lists the tokens of a file, without the tokens.")
+    show = actions.add_parser("list", help="list the tokens", description="Lists the tokens of a file by name.")
     _add_file(show)
     set_run(show, _list)
 
-    revoke = actions.add_parser("revoke", help="remove a token", description="Removes a token: it is refused from now on.")
+    revoke = actions.add_parser(
+        "revoke", help="remove a token", description="Removes a token. Servers refuse it within a second."
+    )
     revoke.add_argument("name", metavar="NAME")
     _add_file(revoke)
     set_run(revoke, _revoke)
@@ -71,7 +74,7 @@ def _add_file(command: argparse.ArgumentParser) -> None:
 def _file(arguments: argparse.Namespace) -> Path:
     path = arguments.tokens or os.environ.get("PENSTOCK_TOKENS")
     if not path:
-        raise CommandError(_MISSING)
+        raise CommandError(_NO_FILE)
     return Path(path).expanduser()
 
 
@@ -84,7 +87,9 @@ def _create(arguments: argparse.Namespace) -> int:
     )
     if token:
         report(token)
-        complain("token create", f"{path} has its hash. Give it to trainers as PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE.")
+        complain(
+            "token create", f"stored its hash in {path}. Trainers take the token from PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE."
+        )
     return 0
 
 
@@ -112,17 +117,17 @@ def _revoke(arguments: argparse.Namespace) -> int:
 
 
 def expiry(text: str) -> datetime | None:
-    """Return the time that 90d, 12h, a date or `never` stands for. Raises CommandError."""
+    """Parse an expiry: 90d, 12h, a date, or `never`, which is None. Raises CommandError: it is invalid or in the past."""
     now = datetime.now(UTC).replace(microsecond=0)
     if text == "never":
         return None
-    if found := _EXPIRES.fullmatch(text):
+    if found := _DURATION.fullmatch(text):
         return now + timedelta(**{"h": {"hours": int(found[1])}, "d": {"days": int(found[1])}}[found[2]])
     try:
         when = datetime.fromisoformat(text)
     except ValueError:
-        raise CommandError(f"--expires must be such as 90d, 12h, 2027-06-30 or never, not {text!r}") from None
+        raise CommandError(f"--expires must be 90d, 12h, a date such as 2027-06-30, or never, not {text!r}") from None
     when = when if when.tzinfo else when.replace(tzinfo=UTC)
     if when <= now:
-        raise CommandError(f"--expires {text} is in the past")
+        raise CommandError(f"--expires {text} is in the past. Give a later time, or never.")
     return when

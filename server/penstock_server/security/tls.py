@@ -1,4 +1,4 @@
-"""TLS of the server: certificates that are replaced while it serves, and the subjects of client certificates."""
+"""TLS of the server: certificates that are reloaded while it serves, and the subjects of client certificates."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHORT_NAMES = {  # of RFC 4514, section 3
 
 
 class Certificates:
-    """Certificate of the server, and the authorities of client certificates, from the files of the settings.
+    """TLS context of the server, which takes its certificates from files that may be replaced.
 
-    `load` reads the files. Each handshake on `context` takes what was loaded last, all of it: a certificate never meets the key
-    of another. Open connections keep theirs.
+    `load` reads all files into a new context, so a certificate is never combined with the key of another. Each handshake uses
+    the context that was loaded last. Open connections are not affected.
 
-    paths    the files
+    paths    files of the certificate, of its key, and of the authorities of client certificates
     context  for the listening socket
     """
 
@@ -38,13 +38,13 @@ class Certificates:
         self._cert, self._key, self._client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
         self.paths = [path for path in (self._cert, self._key, self._client_ca) if path]
         self.context = self._loaded = self._empty()
-        self.context.sni_callback = self._take_loaded  # called for each handshake, also without a server name
+        self.context.sni_callback = self._take_loaded  # called in each handshake, with or without a server name
 
     def load(self) -> None:
-        """Read the files. Raises SettingsError: one cannot be used; what was loaded before stays in use."""
+        """Read the files. Raises SettingsError: a file cannot be used. The certificates loaded before then stay in use."""
         context, path = self._empty(), self._cert
         try:
-            # Without a password, OpenSSL would ask the terminal for that of an encrypted key.
+            # Without this argument, OpenSSL would prompt for the password of an encrypted key.
             context.load_cert_chain(self._cert, self._key, password="")
             if self._client_ca:
                 path = self._client_ca
@@ -59,25 +59,25 @@ class Certificates:
     def _empty(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.num_tickets = 0  # a resumed session would skip the check of a client certificate that has expired since
+        context.num_tickets = 0  # a resumed session would skip the check whether a client certificate has expired
         if self._client_ca:
-            context.verify_mode = ssl.CERT_OPTIONAL  # probes have none, nor have callers with a token
+            context.verify_mode = ssl.CERT_OPTIONAL  # probes and callers with a token have no certificate
         return context
 
     def _refusal(self, path: Path, error: OSError) -> str:
         if path == self._client_ca:
-            return f"--tls-client-ca: {path} cannot be read: {error}. It must be a PEM file of certificates."
+            return f"--tls-client-ca: {path} cannot be read: {error}. Name a PEM file with the certificates of authorities."
         files = f"{self._cert} and {self._key}" if self._key else f"{self._cert}"
-        return f"--tls-cert: {files} cannot be used: {error}. Name PEM files of a certificate and its key, without a password."
+        return f"--tls-cert: {files} cannot be used: {error}. Name PEM files of a certificate and its key, without password."
 
 
 def subject_of(certificate: Mapping[str, Any]) -> str:
-    """Format the subject of a certificate, from ssl.SSLSocket.getpeercert, as RFC 4514 does: "CN=trainer-a,O=team"."""
+    """Format the subject of a certificate, from ssl.SSLSocket.getpeercert, by RFC 4514: "CN=trainer-a,O=team"."""
     names = reversed(certificate["subject"])
     return ",".join("+".join(f"{_SHORT_NAMES.get(kind, kind)}={_escaped(value)}" for kind, value in name) for name in names)
 
 
 def _escaped(value: str) -> str:
-    # A common name of "trainer,O=team" must not pass for one of that team.
+    # Otherwise a common name of "trainer,O=team" would match the entry of CN=trainer,O=team.
     value = re.sub(r'[,+"\\<>;]|^[ #]| $', r"\\\g<0>", value)
     return re.sub(r"[\x00-\x1f\x7f]", lambda match: f"\\{ord(match[0]):02X}", value)

@@ -1,10 +1,10 @@
-"""Tokens: a file of their SHA-256 hashes, and the identity that each of them stands for.
+"""Tokens: the file of their SHA-256 hashes, and the identity of each.
 
 {"tokens": [
     {"name": "trainer", "sha256": "9f86...", "datasets": ["team-a.*"], "scope": "read", "expires": "2027-02-28T09:00:00Z"}
 ]}
 
-An entry with `certificate` instead of `sha256` is a client that TLS identifies by the subject of its certificate.
+An entry with `certificate` instead of `sha256` is for clients whose certificate has that subject.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock_server.settings import SettingsError
 
 Scope = Literal["read", "metrics", "admin"]
 
-_PREFIX = "pst_"  # scanners for leaked secrets look for such prefixes
+_PREFIX = "pst_"  # lets scanners for leaked secrets find tokens
 _NUM_BYTES = 32
 MAX_FILE_BYTES = 4 << 20
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
@@ -42,9 +42,9 @@ _Glob = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 class Identity:
     """Caller of a request, and what it may do.
 
-    name      of its token; "" if the server has no tokens, and for callers without one
-    datasets  patterns of the dataset names that it may see, in the syntax of fnmatch; * also stands for dots
-    scope     read: what trainers and the page need; metrics: /metrics alone; admin: all of it, and loading new data
+    name      name of its entry in the token file; "" without one
+    datasets  patterns of the datasets that it may see, in the syntax of fnmatch; * also matches dots
+    scope     read: what trainers and the page need; metrics: only /metrics; admin: both, and refreshes of datasets
     """
 
     name: str
@@ -52,16 +52,16 @@ class Identity:
     scope: Scope
 
     def may_see(self, dataset: str) -> bool:
-        """Return whether it may see a dataset."""
+        """Return whether the caller may see a dataset."""
         return any(fnmatchcase(dataset, pattern) for pattern in self.datasets)
 
 
-EVERYONE = Identity("", ("*",), "admin")  # callers of a server without tokens
-STRANGER = Identity("", (), "read")  # callers without a token: probes alone
+EVERYONE = Identity("", ("*",), "admin")  # every caller of a server without tokens
+STRANGER = Identity("", (), "read")  # a caller without a valid token, who may only probe
 
 
 class TokenEntry(BaseModel):
-    """Entry of a token file. `expires` None is never."""
+    """Entry of a token file. Without `expires` it never expires."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -76,16 +76,16 @@ class TokenEntry(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> TokenEntry:
         if (self.sha256 is None) == (self.certificate is None):
-            raise ValueError("an entry has either sha256 or certificate")
+            raise ValueError("an entry needs either sha256 or certificate")
         return self
 
     @property
     def identity(self) -> Identity:
-        """The identity that the entry stands for."""
+        """Identity of the callers with this token or certificate."""
         return Identity(self.name, self.datasets, self.scope)
 
     def is_expired(self, now: float) -> bool:
-        """Return whether it has expired at a time, in seconds since the epoch."""
+        """Return whether the entry has expired at a time in Unix seconds."""
         return self.expires is not None and self.expires.timestamp() <= now
 
 
@@ -98,30 +98,34 @@ class _Document(BaseModel):
     def _check(self) -> _Document:
         names = Counter(entry.name for entry in self.tokens)
         if repeated := sorted(name for name, number in names.items() if number > 1):
-            raise ValueError(f"the names {listed(repeated)} are there more than once")
+            raise ValueError(f"each name may occur once; these occur more often: {listed(repeated)}")
         return self
 
 
 def read_tokens(path: Path) -> tuple[TokenEntry, ...]:
-    """Return the entries of a token file. Raises SettingsError: it cannot be read, or an entry is wrong."""
+    """Return the entries of a token file. Raises SettingsError: the file cannot be read, or an entry is invalid."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise SettingsError(f"the token file {path} cannot be read: {reason}. Make one with penstock token create.") from error
+        raise SettingsError(
+            f"the token file {path} cannot be read: {reason}. Correct its path or its permissions, or create it with penstock "
+            f"token create."
+        ) from error
     if len(content) > MAX_FILE_BYTES:
-        raise SettingsError(f"the token file {path} is larger than {MAX_FILE_BYTES:,} bytes. Revoke tokens that are not used.")
+        raise SettingsError(f"the token file {path} is larger than {MAX_FILE_BYTES:,} bytes. Revoke unused tokens.")
     try:
         return _Document.model_validate_json(content).tokens
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise SettingsError(f"the token file {path} is wrong{f' at {place}' if place else ''}: {first['msg']}.") from error
+        reason = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"the token file {path} is invalid at {place or 'the top'}: {reason}. Correct it.") from error
 
 
 class Tokens:
-    """Tokens of a running server. `load` replaces them by those of the file; any thread may call it."""
+    """Tokens of a running server. `load` replaces them with those of the file. Any thread may call it."""
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         self._path, self._now = path, now
@@ -129,14 +133,14 @@ class Tokens:
         self._by_certificate: dict[str, TokenEntry] = {}
 
     def load(self) -> None:
-        """Read the file. Raises SettingsError; the tokens then stay as they are."""
+        """Read the file. Raises SettingsError: it is unusable. The tokens loaded before then stay valid."""
         entries = read_tokens(self._path)
         self._by_certificate = {entry.certificate: entry for entry in entries if entry.certificate}
         self._by_hash = {entry.sha256: entry for entry in entries if entry.sha256}
 
     def identify(self, token: str) -> Identity | None:
         """Return the identity of a token; None if it is unknown or expired."""
-        # The time of the lookup depends on the hash, not on how much of a guessed token is right.
+        # The time of the lookup depends on the hash, not on the length of a correctly guessed prefix.
         return self._identity(self._by_hash.get(_hash(token)))
 
     def identify_certificate(self, subject: str) -> Identity | None:
@@ -155,9 +159,9 @@ def create_token(
     expires: datetime | None,
     certificate: str | None = None,
 ) -> str:
-    """Add an entry to a token file, made if it is missing, and return its token; "" for a certificate.
+    """Add an entry to a token file, and return its token; "" for a certificate. Creates the file if it is missing.
 
-    Raises SettingsError: the name is taken or wrong, or the file cannot be read or written.
+    Raises SettingsError: the name is taken or invalid, or the file cannot be read or written.
     """
     token = "" if certificate else _PREFIX + secrets.token_urlsafe(_NUM_BYTES)
     try:
@@ -172,21 +176,21 @@ def create_token(
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise SettingsError(f"no token can be made: {first['loc'][0]}: {first['msg']}") from error
+        raise SettingsError(f"no token was created, since its {first['loc'][0]} is invalid: {first['msg']}.") from error
     with _changing(path) as entries:
         if any(other.name == name for other in entries):
-            raise SettingsError(f"{path} has a token {name} already. Choose another name, or revoke that one first.")
+            raise SettingsError(f"{path} already has a token {name}. Choose another name, or revoke that token first.")
         entries.append(entry)
     return token
 
 
 def revoke_token(path: Path, name: str) -> None:
-    """Remove an entry from a token file. Raises SettingsError: it has none of that name, or cannot be written."""
+    """Remove an entry from a token file. Raises SettingsError: no entry has that name, or the file cannot be written."""
     with _changing(path) as entries:
         kept = [entry for entry in entries if entry.name != name]
         if len(kept) == len(entries):
             known = listed([entry.name for entry in entries]) or "none"
-            raise SettingsError(f"{path} has no token {name}. It has {known}.")
+            raise SettingsError(f"{path} has no token {name}. Its tokens: {known}.")
         entries[:] = kept
 
 
@@ -196,7 +200,7 @@ def _hash(token: str) -> str:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[list[TokenEntry]]:
-    """Yield the entries of a file, and write them back. Two commands at once wait for each other."""
+    """Yield the entries of a token file, then write them back. A lock makes concurrent commands wait for each other."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
@@ -209,11 +213,13 @@ def _changing(path: Path) -> Iterator[list[TokenEntry]]:
         finally:
             os.close(folder)
     except OSError as error:
-        raise SettingsError(f"the token file {path} cannot be written: {error.strerror}.") from error
+        raise SettingsError(
+            f"the token file {path} cannot be written: {error.strerror}. Check the permissions and free space of its folder."
+        ) from error
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file at once, so that no server reads a half. Only its owner may read it, unless it was readable before."""
+    """Replace a file atomically, so that no server reads half of it. A new file is readable by its owner only."""
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

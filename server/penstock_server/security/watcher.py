@@ -1,4 +1,4 @@
-"""Files that are read again when they change, such as tokens and certificates."""
+"""Watcher that reloads files when they change, such as tokens and certificates."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class _Watched:
 
 
 class Watcher:
-    """Thread that looks at files once a second. What cannot be loaded is logged, and what was loaded before stays."""
+    """Thread that checks files once a second. If a changed file cannot be loaded, it logs the reason."""
 
     def __init__(self) -> None:
         self._watched = list[_Watched]()
         self._woken = threading.Event()
 
     def watch(self, paths: Sequence[Path], load: Callable[[], None]) -> None:
-        """Load now, and again after each change of the files. Raises SettingsError: they cannot be loaded now."""
+        """Load files now, and again after each change. Raises SettingsError: they cannot be loaded now."""
         watched = _Watched(tuple(paths), load, _stats_of(paths))
         load()
         self._watched.append(watched)
 
     def wake(self) -> None:
-        """Load everything again soon, changed or not. A signal handler may call it."""
+        """Reload all files soon, changed or not. A signal handler may call it."""
         self._woken.set()
 
     @contextmanager
@@ -50,7 +50,7 @@ class Watcher:
             while not stopped.is_set():
                 is_woken = self._woken.wait(_SECONDS)
                 self._woken.clear()
-                self._look(anew=is_woken)
+                self._check(reload_all=is_woken)
 
         threading.Thread(target=run, name="penstock-watcher", daemon=True).start()
         try:
@@ -58,20 +58,20 @@ class Watcher:
         finally:
             stopped.set()
 
-    def _look(self, *, anew: bool) -> None:
+    def _check(self, *, reload_all: bool) -> None:
         for watched in self._watched:
             stats = _stats_of(watched.paths)
-            if not anew and stats == watched.stats:
+            if not reload_all and stats == watched.stats:
                 continue
             watched.stats = stats
             names = " and ".join(str(path) for path in watched.paths)
             try:
                 watched.load()
-                log.info("%s: loaded again", names)
+                log.info("%s: reloaded", names)
             except SettingsError as error:
-                log.warning("%s; what was loaded before stays in use", error)
+                log.warning("%s What was loaded before stays in use.", error)
             except Exception:  # otherwise the thread would end
-                log.exception("%s cannot be loaded; what was loaded before stays in use", names)
+                log.exception("%s cannot be loaded. What was loaded before stays in use.", names)
 
 
 def _stats_of(paths: Sequence[Path]) -> list[FileStat | None]:

@@ -1,6 +1,6 @@
-"""Connections within bounds: how many there are, and how large and slow the head and the body of a request may be.
+"""Limits of connections: their number, and the size and duration of a request.
 
-uvicorn has no bound on these: with httptools a head may have any size and take any time.
+uvicorn has no such limits: with httptools, the head of a request may have any size and take any time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock_server.security.tls import subject_of
 
 MAX_HEAD_BYTES = 64 << 10  # of the request line with its query, and the headers
 MAX_BODY_BYTES = 64 << 10  # no request needs one
-REQUEST_SECONDS = 30.0  # from a connection, or the first byte of a request, to the request's last byte
+REQUEST_SECONDS = 30.0  # from the first byte of a request, or the start of its connection after TLS, to its last byte
 MAX_PIPELINED = 16  # requests that wait on one connection
 
 
 class Connections:
-    """The open connections of one process, at most `most`, and half as many from one address."""
+    """Number of open connections of one process: at most `most`, and half of that from one address."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:
         self.most, self.most_per_address = most, max(1, most // 2)
@@ -33,13 +33,13 @@ class Connections:
         self._total = 0
 
     def open(self, address: str) -> str | None:
-        """Counts a connection. Returns the reason if there are too many: then it is not counted."""
+        """Counts a connection, and returns None. If there are too many, returns the reason instead."""
         if self._total >= self.most:
             self.metrics.limits.labels("connections").inc()
-            return f"the server has {self._total:,} connections, and its limit is {self.most:,}."
+            return f"this process of the server has {self._total:,} connections, and its limit is {self.most:,}."
         if self._by_address[address] >= self.most_per_address:
             self.metrics.limits.labels("connections_per_address").inc()
-            return f"this address has {self._by_address[address]:,} connections, and the limit of one is half of {self.most:,}."
+            return f"this address has {self._by_address[address]:,} connections, and one may have half of {self.most:,}."
         self._by_address[address] += 1
         self._total += 1
         return None
@@ -53,9 +53,9 @@ class Connections:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. A request beyond a bound gets a problem, and the connection closes.
+    """Protocol of one connection. A request beyond a limit gets a problem, and the connection closes.
 
-    Requests have the subject of the client certificate in their state.
+    The state of each request has the subject of the client certificate.
     """
 
     def __init__(self, connections: Connections, **settings: Any) -> None:
@@ -88,33 +88,35 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses data, unless it makes the head too large."""
+        """Parses data, unless the head or the body is too large."""
         if self._is_refused:
             return
         self._num_bytes += len(data)
         if self._in_head and self._num_bytes > MAX_HEAD_BYTES:
-            self._limited("head_bytes", 431, f"the head of a request has at most {MAX_HEAD_BYTES:,} bytes. Shorten the query.")
+            self._limited("head_bytes", 431, f"the head of a request has at most {MAX_HEAD_BYTES:,} bytes. Shorten the URL.")
         elif self._num_bytes > MAX_HEAD_BYTES + MAX_BODY_BYTES:
-            self._limited("body_bytes", 413, f"the body of a request has at most {MAX_BODY_BYTES:,} bytes. Leave it out.")
+            self._limited(
+                "body_bytes", 413, f"the body of a request has at most {MAX_BODY_BYTES:,} bytes. No request needs one."
+            )
         else:
             super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """Starts the time of a request."""
+        """Starts the deadline of a request."""
         super().on_message_begin()
         if not self._deadline:
             self._expect_request()
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
-        """Starts to answer a request."""
+        """Starts to answer a request, unless too many wait."""
         self._in_head = False
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
             raise ValueError("too many pipelined requests")  # the parser stops, and uvicorn responds with a 400
 
     def on_message_complete(self) -> None:
-        """Ends the time of a request."""
+        """Ends the deadline of a request."""
         self._disarm()
         self._in_head, self._num_bytes = True, 0
         super().on_message_complete()
@@ -129,7 +131,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         self._deadline = None
-        self._limited("request_seconds", 408, f"a request must be complete within {REQUEST_SECONDS:g} seconds.")
+        self._limited("request_seconds", 408, f"a request must arrive within {REQUEST_SECONDS:g} seconds. Retry.")
 
     def _limited(self, limit: str, status: int, reason: str) -> None:
         self._bounds.metrics.limits.labels(limit).inc()
@@ -141,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write(_refusal(status, reason))
             self.transport.close()
-        else:  # in the middle of another response
+        else:  # another response is being sent
             self.transport.abort()
 
 
@@ -160,5 +162,5 @@ def _refusal(status: int, reason: str) -> bytes:
 
 
 def protocol_of(connections: Connections) -> Callable[..., BoundedProtocol]:
-    """Returns what makes the protocol of a new connection."""
+    """Returns a factory of protocols, one for each connection."""
     return lambda **settings: BoundedProtocol(connections, **settings)

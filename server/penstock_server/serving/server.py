@@ -114,8 +114,8 @@ class Server(uvicorn.Server):
     Ctrl-C or a second signal stops it at once. On stop, responses in progress have `stop_seconds`; then their connections are
     aborted.
 
-    `tls` encrypts the connections. A stalled handshake ends after a minute, the limit of asyncio and uvloop. The addresses in
-    `trusted_proxy` may tell in X-Forwarded-For for whom they send a request.
+    `tls` encrypts the connections. A handshake may take a minute, the default of asyncio and uvloop. X-Forwarded-For and
+    X-Forwarded-Proto are believed from the proxies in `trusted_proxy` only.
     """
 
     def __init__(

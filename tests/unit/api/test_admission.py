@@ -156,7 +156,7 @@ def test_number_of_different_values_of_a_caller_is_bounded_for_a_while() -> None
     limit = DistinctLimit(2, 60, "specs")
     for value in (1, 2, 1):
         limit.check("one", value)
-    with pytest.raises(LimitExceeded, match="the limit of 2 different specs in 60 seconds is reached. Retry in 60 seconds"):
+    with pytest.raises(LimitExceeded, match="has used 2 different specs, the limit for 60 seconds. Retry in 60 seconds"):
         limit.check("one", 3)
     limit.check("other", 3)
     passed = DistinctLimit(1, 0, "specs")

@@ -136,7 +136,7 @@ def test_client_certificate_names_the_caller(app: FastAPI, authority: Authority,
             client = HttpClient(5.0, access=Access(ca=authority.file, cert=refused))
             with (
                 closing(client),
-                pytest.raises(TransientError, match="Perhaps it refuses the certificate of cert= or PENSTOCK"),
+                pytest.raises(TransientError, match="Perhaps the server refuses the certificate of cert= or PENSTOCK"),
             ):
                 client.get(url, "/caller")
         client_ca.write_bytes(authority.file.read_bytes())
@@ -147,7 +147,7 @@ def test_client_certificate_names_the_caller(app: FastAPI, authority: Authority,
 
 
 def test_request_without_tls_is_told_of_https(app: FastAPI, authority: Authority) -> None:
-    message = "If it speaks TLS, its address begins with https"
+    message = "If the server uses TLS, its address begins with https"
     refused = pytest.raises(TransientError, match=message)
     with serving_tls(app, certificates_of(authority.issue())) as url, closing(HttpClient(5.0)) as client, refused:
         client.get(url.replace("https", "http"), "/caller")

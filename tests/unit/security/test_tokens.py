@@ -54,5 +54,5 @@ def test_file_of_many_tokens_names_those_that_are_there_twice(tmp_path: Path) ->
     file = tmp_path / "tokens.json"
     entries = [{"name": f"t{number}", "certificate": "a"} for number in range(50_000)]
     file.write_text(json.dumps({"tokens": [*entries, entries[7]]}))
-    with pytest.raises(SettingsError, match="the names t7 are there more than once"):
+    with pytest.raises(SettingsError, match="these occur more often: t7"):
         read_tokens(file)
