@@ -17,7 +17,20 @@ from penstock_server.monitoring.gauges import GAUGES
 from penstock_server.monitoring.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("serve", "prepare", "inspect", "import", "sample", "peek", "bench", "doctor", "audit")
+COMMANDS = (
+    "serve",
+    "token create",
+    "token list",
+    "token revoke",
+    "prepare",
+    "inspect",
+    "import",
+    "sample",
+    "peek",
+    "bench",
+    "doctor",
+    "audit",
+)
 
 
 def parameters(page: str) -> str:
@@ -53,7 +66,7 @@ def commands(page: str) -> str:
     sections = [page.partition("\n## ")[0].rstrip("\n")]
     for name in COMMANDS:
         text = subprocess.run(
-            [sys.executable, "-m", "penstock", name, "--help"],
+            [sys.executable, "-m", "penstock", *name.split(), "--help"],
             check=True,
             capture_output=True,
             text=True,

@@ -156,7 +156,7 @@ def check_connection(server: str) -> Iterator[Check]:
 
 
 def _check_certificate(certificate: Mapping[str, Any]) -> Iterator[Check]:
-    """Warn about a certificate that ends soon. Without TLS there is none."""
+    """Warn about a certificate that ends soon. Yields nothing without TLS."""
     if not certificate:
         return
     ends_at = datetime.fromtimestamp(ssl.cert_time_to_seconds(certificate["notAfter"]), UTC)

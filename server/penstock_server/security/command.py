@@ -42,7 +42,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--scope",
         choices=["read", "metrics", "admin"],
         default="read",
-        help="read: for trainers and the page (default); metrics: only /metrics; admin: both, and POST .../refresh",
+        help="read: for trainers and the page (default); metrics: only /metrics; admin: both, and loading new data",
     )
     create.add_argument(
         "--expires", metavar="WHEN", default="never", help="90d, 12h, a UTC date such as 2027-06-30, or never (default: never)"
@@ -55,14 +55,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     set_run(create, _create)
 
-    show = actions.add_parser("list", help="list the tokens", description="Lists the tokens of a file by name.")
+    show = actions.add_parser("list", help="list the tokens", description="Lists name, scope, expiry and datasets of each.")
     _add_file(show)
     set_run(show, _list)
 
     revoke = actions.add_parser(
         "revoke", help="remove a token", description="Removes a token. Servers refuse it within a second."
     )
-    revoke.add_argument("name", metavar="NAME")
+    revoke.add_argument("name", metavar="NAME", help="name of the token, as list shows it")
     _add_file(revoke)
     set_run(revoke, _revoke)
 
