@@ -1,4 +1,4 @@
-"""What all requests share: an id, by which a trainer's error leads to the server's log, headers of a drain, and counts."""
+"""Layer around all requests: counts them, and gives them ids, by which a trainer's error leads to the server's log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WELL_FORMED = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class RequestLog:
-    """ASGI layer around the application: counts each request, and names it, by the client's id if that is well-formed."""
+    """ASGI layer that counts each request, and gives it an id: the client's, if that is well-formed."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, self._metrics = app, service, service.metrics
@@ -54,7 +54,7 @@ class RequestLog:
             self._count(scope, first_byte_at - began_at if first_byte_at else None, num_bytes)
 
     def _count(self, scope: Scope, first_byte_seconds: float | None, num_bytes: int) -> None:
-        """Counts a request. All labels are of closed sets: a request cannot create a series."""
+        """Counts a request. All labels have a fixed set of values, so a request cannot create a series."""
         route = getattr(scope.get("route"), "path", "other")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         problem = "aborted" if first_byte_seconds is None else scope.get("problem", "none")

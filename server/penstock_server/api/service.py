@@ -144,9 +144,9 @@ class Executors:
     ) -> _T:
         """Runs `make`, which makes batches of an epoch. The first call plans the epoch, which may take seconds; others wait.
 
-        Calls `before_plan` before that; an exception from it ends the call.
+        Calls `before_plan` before it plans; an exception from it ends the call.
 
-        Otherwise many ranks that start an epoch would take all threads to wait for its plan.
+        Without this, ranks that start an epoch together would occupy all threads while they wait for its plan.
         """
         if epoch not in self._planned:
             before_plan()
@@ -299,4 +299,6 @@ def require_scope(request: Request, *scopes: Scope) -> None:
     identity = identity_of(request)
     if identity.scope not in scopes:
         allowed = " or ".join(scopes)
-        raise Forbidden(f"The token {identity.name} has the scope {identity.scope}. Use one with the scope {allowed}.")
+        raise Forbidden(
+            f"The token {identity.name} has the scope {identity.scope}, but this needs {allowed}. Use another token."
+        )

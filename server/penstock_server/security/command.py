@@ -88,7 +88,8 @@ def _create(arguments: argparse.Namespace) -> int:
     if token:
         report(token)
         complain(
-            "token create", f"stored its hash in {path}. Trainers take the token from PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE."
+            "token create",
+            f"stored a hash of the token in {path}. Trainers take the token from PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE.",
         )
     return 0
 

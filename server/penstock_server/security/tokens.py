@@ -176,7 +176,10 @@ def create_token(
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise SettingsError(f"no token was created, since its {first['loc'][0]} is invalid: {first['msg']}.") from error
+        raise SettingsError(
+            f"no token was created, since {first['loc'][0]} is invalid: {first['msg']}. A name has up to 64 letters, "
+            f"digits and . _ @ -, and begins with a letter or a digit. --datasets has one or more names."
+        ) from error
     with _changing(path) as entries:
         if any(other.name == name for other in entries):
             raise SettingsError(f"{path} already has a token {name}. Choose another name, or revoke that token first.")
