@@ -365,16 +365,15 @@ def open_parquet(path: Path) -> Iterator[Columns]:
 
 
 def _portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
-    """Yield a record batch in copied portions of some MiB, after checking their text for UTF-8.
+    """Yield a record batch in copied portions of some MiB.
 
     Copied, since casts refuse the offsets of a slice far into a large batch.
     """
+    batch.validate(full=True)  # otherwise wrong offsets crash the process, and text may not be UTF-8
     rows = _rows_of(_TABLE_BYTES, batch.num_rows, batch.nbytes)
     for start in range(0, batch.num_rows, rows):
         portion = arrow.take_rows(batch, np.arange(start, min(start + rows, batch.num_rows)))
-        table = pa.Table.from_batches([portion])
-        table.validate(full=True)
-        yield table
+        yield pa.Table.from_batches([portion])
 
 
 def _rows_of(max_bytes: int, num_rows: int, num_bytes: int) -> int:

@@ -480,3 +480,13 @@ def test_arrow_stream_followed_by_another_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(ImportRefused, match="import each one"):
         imported(tmp_path / "out", path)
+
+
+def test_wrong_offsets_in_arrow_are_refused(tmp_path: Path) -> None:
+    """To follow them would crash the process."""
+    path = write_table(tmp_path / "x.arrow", pa.table({"ids": [[1], [2, 3], [4]]}))
+    content, offsets = path.read_bytes(), np.array([0, 1, 3, 4], "<i4")
+    assert content.count(offsets.tobytes()) == 1
+    path.write_bytes(content.replace(offsets.tobytes(), np.array([0, 1 << 30, 3, 4], "<i4").tobytes()))
+    with pytest.raises(ImportRefused, match="x.arrow cannot be imported: In column 0: Invalid: Offset invariant failure"):
+        imported(tmp_path / "out", path)
