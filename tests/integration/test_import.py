@@ -19,6 +19,7 @@ import pytest
 from penstock import RemoteDataset
 from support.corpora import read_back, shards_in, write_tokenizer
 from support.processes import Fork, until
+from support.row_files import write_mds
 from support.servers import Serve, penstock, penstock_in_terminal
 
 MIB = 1 << 20
@@ -109,6 +110,18 @@ def test_server_sees_old_or_new_shards_during_an_import(serve: Serve, tmp_path: 
             time.sleep(0.01)
     assert len(shards_in(data / "stories")) > 10
     assert seen == {7, 10_000}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_import_memory_does_not_grow_with_a_shard(tmp_path: Path) -> None:
+    """A compressed shard of 300 MB: the peak stays below 400 MiB."""
+    rows = [{"text": f"{row} " + "word and word " * 1_400} for row in range(15_000)]
+    folder = write_mds(tmp_path / "mds", {"text": "str"}, rows, shard_rows=len(rows), compression="zstd")
+    with subprocess.Popen(command(folder, tmp_path / "out"), stdout=subprocess.PIPE, text=True) as process:
+        peak = max(anonymous_bytes(process))
+    assert process.returncode == 0
+    assert sum(1 for _ in shards_in(tmp_path / "out")) == 2
+    assert peak < 400 * MIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

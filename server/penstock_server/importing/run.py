@@ -13,9 +13,20 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from penstock.text import listed
+from penstock_server.importing.mds import mds_shards
+from penstock_server.importing.row_files import INDEX_NAME, OpenColumns, read_index
 from penstock_server.importing.schema import IdsTooLarge, ImportRefused, check_names, conform, merge, plain
 from penstock_server.importing.shards import Shape, Written, old_shards, row_groups, staged, write_shards
-from penstock_server.importing.tables import ColumnarReader, CsvReader, JsonReader, Quoting, Reader, open_arrow, open_parquet
+from penstock_server.importing.tables import (
+    ColumnarReader,
+    CsvReader,
+    JsonReader,
+    Quoting,
+    Reader,
+    open_arrow,
+    open_parquet,
+    refusing,
+)
 from penstock_server.importing.token_files import Documents, is_stream, open_tokens
 
 _TEXT_ENDINGS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
@@ -52,42 +63,57 @@ class Import:
         Raises ImportRefused: the message gives the reason. `out_dir` is then unchanged.
         """
         old_shards(self.out_dir, overwrite=self.overwrite)
+        files = list[Path]()  # those in a folder instead of the folder
+        row_files: dict[Path, OpenColumns] = {}
         paths = defaultdict[str, list[Path]](list)
         for path in self.files:
-            paths[_format(path)].append(path)
+            format_, group = _format(path), [path]
+            if format_ == "row files":
+                found = self._row_files(path)
+                row_files |= found
+                group = [*found]
+            files += group
+            paths[format_] += group
         schemas: dict[Path, pa.Schema] = {}
         readers: dict[Path, Reader] = {}
         with tqdm(desc="find types", unit=" rows", unit_scale=True, disable=None) as bar:
             for format_, group in paths.items():
-                reader = self._reader(format_, group)
+                reader = self._reader(format_, group, row_files)
                 schemas |= reader.schemas()
                 readers |= dict.fromkeys(group, reader)
             check_names("--text", self.text, schemas.values())
             bar.set_description("write shards")
             try:
-                written = self._write(readers, self._merged(schemas, narrow=True), bar)
+                written = self._write(files, readers, self._merged(files, schemas, narrow=True), bar)
             except IdsTooLarge:  # rare, so no earlier pass looks for such numbers
                 bar.reset()
-                written = self._write(readers, self._merged(schemas, narrow=False), bar)
+                written = self._write(files, readers, self._merged(files, schemas, narrow=False), bar)
         return replace(written, streams=[path for path in paths["tokens"] if is_stream(path, self.documents)])
 
-    def _merged(self, schemas: Mapping[Path, pa.Schema], *, narrow: bool) -> pa.Schema:
-        return merge([(path, plain(schemas[path], narrow=narrow)) for path in self.files], self.columns)
+    def _merged(self, files: Sequence[Path], schemas: Mapping[Path, pa.Schema], *, narrow: bool) -> pa.Schema:
+        return merge([(path, plain(schemas[path], narrow=narrow)) for path in files], self.columns)
 
-    def _reader(self, format_: str, paths: Sequence[Path]) -> Reader:
+    def _row_files(self, folder: Path) -> Mapping[Path, OpenColumns]:
+        with refusing(folder):
+            index = read_index(folder)
+            return mds_shards(folder, index, self.columns, self.text, self.documents.type)
+
+    def _reader(self, format_: str, paths: Sequence[Path], row_files: Mapping[Path, OpenColumns]) -> Reader:
         if format_ == "csv":
             return CsvReader(paths, self.delimiter, self.quoting, self.text)
         if format_ == "json":
             return JsonReader(paths, self.text)
         if format_ == "tokens":
             return ColumnarReader(paths, partial(open_tokens, documents=self.documents))
+        if format_ == "row files":
+            return ColumnarReader(paths, lambda path: row_files[path]())
         return ColumnarReader(paths, open_arrow if format_ == "arrow" else open_parquet)
 
-    def _write(self, readers: Mapping[Path, Reader], schema: pa.Schema, bar: tqdm[NoReturn]) -> Written:
+    def _write(self, files: Sequence[Path], readers: Mapping[Path, Reader], schema: pa.Schema, bar: tqdm[NoReturn]) -> Written:
         """Write the rows in these types. Raises IdsTooLarge: a number needs a wider type."""
 
         def tables() -> Iterator[pa.Table]:
-            for path in self.files:
+            for path in files:
                 for rows in readers[path].tables(path, schema.names):
                     yield conform(path, rows, schema)
                     bar.update(rows.num_rows)
@@ -100,9 +126,17 @@ class Import:
 
 
 def _format(path: Path) -> str:
-    """Return the format of a file by its ending. Raises ImportRefused: it is not a file, or has another ending."""
+    """Return the format of a file by its ending, of a folder by its index.json.
+
+    Raises ImportRefused: it has another ending, or is neither a file nor a folder with an index.json.
+    """
+    if (path / INDEX_NAME).is_file():
+        return "row files"
     if not path.is_file():
-        raise ImportRefused(f"{path} does not exist, or is not a file. Name files, such as FOLDER/*.jsonl.")
+        raise ImportRefused(
+            f"{path} does not exist, or is not a file. Name files, such as FOLDER/*.jsonl, or folders with the {INDEX_NAME} of "
+            f"MosaicML Streaming or LitData."
+        )
     ending, format_ = path.suffix.lower(), _ENDINGS.get(path.suffix.lower())
     if ending in _COMPRESSED:
         format_ = _TEXT_ENDINGS.get(Path(path.stem).suffix.lower())
