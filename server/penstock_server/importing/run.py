@@ -13,6 +13,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from penstock.text import listed
+from penstock_server.importing.litdata import litdata_chunks
 from penstock_server.importing.mds import mds_shards
 from penstock_server.importing.row_files import INDEX_NAME, OpenColumns, read_index
 from penstock_server.importing.schema import IdsTooLarge, ImportRefused, check_names, conform, merge, plain
@@ -96,6 +97,8 @@ class Import:
     def _row_files(self, folder: Path) -> Mapping[Path, OpenColumns]:
         with refusing(folder):
             index = read_index(folder)
+            if "chunks" in index:
+                return litdata_chunks(folder, index, self.columns)
             return mds_shards(folder, index, self.columns, self.text, self.documents.type)
 
     def _reader(self, format_: str, paths: Sequence[Path], row_files: Mapping[Path, OpenColumns]) -> Reader:

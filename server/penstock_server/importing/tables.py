@@ -331,16 +331,21 @@ class ColumnarReader:
 def open_arrow(path: Path) -> Iterator[Columns]:
     """Open an Arrow IPC file, such as Feather, or a stream, memory-mapped."""
     with pa.memory_map(str(path)) as mapped:
-        is_file = mapped.read(6) == b"ARROW1"
-        mapped.seek(0)
-        reader = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+        yield arrow_columns(mapped)
 
-        def batches(_: Sequence[str]) -> Iterator[pa.RecordBatch]:
-            yield from map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            if not is_file and mapped.tell() < mapped.size():
-                raise ValueError("bytes follow the end of its stream, as if two files were joined; import each one")
 
-        yield Columns(reader.schema, batches)
+def arrow_columns(file: pa.NativeFile) -> Columns:
+    """Return the columns of an Arrow IPC file or stream."""
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    reader = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+
+    def batches(_: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        yield from map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        if not is_file and file.tell() < file.size():
+            raise ValueError("bytes follow the end of its stream, as if two files were joined; import each one")
+
+    return Columns(reader.schema, batches)
 
 
 @contextmanager
