@@ -49,8 +49,9 @@ trl-test: $(FRAMEWORKS)  ## TRL's SFT, DPO and GRPO trainers; installs trl and p
 		echo "trl cannot be installed; its test is skipped" >&2
 	$(BIN)/python -m pytest tests/frameworks/test_trl.py -rs
 
-# Each trainer has a separate environment in .venv/trainers: they need different versions of the same libraries.
-TRAINERS := torchtitan olmo-core composer litgpt torchtune verl
+# Each trainer has a separate environment in .venv/trainers: they need different versions of the same libraries. So do the
+# libraries whose files penstock import reads.
+TRAINERS := torchtitan olmo-core composer litgpt torchtune verl litdata mosaicml-streaming
 trainers-test: $(TRAINERS:%=trainer-test-%)  ## the adapters with the real trainers; installs each trainer, some gigabytes
 
 trainer-test-%: $(VENV)/trainers/%/.installed

@@ -13,7 +13,8 @@ from support.recorded import TINIER, Given, recording, with_short_lines
 from support.servers import Serve
 from train_gpt import TinyGPT
 
-TRAINERS = ("composer", "litgpt", "olmo_core", "torchtitan", "torchtune", "verl")  # each has a separate environment
+# Each has a separate environment.
+TRAINERS = ("composer", "litdata", "litgpt", "olmo_core", "streaming", "torchtitan", "torchtune", "verl")
 NUM_ROWS = 320  # twenty steps of sixteen
 
 
