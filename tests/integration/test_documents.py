@@ -26,6 +26,7 @@ from penstock_server.recipes.fields import is_messages
 from penstock_server.recipes.transform import load_transform
 from support.corpora import read_back, write, write_datatrove, write_indexed, write_text
 from support.processes import Trainers
+from support.row_files import write_litdata, write_mds
 from support.servers import ROOT, Serve, Server, penstock
 
 PAGES = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
@@ -97,6 +98,7 @@ def test_documented_commands_are_all_tested() -> None:
         *curls,
         *asking(),
         *importing_ids(),
+        *importing_folders(),
         *downloading(),
     }
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
@@ -147,6 +149,22 @@ def test_documented_token_imports_make_documents(tmp_path: Path) -> None:
         [[1, 50256], [2, 3, 50256]],
         stream,
     ]
+
+
+def importing_folders() -> list[str]:
+    """The lines that import folders of MosaicML Streaming and LitData."""
+    return [line for line in shell_lines() if re.match(r"penstock import (mds|litdata)/", line)]
+
+
+def test_documented_folder_imports_make_datasets(tmp_path: Path) -> None:
+    write_mds(tmp_path / "mds" / "train", {"text": "str"}, [{"text": "one"}])
+    write_mds(tmp_path / "mds" / "tokens", {"tokens": "bytes"}, [{"tokens": np.arange(3).tobytes()}])
+    write_litdata(tmp_path / "litdata" / "train", ["no_header_tensor:18"], [np.arange(2)], item_loader="TokensLoader")
+    rows = []
+    for line in importing_folders():
+        run(line, tmp_path)
+        rows += read_back(tmp_path / shlex.split(line)[3]).to_pylist()
+    assert rows == [{"text": "one"}, {"tokens": [0, 1, 2]}, {"tokens": [0, 1]}]
 
 
 def downloading() -> list[str]:

@@ -22,10 +22,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `import` to the commands of `penstock`."""
     parser = commands.add_parser(
         "import",
-        help="turn CSV, JSON lines, Arrow, Parquet or files of token ids into shards",
+        help="turn CSV, JSON lines, Arrow, Parquet, MDS, LitData or files of token ids into shards",
         description="Writes the rows of all FILEs, in their order, as Parquet shards of one schema into OUT_DIR. A file's "
         "ending gives its format: .csv, .tsv, .jsonl, .ndjson, .json (an object a line), each also with .gz or .zst; "
-        ".arrow, .feather, .ipc, .parquet; .bin, .npy, .ds (token ids of Megatron-LM, llm.c, nanoGPT, datatrove).",
+        ".arrow, .feather, .ipc, .parquet; .bin, .npy, .ds (token ids of Megatron-LM, llm.c, nanoGPT, datatrove). A FILE may "
+        "also be a folder that MosaicML Streaming or LitData wrote, with its index.json.",
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder of the dataset")
@@ -35,7 +36,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="A,B",
         type=_names,
         default=[],
-        help="columns to keep as text: in CSV even if they look like numbers, in JSON lines as JSON",
+        help="columns to keep as text: in CSV even if they look like numbers, in JSON lines and MDS as JSON",
     )
     parser.add_argument(
         "--delimiter", metavar="C", type=_delimiter, help="separator of CSV columns (default: a comma, in .tsv a tab)"
@@ -46,7 +47,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="doubled",
         help="how CSV escapes a quote within quotes: doubled (default), or with a backslash; none: quotes are plain characters",
     )
-    parser.add_argument("--ids", choices=_ID_TYPES, help="type of the token ids of .bin files without a header or index")
+    parser.add_argument(
+        "--ids",
+        choices=_ID_TYPES,
+        help="type of the token ids of .bin files without a header or index, and of bytes columns of MDS",
+    )
     border = parser.add_mutually_exclusive_group()
     border.add_argument(
         "--document-end",
