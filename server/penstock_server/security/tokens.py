@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import secrets
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -222,13 +223,30 @@ def _changing(path: Path) -> Iterator[list[TokenEntry]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file atomically, so that no server reads half of it. A new file is readable by its owner only."""
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace a file atomically, so that no server reads half of it. The owner, the group and the mode stay as they are.
+
+    A new file is readable by its owner only. Raises SettingsError: the user may not give the file to its owner.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+        with os.fdopen(handle, "w") as file:
             file.write(text)
+            if path.exists():
+                _take_owner(file.fileno(), path)
             os.fsync(file.fileno())
-        temporary.replace(path)
+        Path(temporary).replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _take_owner(handle: int, path: Path) -> None:
+    """Give an open file the owner, the group and the mode of another. Raises SettingsError: the user may not."""
+    before = path.stat()
+    try:
+        os.fchown(handle, before.st_uid, before.st_gid)
+    except PermissionError as error:
+        raise SettingsError(
+            f"the token file {path} is unchanged: it belongs to user {before.st_uid} and group {before.st_gid}, and only that "
+            f"user or root may replace it. Otherwise a server of that user could not read it. Run the command as that user."
+        ) from error
+    os.fchmod(handle, before.st_mode & 0o777)

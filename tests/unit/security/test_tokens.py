@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from penstock_server.security.tokens import Tokens, read_tokens
+from penstock_server.security.tokens import Tokens, create_token, read_tokens, revoke_token
 from penstock_server.settings import SettingsError
 from support.fuzz import NESTED, ODD, altered
 
@@ -56,3 +57,37 @@ def test_file_of_many_tokens_names_those_that_are_there_twice(tmp_path: Path) ->
     file.write_text(json.dumps({"tokens": [*entries, entries[7]]}))
     with pytest.raises(SettingsError, match="these occur more often: t7"):
         read_tokens(file)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A token file with a token named "trainer"."""
+    file = tmp_path / "tokens" / "tokens.json"
+    create_token(file, "trainer", ("*",), "read", None)
+    return file
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_changed_file_keeps_its_owner_group_and_mode(file: Path) -> None:
+    os.chown(file, 65_534, 65_533)
+    file.chmod(0o640)
+    before = os.umask(0o077)
+    try:
+        revoke_token(file, "trainer")
+    finally:
+        os.umask(before)
+    status = file.stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == (65_534, 65_533, 0o640)
+    assert read_tokens(file) == ()
+
+
+def test_file_of_another_user_stays_as_it_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    content = file.read_text()
+    monkeypatch.setattr(os, "fchown", refuse)
+    with pytest.raises(SettingsError, match=f"belongs to user {file.stat().st_uid} and group .* Run the command as that user"):
+        revoke_token(file, "trainer")
+    assert file.read_text() == content
+    assert [*file.parent.iterdir()] == [file]
