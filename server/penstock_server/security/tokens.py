@@ -205,6 +205,7 @@ def _hash(token: str) -> str:
 @contextmanager
 def _changing(path: Path) -> Iterator[list[TokenEntry]]:
     """Yield the entries of a token file, then write them back. A lock makes concurrent commands wait for each other."""
+    path = Path(os.path.realpath(path))  # the server reads the file that a symlink leads to
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)

@@ -91,3 +91,12 @@ def test_file_of_another_user_stays_as_it_is(file: Path, monkeypatch: pytest.Mon
         revoke_token(file, "trainer")
     assert file.read_text() == content
     assert [*file.parent.iterdir()] == [file]
+
+
+def test_file_behind_a_symlink_is_changed(file: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(file)
+    create_token(link, "other", ("*",), "read", None)
+    revoke_token(link, "trainer")
+    assert link.is_symlink()
+    assert [entry.name for entry in read_tokens(file)] == ["other"]
