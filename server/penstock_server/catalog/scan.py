@@ -7,11 +7,12 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from errno import EILSEQ
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.text import as_utf8
 from penstock_server.recipes.allowed import EVERYTHING, AllowedFiles
 from penstock_server.recipes.infer import FILE_NAME
 
@@ -50,27 +51,26 @@ def is_settled(file_stat: FileStat, seconds: float) -> bool:
 class Listing:
     """Direct contents of a folder: the stats of its shards, sorted by name, and what else it holds.
 
-    `links` are the shards, and the recipe, that are symlinks.
+    `links` are the shards, and the recipe, that are symlinks. `faults` are the reasons why others of them cannot be read.
     """
 
     shards: Mapping[str, FileStat]
     folders: tuple[str, ...]
     broken_links: tuple[str, ...]
     links: tuple[str, ...]
+    faults: tuple[str, ...]
     has_recipe: bool
     has_others: bool
 
 
 def list_folder(folder: Path) -> Listing:
-    """List a folder; names that begin with a dot or an underscore are not data. Raises OSError, also if a name is not UTF-8."""
+    """List a folder; names that begin with a dot or an underscore are not data. Raises OSError."""
     shards: dict[str, FileStat] = {}
-    folders, broken_links, links, has_recipe, has_others = [], [], [], False, False
+    folders, broken_links, links, faults, has_recipe, has_others = [], [], [], list[str](), False, False
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name[0] in "._":
                 continue
-            if os.fsencode(entry.name).decode(errors="ignore") != entry.name:
-                raise OSError(EILSEQ, "a name in it is not UTF-8")
             try:
                 is_folder = entry.is_dir()
             except OSError:  # a symlink whose target cannot be reached, or to itself
@@ -78,7 +78,9 @@ def list_folder(folder: Path) -> Listing:
             if is_folder:
                 folders.append(entry.name)
             elif entry.name.lower().endswith(".parquet") or entry.name == FILE_NAME:
-                if entry.name == FILE_NAME:
+                if fault := _fault_of(entry):
+                    faults.append(fault)
+                elif entry.name == FILE_NAME:
                     has_recipe = True
                 else:
                     shards[entry.name] = _stat_of_entry(entry)
@@ -89,8 +91,28 @@ def list_folder(folder: Path) -> Listing:
             else:
                 broken_links.append(entry.name)
     return Listing(
-        dict(sorted(shards.items())), tuple(sorted(folders)), tuple(broken_links), tuple(sorted(links)), has_recipe, has_others
+        dict(sorted(shards.items())),
+        tuple(sorted(folders)),
+        tuple(broken_links),
+        tuple(sorted(links)),
+        tuple(faults),
+        has_recipe,
+        has_others,
     )
+
+
+def _fault_of(entry: os.DirEntry[str]) -> str | None:
+    """Return why a shard or a recipe must not be opened; None if it may be, or is absent."""
+    if not _is_utf8(entry.name):
+        return f"{as_utf8(entry.path)} has a name that is not UTF-8. Rename it."
+    with suppress(OSError):
+        if not stat.S_ISREG(entry.stat().st_mode):  # to open a pipe may take forever
+            return f"{entry.path} is a pipe, a socket or a device. Remove it."
+    return None
+
+
+def _is_utf8(name: str) -> bool:
+    return as_utf8(name) == name
 
 
 def _stat_of_entry(entry: os.DirEntry[str]) -> FileStat:
@@ -152,12 +174,18 @@ def scan_folders(data_dir: Path, allowed: AllowedFiles = EVERYTHING) -> Scan:
             scan.refused[name] = scan.unread[folder] = outside[0]
             continue
         for child in (folder / below for below in reversed(listing.folders)):
+            if not _is_utf8(child.name):
+                dataset = as_utf8(".".join(child.relative_to(data_dir).parts))
+                scan.refused[dataset] = f"{as_utf8(str(child))} has a name that is not UTF-8. Rename it."
+                continue
             is_link = os.path.islink(child)  # noqa: PTH114 - is_symlink raises for a missing mount
             if not (is_by_link and is_link):
                 pending.append((child, is_by_link or is_link, above | {identity}))
         for link in (folder / below for below in listing.broken_links):
             scan.unread[link] = f"{link} is a broken symlink. Bring back its target, or remove the symlink."
-        if listing.shards or (listing.has_recipe and folder != data_dir):
+        if listing.faults:
+            scan.refused[name] = listing.faults[0]
+        elif listing.shards or (listing.has_recipe and folder != data_dir):
             named[name].append((folder, listing.shards))
         elif listing.has_others:
             scan.others[name] = folder

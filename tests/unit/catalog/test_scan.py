@@ -65,13 +65,41 @@ def test_symlinks_in_a_circle_are_followed_once(data: Path, open_all: Opener) ->
     assert list(open_all().datasets) == sorted([*names, *(f"{a}.{b}" for a in names for b in names if a != b)])
 
 
-def test_names_that_are_not_utf8_are_refused(data: Path, open_all: Opener) -> None:
-    for name in ("good", "shard"):
+def test_names_that_are_not_utf8_are_refused_alone(data: Path, open_all: Opener) -> None:
+    for name in ("good", "shard", "odd", "below"):
         write_numbered(data / name, 9)
+    (data / "odd").rename(data / "\udcff")
+    (data / "below").rename(data / "good" / "\udcfe")
     (data / "shard" / "part-001.parquet").rename(data / "shard" / "\udcff.parquet")
+    (data / "\udcff.txt").write_text("no data")
+    (data / "\udcff.parquet").write_text("a shard of the data folder itself")
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]
-    assert "a name in it is not UTF-8" in catalog.refused["shard"]
+    assert catalog.refused == {
+        "data": f"{data}/\\udcff.parquet has a name that is not UTF-8. Rename it.",
+        "shard": f"{data}/shard/\\udcff.parquet has a name that is not UTF-8. Rename it.",
+        "\\udcff": f"{data}/\\udcff has a name that is not UTF-8. Rename it.",
+        "good.\\udcfe": f"{data}/good/\\udcfe has a name that is not UTF-8. Rename it.",
+    }
+
+
+@pytest.mark.parametrize("name", ["part-9.parquet", "penstock.toml"])
+def test_pipe_and_device_are_refused(data: Path, open_all: Opener, name: str) -> None:
+    for dataset in ("good", "pipe", "device", "later"):
+        write_numbered(data / dataset, 9)
+    os.mkfifo(data / "pipe" / name)
+    (data / "device" / name).symlink_to("/dev/zero")
+    os.mkfifo(data / name)
+    (data / "mixture").mkdir()
+    os.mkfifo(data / "mixture" / "penstock.toml")
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good", "later"]
+    assert catalog.refused.keys() == {"data", "pipe", "device", "mixture"}
+    assert catalog.refused["pipe"] == f"{data}/pipe/{name} is a pipe, a socket or a device. Remove it."
+    os.mkfifo(data / "later" / name)
+    catalog.poll()
+    assert "later" in catalog.datasets  # from its cache
+    assert catalog["later"].error == f"{data}/later/{name} is a pipe, a socket or a device. Remove it."
 
 
 def test_symlink_gives_a_dataset_a_second_name(data: Path, open_all: Opener) -> None:
