@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from errno import ESTALE
+from errno import EINVAL, ESTALE
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, TypeVar
@@ -40,6 +41,15 @@ def may_exist(path: Path) -> bool:
     except OSError:
         return True
     return True
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError: it cannot be opened, or is a pipe or a device, which may block forever."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(handle, "rb")
 
 
 class Damaged(Exception):

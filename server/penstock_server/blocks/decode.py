@@ -26,6 +26,7 @@ from penstock_server.blocks.pages import pages
 from penstock_server.catalog.scan import FileStat, list_folder
 from penstock_server.catalog.shard import Shard, is_of, stat_of
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
+from penstock_server.files import open_regular
 from penstock_server.lru import LruCache
 from penstock_server.monitoring.stages import StageClock
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
@@ -225,7 +226,8 @@ class RowGroupReader:
     def _opened(self, shard: Shard) -> Iterator[tuple[pa.OSFile, FileStat, pq.ParquetFile]]:
         """Opens a shard's file, only once, since it may be replaced; yields it, its stat, and a reader of its pages."""
         try:
-            file = pa.OSFile(str(shard.path))
+            with open_regular(shard.path):  # to open a pipe, OSFile would wait forever
+                file = pa.OSFile(str(shard.path))
         except FileNotFoundError:
             if not list_folder(shard.path.parent).shards:  # unmounted storage looks like an empty or missing folder
                 raise

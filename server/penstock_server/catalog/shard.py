@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from penstock.text import one_line
 from penstock_server.arrow import open_parquet
 from penstock_server.catalog.scan import FileStat
+from penstock_server.files import open_regular
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.fields import RecipeError
 from penstock_server.recipes.recipe import Recipe
@@ -135,7 +136,7 @@ def is_of(file: pa.OSFile, shard: Shard) -> bool:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror or error}"

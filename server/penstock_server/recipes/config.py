@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ import pyarrow as pa
 
 from penstock.numbers import is_whole
 from penstock_server.arrow import holds_json
-from penstock_server.files import may_exist
+from penstock_server.files import may_exist, open_regular
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.allowed import EVERYTHING, AllowedFiles
 from penstock_server.recipes.chat import TEMPLATE_FILES, ChatTemplate, load_chat_templates, read_chat_templates
@@ -114,7 +115,7 @@ def _read_declaration(folder: Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file. Raises DatasetInvalid: it cannot be read, or is not TOML."""
     try:
-        with path.open(encoding="utf-8-sig") as file:  # editors on Windows write a byte order mark
+        with TextIOWrapper(open_regular(path), "utf-8-sig") as file:  # editors on Windows write a byte order mark
             text = file.read(_MAX_FILE + 1)
         if len(text) > _MAX_FILE:
             raise ValueError(f"it has more than {_MAX_FILE:,} characters")

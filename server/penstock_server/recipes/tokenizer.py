@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from penstock_server.files import may_exist
+from penstock_server.files import may_exist, open_regular
 from penstock_server.problems import DatasetInvalid, LibraryError, library_errors
 
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -148,7 +149,8 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 def _load(
     path: Path, resolved: Path, _ctime_ns: int, split_special_tokens: bool, beside: tuple[str, ...]
 ) -> TokenizerFile:  # a file with another ctime is another tokenizer
-    content = resolved.read_bytes()
+    with open_regular(resolved) as file:
+        content = file.read()
     try:
         with library_errors():
             tokenizer = Tokenizer.from_buffer(content)
@@ -254,7 +256,8 @@ def read_json_beside(path: Path) -> dict[str, Any]:
 def read_beside(path: Path) -> str:
     """Return the text of a file beside a tokenizer. Raises DatasetInvalid: it cannot be read."""
     try:
-        return path.read_text("utf-8-sig")
+        with TextIOWrapper(open_regular(path), "utf-8-sig") as file:
+            return file.read()
     except (OSError, ValueError) as error:
         raise DatasetInvalid(f"{path} cannot be read: {error}.") from error
 

@@ -18,6 +18,7 @@ from types import ModuleType
 
 import pyarrow as pa
 
+from penstock_server.files import open_regular
 from penstock_server.problems import LibraryError, library_errors
 from penstock_server.recipes.fields import RecipeError
 
@@ -60,7 +61,8 @@ def load_transform(name: str, folder: Path) -> Transform:
         raise TransformError(f'transform = {name!r} must name a function of a file beside the shards, as in "clean:function"')
     path = folder / f"{stem}.py"
     try:
-        source = path.read_bytes()
+        with open_regular(path) as file:
+            source = file.read()
     except OSError as error:
         raise TransformError(f"{path} cannot be read: {error.strerror}") from error
     digest = blake2b(function_name.encode() + b"\0" + source, digest_size=16).hexdigest()

@@ -107,6 +107,14 @@ def test_removed_shard_is_gone_unless_all_are(open_blocks: Callable[[], Blocks],
         blocks.get([0])
 
 
+def test_shard_that_became_a_pipe_is_not_waited_for(open_blocks: Callable[[], Blocks], data: Path) -> None:
+    blocks = open_blocks()
+    (data / "part-000.parquet").unlink()
+    os.mkfifo(data / "part-000.parquet")
+    with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: it is not a regular file"):
+        blocks.get([0])
+
+
 def test_changed_shard_with_the_same_footer_is_another_snapshot(data: Path, cache_dir: Path) -> None:
     """Two shards of equal layout and equal statistics can have one footer, byte for byte, and yet other tokens."""
 

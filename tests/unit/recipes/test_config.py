@@ -112,6 +112,27 @@ def test_unreadable_recipe_is_refused(data: Path, monkeypatch: pytest.MonkeyPatc
         open_snapshot(data)
 
 
+@pytest.mark.parametrize(
+    "name", ["penstock.toml", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "own.jinja", "own.py"]
+)
+def test_pipe_is_not_waited_for(data: Path, tokenizer: Path, name: str) -> None:
+    write(data, "", {"messages": [[{"role": "user", "content": "one"}]]})
+    for file, content in {
+        "tokenizer.json": tokenizer.read_text(),
+        "chat_template.jinja": CHATML,
+        "own.jinja": CHATML,
+        "own.py": "def same(rows):\n    return rows\n",
+        "penstock.toml": 'tokenizer = "tokenizer.json"\neos = "<|endoftext|>"\n'
+        + {"own.jinja": 'chat_template = "own.jinja"', "own.py": 'transform = "own:same"'}.get(name, ""),
+    }.items():
+        (data / file).write_text(content)
+    open_snapshot(data)
+    (data / name).unlink(missing_ok=True)
+    os.mkfifo(data / name)
+    with pytest.raises(DatasetInvalid, match=f"{name} cannot be read: .*it is not a regular file"):
+        open_snapshot(data)
+
+
 def test_text_without_a_tokenizer_is_refused(data: Path) -> None:
     write_text(data, ["one"])
     with pytest.raises(DatasetInvalid, match=r"--tokenizer FILE .* or name one in .*penstock.toml"):
