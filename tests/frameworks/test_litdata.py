@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from penstock import RemoteDataset
+from penstock_server.importing.run import Import
 from support.corpora import imported
+from support.servers import Serve
 
 LIBRARY = "litdata"
 pytestmark = pytest.mark.filterwarnings("ignore")  # it warns of chunks that are larger than stated
@@ -96,3 +99,16 @@ def test_tokens_are_those_of_the_library(tmp_path: Path, options: dict[str, Any]
     assert rows == [document_of(number).tolist() for number in range(100)]
     data = StreamingDataset(str(tmp_path / "chunks"), item_loader=TokensLoader(block_size=1))
     assert [int(data[number][0]) for number in range(len(data))] == [token for row in rows for token in row]
+
+
+def test_blocks_are_samples_of_the_stream(serve: Serve, tmp_path: Path) -> None:
+    from litdata import StreamingDataset, TokensLoader
+
+    write(tmp_path / "chunks", lambda number: torch.arange(number + 1), chunk_bytes=1 << 30, item_loader=TokensLoader())
+    Import(files=[tmp_path / "chunks"], out_dir=tmp_path / "data" / "tokens").run()
+    stream: dict[str, Any] = {"packing": "concat", "seq_len": 16, "labels": "shifted", "shuffle": "none", "batch_size": 1}
+    batches = list(RemoteDataset(serve(tmp_path / "data").url, "tokens", **stream))
+    blocks = StreamingDataset(str(tmp_path / "chunks"), item_loader=TokensLoader(block_size=17))
+    assert [batch["input_ids"][0].tolist() for batch in batches] == [block[:-1].tolist() for block in blocks]
+    assert [batch["labels"][0].tolist() for batch in batches] == [block[1:].tolist() for block in blocks]
+    assert len(batches) == 100 * 101 // 2 // 17
