@@ -139,15 +139,15 @@ def test_documented_token_imports_make_documents(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(header.tobytes() + np.array(ids, "<u2").tobytes())
     np.array([1, 50256, 2, 3, 50256], "<u2").tofile(tmp_path / "train.bin")
     stream, rows = [[1, 50256, 2, 3, 50256]], []  # without a mark
-    for line in importing_ids():
+    for line in sorted(importing_ids()):
         run(line, tmp_path)
         rows.append(read_back(tmp_path / line.split()[-2 - 2 * line.count("--") + 1])["tokens"].to_pylist())
     assert rows == [
-        [[1, 2], [3]],
         [[4, 5], [6]],
+        [[1, 2], [3]],
         [[50256, 1], [50256, 2], [50256, 3, 3, 3]],
-        [[1, 50256], [2, 3, 50256]],
         stream,
+        [[1, 50256], [2, 3, 50256]],
     ]
 
 
@@ -161,10 +161,10 @@ def test_documented_folder_imports_make_datasets(tmp_path: Path) -> None:
     write_mds(tmp_path / "mds" / "tokens", {"tokens": "bytes"}, [{"tokens": np.arange(3).tobytes()}])
     write_litdata(tmp_path / "litdata" / "train", ["no_header_tensor:18"], [np.arange(2)], item_loader="TokensLoader")
     rows = []
-    for line in importing_folders():
+    for line in sorted(importing_folders()):
         run(line, tmp_path)
         rows += read_back(tmp_path / shlex.split(line)[3]).to_pylist()
-    assert rows == [{"text": "one"}, {"tokens": [0, 1, 2]}, {"tokens": [0, 1]}]
+    assert rows == [{"tokens": [0, 1]}, {"tokens": [0, 1, 2]}, {"text": "one"}]
 
 
 def downloading() -> list[str]:
