@@ -58,8 +58,10 @@ class Certificates:
 
     def _empty(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.num_tickets = 0  # a resumed session would skip the check whether a client certificate has expired
+        # A resumed session skips the check of the client certificate, which may have expired, or be of a replaced authority.
+        # Sessions of TLS 1.2 cannot be prevented.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3 if self._client_ca else ssl.TLSVersion.TLSv1_2
+        context.num_tickets = 0
         if self._client_ca:
             context.verify_mode = ssl.CERT_OPTIONAL  # probes and callers with a token have no certificate
         return context

@@ -146,6 +146,14 @@ def test_client_certificate_names_the_caller(app: FastAPI, authority: Authority,
             caller(url, authority.file, trainer)
 
 
+def test_client_certificates_need_tls_1_3(app: FastAPI, authority: Authority) -> None:
+    """A session of TLS 1.2 would be resumed without a check of its certificate."""
+    with serving_tls(app, certificates_of(authority.issue(), client_ca=authority.file)) as url:
+        assert shown(url, authority)
+        with pytest.raises(ssl.SSLError):
+            shown(url, authority, ssl.TLSVersion.TLSv1_2)
+
+
 def test_request_without_tls_is_told_of_https(app: FastAPI, authority: Authority) -> None:
     message = "If the server uses TLS, its address begins with https"
     refused = pytest.raises(TransientError, match=message)
