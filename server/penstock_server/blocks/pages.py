@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-_HEADER_BYTES = (4096, 1 << 24)  # of a first and a second read: a header may contain the largest value of its page
+_HEADER_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # read one after another: a header may have the largest value of its page
+_MAX_DEPTH = 8
+_EMPTY_PAGES = 16  # in a chunk; all others have a value
 _DICTIONARY_PAGE = 2
 _MIN_PAGE_BYTES, _MAX_GROWTH = 64 << 20, 256
 _BOOLEANS, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
@@ -32,7 +34,11 @@ def pages(file: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> Iterator[Page]:
     if chunk.dictionary_page_offset is not None and 0 < chunk.dictionary_page_offset < start:
         start = chunk.dictionary_page_offset
     stop = start + chunk.total_compressed_size
+    left = chunk.num_values + _EMPTY_PAGES
     while start < stop:
+        if not left:
+            raise ValueError(f"column {chunk.path_in_schema} has more pages than values")
+        left -= 1
         fields, length = _header(file, start)
         page = Page(fields.get(1) == _DICTIONARY_PAGE, fields.get(2, -1), fields.get(3, -1))
         if page.nbytes < 0 or page.stored_bytes < 0:
@@ -74,13 +80,15 @@ class _Reader:
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise ValueError("the header of a page is nested too deeply")
         if kind in _INTEGERS:
             return self._integer()
         if kind in _LISTS:
             head = self._byte()
             for _ in range(self._varint() if head >> 4 == 15 else head >> 4):
-                self._value(_BYTE if head & 15 in _BOOLEANS else head & 15, depth)
-        elif kind == _STRUCT and depth < 8:
+                self._value(_BYTE if head & 15 in _BOOLEANS else head & 15, depth + 1)
+        elif kind == _STRUCT:
             self.struct(depth + 1)
         elif kind not in _BOOLEANS:
             sizes = {_BYTE: 1, _DOUBLE: 8}
@@ -101,6 +109,8 @@ class _Reader:
         while (byte := self._byte()) & 128:
             value |= (byte & 127) << shift
             shift += 7
+            if shift > 63:  # Python's integers grow, so that each further byte would copy all before it
+                raise ValueError("the header of a page has an integer of more than 64 bits")
         return value | byte << shift
 
     def _integer(self) -> int:
