@@ -221,6 +221,10 @@ def test_request_has_a_time_limit(small: str, monkeypatch: pytest.MonkeyPatch) -
     for request in (b"", b"GET /v1/data"):
         with connect(small) as own:
             assert answer(own, request).startswith(b"HTTP/1.1 408 ")
+    with connect(small) as own:  # an empty line begins a request, too
+        own.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert own.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        assert answer(own, b"\r\n").startswith(b"HTTP/1.1 408 ")
     with connect(small) as own:  # a complete request ends the time
         own.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
         assert own.recv(65536).startswith(b"HTTP/1.1 200 OK")

@@ -99,6 +99,9 @@ class BoundedProtocol(HttpToolsProtocol):
                 "body_bytes", 413, f"the body of a request has at most {MAX_BODY_BYTES:,} bytes. No request needs one."
             )
         else:
+            # The parser skips empty lines before a request, but with any data uvicorn ends its limit of the time between two.
+            if not self._deadline and (self.cycle is None or self.cycle.response_complete):
+                self._expect_request()
             super().data_received(data)
 
     def on_message_begin(self) -> None:
