@@ -1,4 +1,4 @@
-"""`penstock serve` with TLS: runs, commands, certificates that are replaced under load, and handshakes that stall."""
+"""`penstock serve` with TLS: runs, commands, and certificates that are replaced under load."""
 
 from __future__ import annotations
 
@@ -124,15 +124,3 @@ def test_unusable_certificate_ends_the_server_at_its_start(data_dir: Path, autho
         done = penstock("serve", data_dir, "--cache-dir", tmp_path, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert f"--tls-cert: {cert} and {other} cannot be used: " in done.stderr
-
-
-@pytest.mark.slow
-def test_stalled_handshake_ends(data_dir: Path, serve: Serve, authority: Authority) -> None:
-    """After a minute, by the limit of asyncio and uvloop. Meanwhile others are served."""
-    server = serve(data_dir, "--tls-cert", str(authority.issue()))
-    with connected(server) as silent, connected(server) as half:
-        half.sendall(bytes.fromhex("160301"))  # the beginning of a handshake
-        assert serial(server, authority)
-        for stalled in (silent, half):
-            stalled.settimeout(240)
-            assert stalled.recv(1) == b""

@@ -45,6 +45,7 @@ from penstock_server.settings import MAX_CONNECTIONS, Settings
 
 _STOP_SECONDS = 3.0  # for responses in progress after a stop signal
 _KEEP_ALIVE_SECONDS = 60  # longer than a slow client reads what the kernel holds of a response
+_HANDSHAKE_SECONDS = 10.0  # of TLS: until then a connection takes a descriptor, and does not count
 _ABORT_SECONDS = 2.0  # for aborted responses to end; after that they are abandoned
 _OTHER_FILES = 256  # that a process opens beside its connections
 _GREETED = 20  # datasets listed at start
@@ -114,8 +115,7 @@ class Server(uvicorn.Server):
     Ctrl-C or a second signal stops it at once. On stop, responses in progress have `stop_seconds`; then their connections are
     aborted.
 
-    `tls` encrypts the connections. A handshake may take a minute, the default of asyncio and uvloop. X-Forwarded-For and
-    X-Forwarded-Proto are believed from the proxies in `trusted_proxy` only.
+    `tls` encrypts the connections. X-Forwarded-For and X-Forwarded-Proto are believed from the proxies in `trusted_proxy` only.
     """
 
     def __init__(
@@ -166,6 +166,13 @@ class Server(uvicorn.Server):
             if time.monotonic() >= self._stop_at:
                 self.should_exit = True
         return await super().on_tick(counter)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept connections."""
+        if self.config.ssl:  # uvicorn does not pass a limit of the handshake on
+            loop = asyncio.get_running_loop()
+            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=_HANDSHAKE_SECONDS)  # type: ignore[method-assign]
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting and close the open connections."""

@@ -171,6 +171,17 @@ def test_connection_that_idled_too_long_is_replaced(
             client.get(url, "/caller", then="/caller")
 
 
+def test_stalled_handshake_ends(app: FastAPI, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: after a minute. Meanwhile others are served."""
+    monkeypatch.setattr(serving, "_HANDSHAKE_SECONDS", 1.0)
+    with serving_tls(app, certificates_of(authority.issue())) as url:
+        address = (HOST, urlsplit(url).port or 0)
+        with socket.create_connection(address, timeout=30) as silent, socket.create_connection(address, timeout=30) as half:
+            half.sendall(bytes.fromhex("160301"))  # the beginning of a handshake
+            assert shown(url, authority)
+            assert silent.recv(1) == half.recv(1) == b""
+
+
 @pytest.mark.parametrize(("trusted", "host"), [("", HOST), ("10.0.0.0/8,127.0.0.1/32", "192.0.2.7"), ("10.0.0.0/8", HOST)])
 def test_forwarded_address_is_believed_of_trusted_proxies_alone(app: FastAPI, trusted: str, host: str) -> None:
     with serving_app(app, trusted_proxy=trusted) as url:
