@@ -21,12 +21,12 @@ from penstock_server.batches.member import Member, OrderKey, PlannedEpochs
 from penstock_server.batches.plan import make_plan
 from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
-from penstock_server.catalog.scan import FileStat
 from penstock_server.catalog.shard import Shard, numbers
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.index.index import Index
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.sources.stats import FileStat
 from ratios import seconds
 
 GROUPS, ROWS = 100, 1000

@@ -39,7 +39,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Starts servers that are killed when the tests of a module end: dozens that idle take some of a core from the others."""
     with ExitStack() as stack:
 
-        def start(data_dir: Path, *flags: str, cache_dir: Path | None = None) -> Server:
+        def start(data_dir: Path | str, *flags: str, cache_dir: Path | None = None) -> Server:
             return stack.enter_context(Server(data_dir, cache_dir or tmp_path_factory.mktemp("cache"), *flags))
 
         yield start

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _SETTINGS = {  # metavar and help of each option
     "tokenizer": ("FILE", "tokenizer.json for text whose penstock.toml names none"),
     "assets": ("DIR", "second folder whose files a penstock.toml may name, such as shared tokenizers"),
+    "allow_sources": ("URLS", "beginnings of URLs that a penstock.toml may name for its shards, separated by spaces"),
     "cache_dir": ("DIR", f"where decoded blocks are kept (default: {default_cache_dir()})"),
     "cache_bytes": ("N", "their disk budget, such as 200GB (default: half of the free disk)"),
     "host": ("HOST", "address to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 for all)"),
@@ -55,7 +56,7 @@ _SWITCHES = {  # help of each option without a value
     "follow_symlinks": "follow symlinks out of the data folder, such as those of a Hugging Face cache",
     "allow_transforms": "run the transforms of datasets, which are Python code in the data folder",
 }
-_OF_ALL = ("tokenizer", "assets", "cache_dir", "cache_bytes")  # commands that open datasets
+_OF_ALL = ("tokenizer", "assets", "allow_sources", "cache_dir", "cache_bytes")  # commands that open datasets
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -129,7 +130,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_settings(command: argparse.ArgumentParser, *names: str) -> None:
-    command.add_argument("data_dir", metavar="DATA_DIR", nargs="?", help="folder of Parquet files, or of folders of them")
+    command.add_argument(
+        "data_dir",
+        metavar="DATA_DIR",
+        nargs="*",
+        help="folder of Parquet files, or of folders of them; or a URL: s3://, gs://, az://, hf://datasets/ or https://",
+    )
     for name in (*_OF_ALL, *names):
         metavar, text = _SETTINGS[name]
         command.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
@@ -151,11 +157,15 @@ def _set_libraries_up() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def _settings(arguments: argparse.Namespace) -> Settings:
+    return Settings.read({**vars(arguments), "data_dir": "\n".join(arguments.data_dir)}, os.environ)
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
     from penstock_server.serving.listener import bind
 
-    settings = Settings.read(vars(arguments), os.environ)
+    settings = _settings(arguments)
     begin_log(settings.log_format)
     try:
         settings.check_guard()
@@ -220,7 +230,7 @@ def _open(arguments: argparse.Namespace) -> tuple[Settings, Catalog, list[OpenSn
     from penstock_server.catalog.catalog import open_data
     from penstock_server.recipes.encoder_process import fork_nursery
 
-    settings = Settings.read(vars(arguments), os.environ)
+    settings = _settings(arguments)
     fork_nursery()
     catalog = open_data(settings)
     served, refused = [], dict[str, object]({} if arguments.dataset else catalog.refused)

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from penstock.cli.output import CommandError
 from penstock_server.machine import memory_bytes, num_cores
 from penstock_server.recipes.allowed import AllowedFiles
+from penstock_server.sources.urls import is_url
 
 LogFormat = Literal["human", "json"]
 
@@ -42,8 +43,9 @@ def _said(name: str, environment: Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of a server: data folder, cache folder, budgets, and address to listen on.
+    """Settings of a server: data, cache folder, budgets, and address to listen on.
 
+    data_dir        folders, and URLs of sources; as a text, one a line
     cache_bytes     budget of the cache folder; None is half of the free space on its disk
     inflight_bytes  budget of responses in memory until clients read them; None is a quarter of the memory
     decoded_bytes   budget of decoded text that waits in memory to be tokenized; None is an eighth of the memory
@@ -60,10 +62,11 @@ class Settings:
     trusted_proxy   addresses or networks of proxies whose X-Forwarded-For and -Proto are believed; "" for none
     assets          second folder whose files datasets may name, besides the data folder
     follow_symlinks, allow_transforms  what files of the data folder may do; see AllowedFiles
+    allow_sources   beginnings of URLs that recipes may name for their shards, separated by spaces
     published       HOST:PORT to print instead of the listener's address, if a container's port is published elsewhere
     """
 
-    data_dir: Path
+    data_dir: tuple[Path | str, ...]
     tokenizer: Path | None = None
     cache_dir: Path
     cache_bytes: int | None = None
@@ -85,6 +88,7 @@ class Settings:
     assets: Path | None = None
     follow_symlinks: bool = False
     allow_transforms: bool = False
+    allow_sources: str = ""
     published: str = ""
 
     @classmethod
@@ -95,8 +99,9 @@ class Settings:
         values: dict[str, Any] = {"cache_dir": default_cache_dir(), **given}
         problems = []
         if "data_dir" not in given:
-            problems.append("no data folder is given: name it after the command, or set PENSTOCK_DATA_DIR")
-        for name in ("data_dir", "tokenizer", "assets", "cache_dir", "tokens", "tls_cert", "tls_key", "tls_client_ca"):
+            problems.append("no data folder or URL is given: name it after the command, or set PENSTOCK_DATA_DIR")
+        values["data_dir"] = tuple(map(_place, values.get("data_dir", "").splitlines()))
+        for name in ("tokenizer", "assets", "cache_dir", "tokens", "tls_cert", "tls_key", "tls_client_ca"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
         if {"tls_key", "tls_client_ca"} & given.keys() and "tls_cert" not in given:
@@ -125,8 +130,13 @@ class Settings:
     @property
     def allowed_files(self) -> AllowedFiles:
         """What files of the data folder may do."""
-        folders = (self.data_dir, *([self.assets] if self.assets else []))
-        return AllowedFiles(folders, self.follow_symlinks, self.allow_transforms)
+        folders = (*(place for place in self.data_dir if isinstance(place, Path)), *([self.assets] if self.assets else []))
+        return AllowedFiles(folders, self.follow_symlinks, self.allow_transforms, tuple(self.allow_sources.split()))
+
+    @property
+    def data(self) -> str:
+        """The folders and URLs, for messages."""
+        return " and ".join(map(str, self.data_dir))
 
     @property
     def most_inflight_bytes(self) -> int:
@@ -145,6 +155,11 @@ class Settings:
         """Number of decoding threads of one process, from the cores and the available memory."""
         affordable = memory_bytes() // _DECODING_SHARE // _DECODER_BYTES
         return max(1, min(num_cores(), affordable) // self.processes)
+
+
+def _place(text: str) -> Path | str:
+    """Return a URL as it is, and the path of a folder."""
+    return text if is_url(text) else Path(text).expanduser()
 
 
 def _is_loopback(host: str) -> bool:

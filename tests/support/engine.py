@@ -21,7 +21,7 @@ from penstock_server.blocks.on_demand import BlockFuture
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.footers import FolderReader
-from penstock_server.catalog.scan import FileStat, list_folder
+from penstock_server.catalog.scan import list_folder
 from penstock_server.catalog.shard import Shard, numbers
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.index.index import Index
@@ -29,6 +29,7 @@ from penstock_server.problems import IndexNotReady
 from penstock_server.recipes import encode
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.sources.stats import FileStat
 
 Geometry = Sequence[Sequence[int]]  # rows of each row group of each shard
 Opener = Callable[..., Catalog]

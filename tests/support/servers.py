@@ -38,6 +38,7 @@ from penstock_server.catalog.catalog import open_catalog
 from penstock_server.serving.listener import disconnect_stalled
 from penstock_server.serving.server import Server as UvicornServer
 from support.processes import Fork, until
+from support.stores import SOURCE, Uploaded
 
 _AT_A_TIME = 1024
 SERVER_PACKAGES = ("penstock_server", "fastapi", "pyarrow", "starlette", "tokenizers", "uvicorn")
@@ -47,8 +48,10 @@ ROOT = Path(__file__).parents[2]
 class Server:
     """Serves a folder until it is stopped or killed. `start` again takes the same port."""
 
-    def __init__(self, data_dir: Path, cache_dir: Path, *flags: str) -> None:
-        self._arguments: list[str | Path] = ["serve", data_dir, "--cache-dir", cache_dir, "--drain-seconds", "0", *flags]
+    def __init__(self, data_dir: Path | str, cache_dir: Path, *flags: str) -> None:
+        self._uploaded = Uploaded(data_dir) if SOURCE == "s3" and isinstance(data_dir, Path) else None
+        data = self._uploaded.url if self._uploaded else data_dir
+        self._arguments: list[str | Path] = ["serve", data, "--cache-dir", cache_dir, "--drain-seconds", "0", *flags]
         self._port = 0
         self._client = httpx.Client(timeout=60, verify=False)  # to read certificates would take longer than many a test
         self.start()
@@ -93,6 +96,8 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._client.close()
         self.kill()
+        if self._uploaded:
+            self._uploaded.close()
 
     def get(self, path: str, **query: str | int) -> httpx.Response:
         return self._client.get(f"{self.url}{path}", params=query or None)

@@ -74,4 +74,4 @@ def test_decode_threads_are_limited_by_cores_and_memory(
 ) -> None:
     monkeypatch.setattr(settings, "num_cores", lambda: cores)
     monkeypatch.setattr(settings, "memory_bytes", lambda: memory)
-    assert Settings(data_dir=Path("d"), cache_dir=Path("c"), processes=processes).num_decoders == threads
+    assert Settings(data_dir=(Path("d"),), cache_dir=Path("c"), processes=processes).num_decoders == threads

@@ -10,7 +10,7 @@ from penstock_server.settings import Settings, SettingsError
 def test_flag_wins_over_the_environment() -> None:
     environment = {"PENSTOCK_DATA_DIR": "/env", "PENSTOCK_PORT": "1", "PENSTOCK_TOKENIZER": "", "HOME": "/home/me"}
     settings = Settings.read({"port": "2", "data_dir": None}, environment)
-    assert (settings.data_dir, settings.port, settings.host, settings.tokenizer) == (Path("/env"), 2, "127.0.0.1", None)
+    assert (settings.data_dir, settings.port, settings.host, settings.tokenizer) == ((Path("/env"),), 2, "127.0.0.1", None)
 
 
 def test_address_of_kubernetes_is_not_a_port() -> None:

@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 
 from penstock.text import counted, one_line, printable
 from penstock_server.arrow import open_parquet
-from penstock_server.blocks.pages import pages
-from penstock_server.catalog.scan import FileStat, list_folder
-from penstock_server.catalog.shard import Shard, is_of, stat_of
+from penstock_server.blocks.pages import pages, start_of
+from penstock_server.catalog.scan import list_shards
+from penstock_server.catalog.shard import File, Shard, is_of, stat_of
 from penstock_server.catalog.snapshot import BlockAddress, Snapshot
 from penstock_server.files import open_regular
 from penstock_server.lru import LruCache
@@ -36,10 +36,13 @@ from penstock_server.recipes.fields import is_text
 from penstock_server.recipes.filter import FilterError
 from penstock_server.recipes.split import Place, split_hashes
 from penstock_server.recipes.transform import TransformError
+from penstock_server.sources.remote import Changed, RemotePath
+from penstock_server.sources.remote_file import RemoteFile
+from penstock_server.sources.stats import FileStat
 
 log = logging.getLogger("penstock.blocks")
 
-_FORMAT = 6  # of the stored blocks: after a change, they are rebuilt
+_FORMAT = 7  # of the stored blocks: after a change, they are rebuilt
 _BUFFER_BYTES = 1 << 20
 _BLOCK_ROWS = 1 << 16
 _READ_BYTES, _MAX_PORTION_BYTES = 64 << 20, 1 << 30
@@ -87,8 +90,8 @@ def _digest(parts: list[Any]) -> str:
 
 
 def _identity_of(shard: Shard) -> list[str | int]:
-    # Includes path and mtime, since the shard's digest covers only samples of its bytes.
-    return [str(shard.path.absolute()), shard.stat.size_bytes, shard.stat.mtime_ns, shard.digest]
+    # The name of the file decides splits by a hash, and rows have their place in it. Its folder and mtime change no token.
+    return [shard.path.name, shard.stat.size_bytes, shard.digest]
 
 
 class ParsedFooters:
@@ -97,9 +100,22 @@ class ParsedFooters:
     def __init__(self) -> None:
         self._parsed = LruCache[pq.FileMetaData](_FOOTER_BYTES, lambda footer: footer.serialized_size, fewest=1)
 
-    def of(self, path: Path, file: pa.OSFile, file_stat: FileStat) -> pq.FileMetaData:
+    def of(self, path: Path | RemotePath, file: File, file_stat: FileStat) -> pq.FileMetaData:
         """Returns the footer of an opened shard file with this stat. Raises OSError, ArrowException: it is unreadable."""
-        return self._parsed.get((path, file_stat), lambda: pq.read_metadata(file))
+        return self._parsed.get((path, file_stat), lambda: _read_footer(file))
+
+
+def _opened_file(path: Path | RemotePath, stat: FileStat) -> pa.OSFile | RemoteFile:
+    if not isinstance(path, Path):
+        return RemoteFile(path, stat)
+    with open_regular(path):  # to open a pipe, OSFile would wait forever
+        return pa.OSFile(str(path))
+
+
+def _read_footer(file: File) -> pq.FileMetaData:
+    if isinstance(file, RemoteFile):
+        file.fetch_tail()
+    return pq.read_metadata(file)
 
 
 class RowGroupReader:
@@ -192,6 +208,8 @@ class RowGroupReader:
         # Page by page: a row group may have gigabytes, too many for memory.
         with self._opened(address.shard) as (source, opened, file):
             most_rows, group = address.rows_per_block, file.metadata.row_group(address.row_group)
+            if isinstance(source, RemoteFile):
+                source.fetch_all(_chunks(group, columns))
             if in_portions:
                 most_rows = min(most_rows, _rows_of_a_portion(group, columns))
             read_rows = min(most_rows, _rows_of_a_read(source, group, columns))
@@ -223,22 +241,23 @@ class RowGroupReader:
                     yield at, first, rows
 
     @contextmanager
-    def _opened(self, shard: Shard) -> Iterator[tuple[pa.OSFile, FileStat, pq.ParquetFile]]:
-        """Opens a shard's file, only once, since it may be replaced; yields it, its stat, and a reader of its pages."""
+    def _opened(self, shard: Shard) -> Iterator[tuple[File, FileStat, pq.ParquetFile]]:
+        """Opens a shard, only once, since it may be replaced; yields it, its stat, and a reader of its pages."""
+        path = shard.path
         try:
-            with open_regular(shard.path):  # to open a pipe, OSFile would wait forever
-                file = pa.OSFile(str(shard.path))
+            with _opened_file(path, shard.stat) as file:
+                file_stat = stat_of(file)
+                if not is_of(file, shard):
+                    raise Changed
+                footer = self._footers.of(path, file, file_stat)
+                with open_parquet(file, metadata=footer, buffer_size=_BUFFER_BYTES, pre_buffer=False) as pages:
+                    yield file, file_stat, pages
         except FileNotFoundError:
-            if not list_folder(shard.path.parent).shards:  # unmounted storage looks like an empty or missing folder
+            if not list_shards(path.parent):  # unmounted storage looks like an empty or missing folder
                 raise
             raise self._gone(shard, "was removed since the server read it. Put it back") from None
-        with file:
-            file_stat = stat_of(file)
-            if not is_of(file, shard):
-                raise self._gone(shard, "changed since the server read it. Put the old file back")
-            footer = self._footers.of(shard.path, file, file_stat)
-            with open_parquet(file, metadata=footer, buffer_size=_BUFFER_BYTES, pre_buffer=False) as pages:
-                yield file, file_stat, pages
+        except Changed:
+            raise self._gone(shard, "changed since the server read it. Put the old file back") from None
 
     def _gone(self, shard: Shard, what: str) -> SnapshotGone:
         return SnapshotGone(
@@ -273,6 +292,14 @@ class RowGroupReader:
             ) from error
 
 
+def _chunks(group: pq.RowGroupMetaData, columns: list[str] | None) -> Iterator[tuple[int, int]]:
+    """Yield the range of bytes of each column chunk to read."""
+    for chunk in map(group.column, range(group.num_columns)):
+        if columns is None or _is_of(chunk.path_in_schema, columns):
+            start = start_of(chunk)
+            yield start, start + chunk.total_compressed_size
+
+
 def _rows_of_a_portion(group: pq.RowGroupMetaData, columns: list[str] | None) -> int:
     chunks = [group.column(number) for number in range(group.num_columns)]
     read = [chunk.num_values for chunk in chunks if columns is None or _is_of(chunk.path_in_schema, columns)]
@@ -280,7 +307,7 @@ def _rows_of_a_portion(group: pq.RowGroupMetaData, columns: list[str] | None) ->
     return max(1, num_rows)
 
 
-def _rows_of_a_read(file: pa.NativeFile, group: pq.RowGroupMetaData, columns: list[str] | None) -> int:
+def _rows_of_a_read(file: File, group: pq.RowGroupMetaData, columns: list[str] | None) -> int:
     """Return the number of rows to read at a time: each may hold the longest value of a column's dictionary.
 
     Raises ValueError: a page grows too much.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 _HEADER_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # read one after another: a header may have the largest value of its page
@@ -28,11 +27,16 @@ class Page(NamedTuple):
     stored_bytes: int
 
 
-def pages(file: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> Iterator[Page]:
+def start_of(chunk: pq.ColumnChunkMetaData) -> int:
+    """Return the first byte of a column chunk."""
+    first: int = chunk.data_page_offset
+    dictionary = chunk.dictionary_page_offset
+    return dictionary if dictionary is not None and 0 < dictionary < first else first
+
+
+def pages(file: Any, chunk: pq.ColumnChunkMetaData) -> Iterator[Page]:
     """Yield the pages of a column chunk. Raises ValueError: a header cannot be read, or a page grows too much."""
-    start = chunk.data_page_offset
-    if chunk.dictionary_page_offset is not None and 0 < chunk.dictionary_page_offset < start:
-        start = chunk.dictionary_page_offset
+    start = start_of(chunk)
     stop = start + chunk.total_compressed_size
     left = chunk.num_values + _EMPTY_PAGES
     while start < stop:
@@ -52,10 +56,11 @@ def pages(file: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> Iterator[Page]:
         start += length + page.stored_bytes
 
 
-def _header(file: pa.NativeFile, start: int) -> tuple[dict[int, int], int]:
+def _header(file: Any, start: int) -> tuple[dict[int, int], int]:
     """Return the integers of the page header at an offset, by field, and the length of the header."""
     for num_bytes in _HEADER_BYTES:
-        reader = _Reader(file.read_at(num_bytes, start))
+        file.seek(start)
+        reader = _Reader(file.read(num_bytes))
         try:
             return reader.struct(), reader.at
         except IndexError:  # the header is longer

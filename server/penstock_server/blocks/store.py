@@ -31,6 +31,7 @@ from penstock_server.monitoring.stages import StageClock
 from penstock_server.problems import OutOfMemory
 from penstock_server.recipes.encoders import Encoders
 from penstock_server.recipes.split import Selection
+from penstock_server.sources.registry import Sources
 
 log = logging.getLogger("penstock.blocks")
 
@@ -74,6 +75,7 @@ class BlockStore:
         self.splits = Splits()
         self.footers = ParsedFooters()
         self.encoders = Encoders()
+        self.sources = Sources(folder)
         self.num_threads = num_threads or num_cores()
         self.rows = RowsOnDemand(self.maps, decoded_bytes, self.num_threads)
         self.ahead = ReadAhead(self.num_threads)
@@ -100,6 +102,7 @@ class BlockStore:
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.rows.close()
         self.encoders.close()
+        self.sources.close()
 
     def _future(self, reader: RowGroupReader, index: int) -> BlockFuture:
         at = reader.snapshot.block(index)

@@ -6,14 +6,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.dataset import Change, DatasetLoader
 from penstock_server.catalog.history import drop_old_notes
-from penstock_server.catalog.scan import SETTLED_SECONDS, Scan, scan_folders
+from penstock_server.catalog.scan import Scan, scan_all
 from penstock_server.catalog.view import CatalogView, LoadingLock, Names
 from penstock_server.files import may_exist
 from penstock_server.index.index import drop_old_counts
@@ -22,19 +23,25 @@ from penstock_server.recipes.allowed import AllowedFiles
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.security.tokens import Identity
 from penstock_server.settings import Settings, SettingsError
+from penstock_server.sources.stats import SETTLED_SECONDS
 
 log = logging.getLogger("penstock.catalog")
 
 
 class Catalog(CatalogView):
-    """Datasets of one data folder. `tokenizer` is the default for text recipes that name no tokenizer.
+    """Datasets of folders and sources. `tokenizer` is the default for text recipes that name no tokenizer.
 
     An invalid dataset does not affect the others: a half-written file must not stop jobs that train on its neighbours.
     """
 
-    def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles) -> None:
-        super().__init__(data_dir, Names(), LoadingLock(), lambda _: True)
+    def __init__(self, places: Sequence[Path | str], tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles) -> None:
+        super().__init__(Names(), LoadingLock(), lambda _: True)
         self.store = store
+        self._data = " and ".join(map(str, places))
+        self._roots = [place if isinstance(place, Path) else store.sources.root(place) for place in places]
+        copies = tuple(root.files.folder for root in self._roots if not isinstance(root, Path))
+        if copies and allowed.folders:
+            allowed = replace(allowed, folders=(*allowed.folders, *copies))
         self._tokenizer, self._allowed = tokenizer, allowed
         self._views: tuple[Names, dict[tuple[str, ...], CatalogView]] = self._names, {}  # by the globs of an identity
 
@@ -43,7 +50,8 @@ class Catalog(CatalogView):
         """Return the folders that messages may name, each with its name for callers, "" for the data folder."""
         assets = dict.fromkeys(self._allowed.folders, "the folder of --assets")
         tokenizer = {self._tokenizer.parent: "the folder of --tokenizer"} if self._tokenizer else {}
-        return {**tokenizer, **assets, self.store.cache.folder: "the cache folder", self._data_dir: ""}
+        roots = [root if isinstance(root, Path) else root.files.folder for root in self._roots]
+        return {**tokenizer, **assets, self.store.cache.folder: "the cache folder", **dict.fromkeys(roots, "")}
 
     def seen_by(self, identity: Identity) -> CatalogView:
         """Return what an identity may see now."""
@@ -55,7 +63,7 @@ class Catalog(CatalogView):
             self._views = names, views
         if identity.datasets not in views:
             visible = names.visible(identity.may_see)
-            views[identity.datasets] = CatalogView(self._data_dir, visible, self._loading, identity.may_see)
+            views[identity.datasets] = CatalogView(visible, self._loading, identity.may_see)
         return views[identity.datasets]
 
     def open(self) -> None:
@@ -68,20 +76,20 @@ class Catalog(CatalogView):
             return
         reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
         if reasons:
-            raise DatasetInvalid(f"nothing in {self._data_dir} can be served.\n{reasons}")
+            raise DatasetInvalid(f"nothing in {self._data} can be served.\n{reasons}")
         raise DatasetInvalid(
-            f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it. Make shards of other files "
+            f"{self._data} holds no file that ends in .parquet, nor does any folder below it. Make shards of other files "
             f"with penstock import."
         )
 
     def refresh(self, name: str) -> Change:
         """Load the changes in a dataset's folder at once. Raises UnknownDataset, and what DatasetLoader.refresh raises."""
         with self._loading:
-            scan = scan_folders(self._data_dir, self._allowed)
+            scan = self._scan()
             if name not in scan.folders:
                 self._names = self._names.followed_by(scan, [])
                 raise DatasetInvalid(self._report_missing(self._loader(name), scan))
-            loader = self._loader_of_folder(name, scan.folders[name])
+            loader = self._loader_of_folder(name, scan)
             try:
                 return loader.refresh(scan.shards[name])
             finally:
@@ -98,12 +106,15 @@ class Catalog(CatalogView):
                     self._report_missing(loader, scan)
         return all(are_settled)
 
+    def _scan(self) -> Scan:
+        return scan_all(self._roots, self.store.sources, self._allowed)
+
     @contextmanager
     def _scanned(self) -> Iterator[tuple[Scan, dict[str, DatasetLoader]]]:
         """Scan the data folder; afterwards the names follow the scan."""
         with self._loading:
-            scan = scan_folders(self._data_dir, self._allowed)
-            loaders = {name: self._loader_of_folder(name, folder) for name, folder in scan.folders.items()}
+            scan = self._scan()
+            loaders = {name: self._loader_of_folder(name, scan) for name in scan.folders}
             yield scan, loaders
             self._names = self._names.followed_by(scan, loaders.values())
 
@@ -128,11 +139,11 @@ class Catalog(CatalogView):
             except Exception:  # otherwise the thread would end, and new data would go unnoticed
                 log.exception("a poll of the data folder failed; retrying in %s seconds", poll_seconds)
 
-    def _loader_of_folder(self, name: str, folder: Path) -> DatasetLoader:
-        known = self._names.datasets.get(name)
-        if known and known.folder == folder:
+    def _loader_of_folder(self, name: str, scan: Scan) -> DatasetLoader:
+        known, folder, remote = self._names.datasets.get(name), scan.folders[name], scan.remotes.get(name)
+        if known and (known.folder, known.remote) == (folder, remote):
             return known
-        return DatasetLoader(name, folder, self._tokenizer, self.store, self._allowed)
+        return DatasetLoader(name, folder, self._tokenizer, self.store, self._allowed, remote)
 
     def _report_missing(self, loader: DatasetLoader, scan: Scan) -> str:
         """Mark a dataset whose folder has no shards any more, or cannot be listed. Return the reason."""
@@ -160,14 +171,20 @@ def open_data(settings: Settings) -> Catalog:
     return open_catalog(settings.data_dir, settings.tokenizer, store, settings.allowed_files)
 
 
-def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles | None = None) -> Catalog:
-    """Return the opened catalog of a folder. By default its datasets may name files inside it, and run no code.
+def open_catalog(
+    data_dir: Path | Sequence[Path | str], tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles | None = None
+) -> Catalog:
+    """Return the opened catalog of a folder, or of several places.
+
+    By default its datasets may name files inside the folders, and run no code.
 
     Raises DatasetInvalid: the tokenizer is invalid, or see Catalog.open.
     """
     if tokenizer:
         load_tokenizer(tokenizer)  # report a wrong flag once, not once per dataset
-    catalog = Catalog(data_dir, tokenizer, store, allowed or AllowedFiles((data_dir,)))
+    places = (data_dir,) if isinstance(data_dir, Path) else tuple(data_dir)
+    folders = tuple(place for place in places if isinstance(place, Path))
+    catalog = Catalog(places, tokenizer, store, allowed or AllowedFiles(folders))
     catalog.open()
     with suppress(OSError):  # last: a served dataset may have been missing for long, or the clock was wrong
         drop_old_counts(store.cache.folder, time.time())

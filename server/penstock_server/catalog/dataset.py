@@ -29,12 +29,14 @@ from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.footers import FolderContents, FolderReader
 from penstock_server.catalog.history import History, SnapshotRecord, open_notes
-from penstock_server.catalog.scan import SETTLED_SECONDS, FileStat, FolderState, list_folder
+from penstock_server.catalog.scan import FolderState, list_shards
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.index.index import Index
 from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.recipes.allowed import AllowedFiles
 from penstock_server.schemas import described
+from penstock_server.sources.remote import RemoteFolder
+from penstock_server.sources.stats import SETTLED_SECONDS, FileStat
 
 log = logging.getLogger("penstock.dataset")
 
@@ -231,12 +233,18 @@ class DatasetLoader:
     """Loads the changes in one folder into `state`. All but `state` and `open_snapshot` are for one thread at a time."""
 
     def __init__(
-        self, name: str, folder: Path, default_tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles
+        self,
+        name: str,
+        folder: Path,
+        default_tokenizer: Path | None,
+        store: BlockStore,
+        allowed: AllowedFiles,
+        remote: RemoteFolder | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.remote = folder, remote
         self.state = DatasetState(name=name, store=store)
         notes = open_notes(store.cache.folder, folder)
-        self._reader = FolderReader(folder, default_tokenizer, notes / "footers", name, store.encoders, allowed)
+        self._reader = FolderReader(folder, default_tokenizer, notes / "footers", name, store.encoders, allowed, remote)
         self._history = History(notes)
         self._marked_at = dict[str, float]()  # by fingerprint, when its counts were last marked as used
         self._seen: tuple[FolderState, float] | None = None  # the last folder state, and since when it is unchanged
@@ -285,7 +293,7 @@ class DatasetLoader:
         if not state.opened or not record or record.fingerprint == state.opened.snapshot.fingerprint:
             return
         try:
-            present = list_folder(self.folder).shards
+            present = list_shards(self.remote or self.folder)
             folder_state = self._reader.state({name: present[name] for name, _, _ in record.shards})
             contents = self._reader.read(folder_state, settled=False)
             latest = self._open_latest(contents)

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from penstock.text import counted
 from penstock_server.catalog.history import read_note, write_note
-from penstock_server.catalog.scan import FileStat, FolderState, is_settled, stat_of_file
+from penstock_server.catalog.scan import FolderState
 from penstock_server.catalog.shard import Shard, being_written, numbers, read_schema, read_shard
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.problems import DatasetInvalid
@@ -31,9 +31,11 @@ from penstock_server.recipes.encoders import Encoders
 from penstock_server.recipes.infer import FILE_NAME
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.tokenizer import TOKEN_FILES
+from penstock_server.sources.remote import RemoteFolder, RemotePath
+from penstock_server.sources.stats import FileStat, is_settled, stat_of_file
 
-_FORMAT = 3  # of the note: raise it when a field of Shard changes its meaning
-_THREADS = 16  # waiting for disks, not for cores
+_FORMAT = 4  # of the note: raise it when a field of Shard changes its meaning
+_THREADS, _REMOTE_THREADS = 16, 64  # waiting for disks or the network, not for cores
 _MAX_FAILURES = 10  # in one message
 
 
@@ -71,7 +73,9 @@ class FolderReader:
         name: str | None = None,
         encoders: Encoders | None = None,
         allowed: AllowedFiles = EVERYTHING,
+        remote: RemoteFolder | None = None,
     ) -> None:
+        self._place: Path | RemoteFolder = remote or folder  # of the shards
         self.folder, self.name = folder, name or folder.name
         self._tokenizer, self._note = default_tokenizer, note
         self._encoders, self._allowed = encoders, allowed
@@ -80,7 +84,7 @@ class FolderReader:
         content = read_note(note) if note else None
         if isinstance(content, tuple) and content[0] == _FORMAT:
             _, self._recipe, shards = content
-            self._shards = {name: _unpacked(folder / name, *packed) for name, packed in shards.items()}
+            self._shards = {name: _unpacked(self._place / name, *packed) for name, packed in shards.items()}
 
     def state(self, shards: Mapping[str, FileStat]) -> FolderState:
         """Return the state of the folder, whose shards have these stats."""
@@ -104,7 +108,7 @@ class FolderReader:
 
         Raises DatasetInvalid: the recipe is wrong or being written, or no shard can be read to find the columns.
         """
-        schema = _schema_of(self.folder, state.shards)
+        schema = _schema_of(self._place, state.shards)
         recipe = read_recipe(self.folder, schema, self._tokenizer, self._encoders, state.recipe, self._allowed)
         read = self._read_shards(state.shards, recipe, settled=settled)
         if self.state(state.shards).recipe != state.recipe:  # the next poll would miss it
@@ -129,8 +133,8 @@ class FolderReader:
         known = self._shards if key == self._recipe else {}
         cached = {name: known[name] for name, stat in stats.items() if name in known and known[name].stat == stat}
         missing = [name for name in stats if name not in cached]
-        with ThreadPoolExecutor(_THREADS) as threads:
-            results = threads.map(lambda name: _try_read(self.folder / name, stats[name], recipe), missing)
+        with ThreadPoolExecutor(_THREADS if isinstance(self._place, Path) else _REMOTE_THREADS) as threads:
+            results = threads.map(lambda name: _try_read(self._place / name, stats[name], recipe), missing)
             read = dict(zip(missing, results, strict=True))
         shards = cached | {
             name: shard
@@ -148,7 +152,7 @@ def _packed(shard: Shard) -> tuple[Any, ...]:
     return shard.stat, shard.digest, arrays, shard.token_range
 
 
-def _unpacked(path: Path, stat: Iterable[int], digest: str, arrays: Iterable[bytes], token_range: Any) -> Shard:
+def _unpacked(path: Path | RemotePath, stat: Iterable[Any], digest: str, arrays: Iterable[bytes], token_range: Any) -> Shard:
     rows, nbytes, nulls = (numbers(memoryview(values).cast("q")) for values in arrays)
     return Shard(path, FileStat(*stat), digest, rows, nbytes, nulls, token_range)
 
@@ -159,21 +163,21 @@ def _key(recipe: Recipe) -> str:
     return blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _try_read(path: Path, stat: FileStat, recipe: Recipe) -> Shard | DatasetInvalid:
+def _try_read(path: Path | RemotePath, stat: FileStat, recipe: Recipe) -> Shard | DatasetInvalid:
     try:
-        shard = read_shard(path, recipe)
+        shard = read_shard(path, stat, recipe)
     except DatasetInvalid as error:
         return error
     # If the folder's symlink changes meanwhile, some shards would be of the new target, and the next poll would miss it.
-    return shard if shard.stat == stat else being_written(path)
+    return shard if shard.stat == stat else being_written(f"{path}")
 
 
-def _schema_of(folder: Path, names: Iterable[str]) -> pa.Schema:
+def _schema_of(folder: Path | RemoteFolder, shards: Mapping[str, FileStat]) -> pa.Schema:
     """Return the columns of the first readable shard. Raises DatasetInvalid: no shard is readable, with the reasons."""
     failures = []
-    for name in names:
+    for name, stat in shards.items():
         try:
-            return read_schema(folder / name)
+            return read_schema(folder / name, stat)
         except DatasetInvalid as error:  # a broken first shard must not hide the errors of the others
             failures.append(str(error))
     raise DatasetInvalid(_listed(failures) or f"{folder} holds no shard.")

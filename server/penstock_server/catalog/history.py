@@ -19,9 +19,9 @@ from typing import Any
 
 import msgpack
 
-from penstock_server.catalog.scan import FileStat, stat_of_file
 from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.files import ABANDONED_SECONDS, TEMPORARY, read_sealed, write_sealed
+from penstock_server.sources.stats import FileStat, stat_of_file
 
 _FOLDER = "notes"
 _FORGET_SECONDS = 90 * 86_400.0  # age limit of notes on a dataset that no server opens

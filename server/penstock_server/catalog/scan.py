@@ -6,45 +6,24 @@ import os
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.text import as_utf8
+from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.allowed import EVERYTHING, AllowedFiles
+from penstock_server.recipes.config import read_toml
 from penstock_server.recipes.infer import FILE_NAME
-
-SETTLED_SECONDS = 2.0  # a file this old is complete: a later write would change its FileStat
-
-
-class FileStat(NamedTuple):
-    """Stat fields that change when a file is written to or replaced.
-
-    Archives preserve sizes and mtimes, and file systems reuse the inode of a removed file, but no program can set the ctime.
-    """
-
-    size_bytes: int
-    mtime_ns: int
-    inode: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, stat: os.stat_result) -> FileStat:
-        """Make a FileStat from a stat result."""
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
-
+from penstock_server.sources.recipe_files import SUFFIXES
+from penstock_server.sources.registry import RemoteRoot, Sources
+from penstock_server.sources.remote import RemoteFolder, is_shard
+from penstock_server.sources.stats import FileStat, is_settled
+from penstock_server.sources.urls import is_url
 
 _ABSENT = FileStat(-1, 0, 0, 0)  # for a broken symlink; no file equals it
-
-
-def is_settled(file_stat: FileStat, seconds: float) -> bool:
-    """Return whether a file was last written to some time before `seconds`, in seconds since the epoch.
-
-    An mtime in the future does not show when the file was written, so such a file is not settled.
-    """
-    return file_stat.mtime_ns / 1e9 + SETTLED_SECONDS <= seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +94,24 @@ def _is_utf8(name: str) -> bool:
     return as_utf8(name) == name
 
 
+def list_shards(folder: Path | RemoteFolder) -> Mapping[str, FileStat]:
+    """Return the shards directly in a folder, by name. Raises OSError."""
+    return list_folder(folder).shards if isinstance(folder, Path) else folder.shards()
+
+
 def _stat_of_entry(entry: os.DirEntry[str]) -> FileStat:
     try:
         return FileStat.of(entry.stat())
     except OSError:
         return _ABSENT  # list it, so that it is refused: without it the epoch would be silently shorter
+
+
+class Found(NamedTuple):
+    """A folder that may be a dataset or a mixture, its shards, and where these lie, if elsewhere."""
+
+    folder: Path
+    shards: Mapping[str, FileStat]
+    remote: RemoteFolder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +121,7 @@ class Scan:
     folders   the folder of each dataset; `shards` has the stats of its shards
     mixtures  folders with a recipe and no shards
     others    folders with other files only
+    remotes   where the shards of a dataset lie, if not in its folder, which has copies of the recipe's files then
     refused   names that cannot be served, with the reason
     unread    folders whose contents are unknown, with the reason: they cannot be listed, or are broken symlinks
     """
@@ -137,22 +130,81 @@ class Scan:
     shards: dict[str, Mapping[str, FileStat]] = field(default_factory=dict)
     mixtures: dict[str, Path] = field(default_factory=dict)
     others: dict[str, Path] = field(default_factory=dict)
+    remotes: dict[str, RemoteFolder] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     unread: dict[Path, str] = field(default_factory=dict)
+    roots: tuple[Path, ...] = ()
+
+    def why_unknown(self, name: str) -> str | None:
+        """Return why it is unknown whether a dataset exists: its folder would be below one that cannot be read."""
+        reasons = (self.why_unread(root.joinpath(*name.split("."))) for root in self.roots)
+        return next(filter(None, reasons), None)
 
     def why_unread(self, folder: Path) -> str | None:
         """Return why the contents of a folder, or of a parent, are unknown; None if they are known."""
         return next((self.unread[path] for path in (folder, *folder.parents) if path in self.unread), None)
 
 
-def scan_folders(data_dir: Path, allowed: AllowedFiles = EVERYTHING) -> Scan:
+def scan_all(roots: Sequence[Path | RemoteRoot], sources: Sources, allowed: AllowedFiles = EVERYTHING) -> Scan:
+    """Find the datasets of several folders and sources."""
+    folders = tuple(root if isinstance(root, Path) else root.files.folder for root in roots)
+    scan, named = Scan(roots=folders), defaultdict[str, list[Found]](list)
+    for root in roots:
+        if isinstance(root, Path):
+            _scan_folders(root, sources, allowed, scan, named)
+        else:
+            _scan_remote(root, scan, named)
+    for name, [found, *others] in named.items():
+        if others:  # a.b is the name of a/b and of a folder a.b
+            places = " and ".join(str(each.remote or each.folder) for each in (found, *others))
+            scan.refused[name] = f"{places} would both be the dataset {name!r}. Rename one of the folders."
+        elif found.shards:
+            scan.folders[name], scan.shards[name] = found.folder, found.shards
+            if found.remote:
+                scan.remotes[name] = found.remote
+        else:
+            scan.mixtures[name] = found.folder
+    return scan
+
+
+def _scan_remote(root: RemoteRoot, scan: Scan, named: dict[str, list[Found]]) -> None:
+    """Add the datasets of a source: each prefix up to a slash is a folder. Costs a listing of its objects."""
+    shards, recipes = defaultdict[str, dict[str, FileStat]](dict), dict[str, FileStat]()
+    mirror, remote = root.files.folder, root.remote
+    try:
+        for key, stat in remote.source.objects():
+            folder, _, name = key.rpartition("/")
+            if any(part[:1] in (".", "_") for part in key.split("/")):
+                continue
+            if is_shard(name):
+                shards[folder][name] = stat
+            elif key.endswith(SUFFIXES):
+                recipes[key] = stat
+            else:
+                scan.others.setdefault(_dotted(folder) or root.name, mirror / folder)
+        root.files.update(recipes)
+    except OSError as error:
+        scan.refused[root.name] = scan.unread[mirror] = _cannot_be_read(remote, error)
+        return
+    folders = {*shards, *(key.rpartition("/")[0] for key in recipes if key.endswith(f"/{FILE_NAME}"))}
+    for folder in sorted(folders):
+        place = RemoteFolder(remote.source, f"{folder}/" if folder else "")
+        found = Found(mirror / folder, dict(sorted(shards[folder].items())), place if shards[folder] else None)
+        named[_dotted(folder) or root.name].append(found)
+
+
+def _dotted(folder: str) -> str:
+    return folder.replace("/", ".")
+
+
+def _scan_folders(data_dir: Path, sources: Sources, allowed: AllowedFiles, scan: Scan, named: dict[str, list[Found]]) -> None:
     """Find shards in a folder and all below it; costs a listing and two stats per folder, and a stat per shard.
+
+    The recipe of a folder without shards may name where they lie, which costs a listing there.
 
     A folder with a second name through a symlink is a dataset under each name. Symlinks below a symlink are not followed:
     folders that link to each other would have too many names to list.
     """
-    scan = Scan()
-    named = defaultdict[str, list[tuple[Path, Mapping[str, FileStat]]]](list)
     pending: list[tuple[Path, bool, frozenset[tuple[int, int]]]] = [(data_dir, False, frozenset())]
     while pending:
         folder, is_by_link, above = pending.pop()
@@ -185,19 +237,40 @@ def scan_folders(data_dir: Path, allowed: AllowedFiles = EVERYTHING) -> Scan:
             scan.unread[link] = f"{link} is a broken symlink. Bring back its target, or remove the symlink."
         if listing.faults:
             scan.refused[name] = listing.faults[0]
-        elif listing.shards or (listing.has_recipe and folder != data_dir):
-            named[name].append((folder, listing.shards))
+        elif listing.shards or listing.has_recipe:
+            try:
+                found = Found(folder, listing.shards) if listing.shards else _shards_elsewhere(folder, sources, allowed)
+            except DatasetInvalid as invalid:
+                scan.refused[name] = scan.unread[folder] = str(invalid)
+                continue
+            if found.shards or folder != data_dir:
+                named[name].append(found)
         elif listing.has_others:
             scan.others[name] = folder
-    for name, [(folder, shards), *others] in named.items():
-        if others:  # a.b is the name of a/b and of a folder a.b
-            paths = " and ".join(str(path) for path, _ in named[name])
-            scan.refused[name] = f"{paths} would both be the dataset {name!r}. Rename one of the folders."
-        elif shards:
-            scan.folders[name], scan.shards[name] = folder, shards
-        else:
-            scan.mixtures[name] = folder
-    return scan
+
+
+def _shards_elsewhere(folder: Path, sources: Sources, allowed: AllowedFiles) -> Found:
+    """Return the shards that the recipe of a folder without shards names. Raises DatasetInvalid: they cannot be listed."""
+    try:
+        url = read_toml(folder / FILE_NAME).get("shards")
+    except DatasetInvalid:  # reading it as a mixture reports the error
+        url = None
+    if url is None:
+        return Found(folder, {})
+    if not isinstance(url, str) or not is_url(url):
+        raise DatasetInvalid(f'{folder / FILE_NAME}: shards must be a URL such as "s3://bucket/folder", not {url!r}.')
+    allowed.check_source(folder, url)
+    remote = sources.folder(url)
+    try:
+        if shards := remote.shards():
+            return Found(folder, shards, remote)
+    except OSError as error:
+        raise DatasetInvalid(f"{folder}: {_cannot_be_read(remote, error)}") from None
+    raise DatasetInvalid(f"{folder}: {remote} holds no file that ends in .parquet. Correct shards in {FILE_NAME}.")
+
+
+def _cannot_be_read(remote: RemoteFolder, error: OSError) -> str:
+    return f"{remote} cannot be read: {error.strerror or error}. Check the address, the network and the credentials."
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +284,3 @@ class FolderState:
         """Return whether every file is settled; see the function is_settled."""
         now = time.time()
         return all(is_settled(file_stat, now) for stats in (self.shards, self.recipe) for file_stat in stats.values())
-
-
-def stat_of_file(path: Path) -> FileStat | None:
-    """Return the stat of a regular file, or None."""
-    try:
-        status = path.stat()
-    except (OSError, ValueError):  # a text that is not a file name may be too long, or contain a null character
-        return None
-    return FileStat.of(status) if stat.S_ISREG(status.st_mode) else None

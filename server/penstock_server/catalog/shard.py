@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +21,15 @@ import pyarrow.parquet as pq
 
 from penstock.text import one_line
 from penstock_server.arrow import open_parquet
-from penstock_server.catalog.scan import FileStat
 from penstock_server.files import open_regular
 from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.fields import RecipeError
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.sources.remote import Changed, RemotePath
+from penstock_server.sources.remote_file import RemoteFile
+from penstock_server.sources.stats import FileStat
 
+File: TypeAlias = BinaryIO | pa.OSFile | RemoteFile  # an open shard
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _MAX_FOOTER_BYTES = 64 << 20  # parsed, they take some ten times as much memory
 _MIN_DECODED_BYTES, _MAX_GROWTH = 1 << 30, 1024
@@ -50,7 +53,7 @@ class Shard:
     token_range      the least and the largest token id of the file; None if the footer has no statistics
     """
 
-    path: Path
+    path: Path | RemotePath
     stat: FileStat
     digest: str
     rows_per_group: array[int]
@@ -59,9 +62,12 @@ class Shard:
     token_range: tuple[int, int] | None
 
 
-def read_shard(path: Path, recipe: Recipe) -> Shard:
-    """Read the footer's facts about the recipe's columns. Raises DatasetInvalid: the file is not valid, or being written to."""
-    with _opened(path) as file:
+def read_shard(path: Path | RemotePath, stat: FileStat, recipe: Recipe) -> Shard:
+    """Read the footer's facts about the recipe's columns; `stat` is the version that was listed.
+
+    Raises DatasetInvalid: the file is not valid, or being written to.
+    """
+    with _opened(path, stat) as file:
         file_stat = stat_of(file)
         footer = _read_footer(path, file)
         try:
@@ -72,7 +78,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
                 f"move this shard to another folder."
             ) from error
         digest = _file_digest(file, file_stat.size_bytes)
-        if FileStat.of(path.stat()) != file_stat:  # the content may be a mix of two files
+        if isinstance(path, Path) and FileStat.of(path.stat()) != file_stat:  # the content may be a mix of two files
             raise being_written(path)
     groups = [footer.metadata.row_group(g) for g in range(footer.metadata.num_row_groups)]
     columns = recipe.read_columns
@@ -90,7 +96,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     )
 
 
-def _check_sizes(path: Path, groups: list[pq.RowGroupMetaData], read: list[int]) -> None:
+def _check_sizes(path: Path | RemotePath, groups: list[pq.RowGroupMetaData], read: list[int]) -> None:
     """Check the sizes that a footer declares for the columns to read. Raises DatasetInvalid: they are absurd."""
     stored = decoded = 0
     for number, group in enumerate(groups):
@@ -109,9 +115,9 @@ def _check_sizes(path: Path, groups: list[pq.RowGroupMetaData], read: list[int])
         )
 
 
-def read_schema(path: Path) -> pa.Schema:
+def read_schema(path: Path | RemotePath, stat: FileStat) -> pa.Schema:
     """Return the columns of a Parquet file. Raises DatasetInvalid: it is truncated, damaged or not Parquet."""
-    with _opened(path) as file:
+    with _opened(path, stat) as file:
         return _read_footer(path, file).schema
 
 
@@ -120,12 +126,12 @@ def being_written(what: Path | str) -> DatasetInvalid:
     return DatasetInvalid(f"{what} is being written to: it changed while it was read. Wait until it is complete.")
 
 
-def stat_of(file: BinaryIO | pa.OSFile) -> FileStat:
-    """Return the current FileStat of an open file. Raises OSError."""
-    return FileStat.of(os.fstat(file.fileno()))
+def stat_of(file: File) -> FileStat:
+    """Return the current FileStat of an open file; an object is read in one version only. Raises OSError."""
+    return file.stat if isinstance(file, RemoteFile) else FileStat.of(os.fstat(file.fileno()))
 
 
-def is_of(file: pa.OSFile, shard: Shard) -> bool:
+def is_of(file: File, shard: Shard) -> bool:
     """Return whether an open file is the one whose footer was read: FileStat or digest match. Raises OSError."""
     file_stat = stat_of(file)
     if file_stat == shard.stat:
@@ -134,10 +140,14 @@ def is_of(file: pa.OSFile, shard: Shard) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path | RemotePath, stat: FileStat) -> Iterator[File]:
     try:
-        with open_regular(path) as file:
+        with open_regular(path) if isinstance(path, Path) else RemoteFile(path, stat) as file:
+            if isinstance(file, RemoteFile):
+                file.fetch_tail()
             yield file
+    except Changed:
+        raise being_written(f"{path}") from None
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror or error}"
         raise DatasetInvalid(f"{what}. Fix its permissions or its storage, or move it out of the folder.") from error
@@ -151,7 +161,7 @@ class _Footer(NamedTuple):
     paths: list[str]
 
 
-def _read_footer(path: Path, file: BinaryIO) -> _Footer:
+def _read_footer(path: Path | RemotePath, file: File) -> _Footer:
     """Read and check the footer of an open file. Raises DatasetInvalid. Raises OSError: its storage fails."""
     _check_footer_size(path, file)
     try:
@@ -173,7 +183,7 @@ def _read_footer(path: Path, file: BinaryIO) -> _Footer:
         ) from error
 
 
-def _check_footer_size(path: Path, file: BinaryIO) -> None:
+def _check_footer_size(path: Path | RemotePath, file: File) -> None:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 8))
     nbytes = int.from_bytes(file.read(4), "little")
@@ -229,17 +239,24 @@ class _Unread(RawIOBase):
         raise _NoRows
 
 
-def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
-    """Hash the end of a file, with the footer, and samples spread over the rest; all of a small file."""
+def _file_digest(file: File, size: int) -> str:
+    """Hash the end of a file, with the footer, and samples spread over the rest; of an object, the footer and its version."""
     digest = blake2b(digest_size=16)
     file.seek(size - 8)
     footer_bytes = int.from_bytes(file.read(4), "little") + 8
-    for start in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES, dtype=np.int64).tolist():
-        file.seek(start)
-        digest.update(file.read(_SAMPLE_BYTES))
+    if isinstance(file, RemoteFile):
+        digest.update(file.path.source.content(file.stat).encode())
+    else:
+        _add_samples(digest, file, size)
     file.seek(max(size - footer_bytes, 0))
     digest.update(file.read())
     return digest.hexdigest()
+
+
+def _add_samples(digest: blake2b, file: File, size: int) -> None:
+    for start in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES, dtype=np.int64).tolist():
+        file.seek(start)
+        digest.update(file.read(_SAMPLE_BYTES))
 
 
 def _null_rows(footer: _Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> int:

@@ -101,9 +101,9 @@ class LoadingLock:
 class CatalogView:
     """Datasets and mixtures that a caller may see. A name outside of `may_see` is an unknown name, whether it exists or not."""
 
-    def __init__(self, data_dir: Path, names: Names, loading: LoadingLock, may_see: Callable[[str], bool]) -> None:
+    def __init__(self, names: Names, loading: LoadingLock, may_see: Callable[[str], bool]) -> None:
         self.may_see = may_see
-        self._data_dir, self._names, self._loading = data_dir, names, loading
+        self._names, self._loading = names, loading
 
     @property
     def datasets(self) -> dict[str, OpenSnapshot]:
@@ -216,7 +216,7 @@ class CatalogView:
             return names.datasets[name]
         is_visible = self.may_see(name)
         if is_visible:
-            reason = names.scan.why_unread(self._data_dir.joinpath(*name.split("."))) or names.refused.get(name)
+            reason = names.scan.why_unknown(name) or names.refused.get(name)
             if reason:
                 raise DatasetInvalid(reason)
         if mixture := names.mixtures.get(name):

@@ -11,28 +11,35 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.scan import list_folder
-from penstock_server.problems import Problem
+from penstock_server.problems import DatasetInvalid, Problem
+from penstock_server.recipes.config import read_toml
 from penstock_server.recipes.infer import FILE_NAME
 
 _DROPPED_SHARE = 0.1  # of an epoch's samples
 _SPLITS = {"train": "train", "validation": "validation", "test": "test", "none": "no split"}
 
 
-def warn(tell: Callable[[str], None], data_dir: Path, datasets: Iterable[OpenSnapshot]) -> None:
-    """Pass warnings about the data folder and these datasets to `tell`, before they are read."""
-    for sentence in (*advice_on_folder(data_dir), *advice_on_data(datasets)):
+def warn(tell: Callable[[str], None], places: Iterable[Path | str], datasets: Iterable[OpenSnapshot]) -> None:
+    """Pass warnings about the data folders and these datasets to `tell`, before they are read."""
+    for sentence in (*advice_on_folders(places), *advice_on_data(datasets)):
         tell(sentence)
 
 
-def advice_on_folder(data_dir: Path) -> Iterator[str]:
-    """Yield the warning about a recipe directly in a data folder, which has no effect."""
-    with suppress(OSError):  # opening the datasets reports the error
-        listing = list_folder(data_dir)
-        if listing.has_recipe and not listing.shards:
+def advice_on_folders(places: Iterable[Path | str]) -> Iterator[str]:
+    """Yield the warnings about a recipe directly in a data folder, which has no effect unless it names shards."""
+    for data_dir in places:
+        if isinstance(data_dir, Path) and _has_recipe_alone(data_dir):
             yield (
                 f"{data_dir / FILE_NAME} is not used: no shard is beside it. Move it into the folder of a dataset's shards, "
                 f"or, for a mixture, into its own folder below {data_dir}."
             )
+
+
+def _has_recipe_alone(folder: Path) -> bool:
+    with suppress(OSError, DatasetInvalid):  # opening the datasets reports the error
+        listing = list_folder(folder)
+        return listing.has_recipe and not listing.shards and "shards" not in read_toml(folder / FILE_NAME)
+    return False
 
 
 def advice_on_data(datasets: Iterable[OpenSnapshot]) -> Iterator[str]:

@@ -21,11 +21,13 @@ class AllowedFiles:
     process that replaces it with a symlink in between is not stopped.
 
     transforms  whether the code of transforms may run
+    sources     beginnings of URLs that recipes may name for their shards
     """
 
     folders: tuple[Path, ...] = ()
     follow_symlinks: bool = False
     transforms: bool = False
+    sources: tuple[str, ...] = ()
 
     def check(self, path: Path) -> None:
         """Raise DatasetInvalid: the file is not allowed."""
@@ -51,6 +53,15 @@ class AllowedFiles:
             f"{path} is reached by a symlink out of the data folder. To follow such symlinks, use --follow-symlinks. A "
             f"snapshots folder of a Hugging Face cache needs it: its files are symlinks to blobs beside it."
         )
+
+    def check_source(self, folder: Path, url: str) -> None:
+        """Raise DatasetInvalid: the recipe of a folder may not name this URL."""
+        is_below = any(f"{url}/".startswith(f"{allowed.rstrip('/')}/") for allowed in self.sources)
+        if self.folders and (not is_below or ".." in url):
+            raise DatasetInvalid(
+                f"{folder}: its recipe reads shards from {url}. Start with --allow-sources and the beginnings of URLs that "
+                f"recipes may name, such as --allow-sources {url}."
+            )
 
     def check_transforms(self, folder: Path) -> None:
         """Raise DatasetInvalid: code in the data folder may not run."""

@@ -49,7 +49,7 @@ def _is_names(value: object) -> bool:
 
 _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(ROLES, (_is_text, "a text")),
-    **dict.fromkeys(("tokenizer", "chat_template", "filter", "transform", "split_by"), (_is_text, "a text")),
+    **dict.fromkeys(("shards", "tokenizer", "chat_template", "filter", "transform", "split_by"), (_is_text, "a text")),
     "split_special_tokens": (lambda value: isinstance(value, bool), "true or false"),
     **dict.fromkeys(("tools", *MASKS), (lambda value: value is False or _is_text(value), "a text, or false")),
     **{name: (lambda _: True, "") for name in ("eos", "bos", "pad")},  # looked up in the vocabulary later

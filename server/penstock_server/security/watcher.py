@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock_server.catalog.scan import FileStat, stat_of_file
 from penstock_server.settings import SettingsError
+from penstock_server.sources.stats import FileStat, stat_of_file
 
 log = logging.getLogger("penstock.security")
 

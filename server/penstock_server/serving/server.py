@@ -220,7 +220,7 @@ def greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> s
         host = host.strip("[]")
     host = _HERE.get(host, host)
     url = f"{'https' if settings.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
+    lines = [f"penstock {__version__} serves {settings.data} at {url}", ""]
     curl = """curl -H "Authorization: Bearer $PENSTOCK_TOKEN\"""" if settings.tokens else "curl"
     for name, dataset in islice(catalog.datasets.items(), _GREETED):
         headline, recipe = summary(dataset)

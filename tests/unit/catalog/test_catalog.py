@@ -25,10 +25,9 @@ from penstock_server.app import create_app
 from penstock_server.catalog import dataset as dataset_module
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.footers import FolderReader
-from penstock_server.catalog.scan import Scan, scan_folders
+from penstock_server.catalog.scan import Scan, scan_all
 from penstock_server.catalog.view import LoadingLock
 from penstock_server.problems import DatasetInvalid, DatasetUnavailable, SnapshotGone, UnknownDataset
-from penstock_server.recipes.allowed import AllowedFiles
 from support.corpora import write_numbered, write_shard
 from support.engine import Opener
 
@@ -87,12 +86,12 @@ def test_requests_for_a_known_snapshot_do_not_wait_for_a_poll(
     known = catalog.plan("d", Spec(batch_size=1)).snapshot
     looks, may_end = threading.Event(), threading.Event()
 
-    def look(data_dir: Path, allowed: AllowedFiles) -> Scan:
+    def look(*places: Any) -> Scan:
         looks.set()
         may_end.wait(60)
-        return scan_folders(data_dir, allowed)
+        return scan_all(*places)
 
-    monkeypatch.setattr("penstock_server.catalog.catalog.scan_folders", look)
+    monkeypatch.setattr("penstock_server.catalog.catalog.scan_all", look)
     monkeypatch.setattr("penstock_server.catalog.view._CATCH_UP_SECONDS", 30)
     app = create_app(catalog, InFlight(1 << 30))
     answered: list[str] = []
@@ -137,12 +136,12 @@ def test_requests_that_wait_for_one_poll_share_a_deadline(monkeypatch: pytest.Mo
 def test_concurrent_refreshes_take_one_thread(folder: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog, looks, may_end = open_all(), threading.Event(), threading.Event()
 
-    def look(data_dir: Path, allowed: AllowedFiles) -> Scan:
+    def look(*places: Any) -> Scan:
         looks.set()
         may_end.wait(60)
-        return scan_folders(data_dir, allowed)
+        return scan_all(*places)
 
-    monkeypatch.setattr("penstock_server.catalog.catalog.scan_folders", look)
+    monkeypatch.setattr("penstock_server.catalog.catalog.scan_all", look)
 
     async def run() -> None:
         transport = httpx.ASGITransport(create_app(catalog, InFlight(1 << 30)))

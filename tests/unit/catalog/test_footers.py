@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from penstock_server.blocks.cache import CacheFolder
 from penstock_server.catalog.footers import FolderContents, FolderReader
 from penstock_server.catalog.history import drop_old_notes, open_notes, read_note, write_note
-from penstock_server.catalog.scan import FileStat, list_folder
+from penstock_server.catalog.scan import list_folder
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.problems import DatasetInvalid
+from penstock_server.sources.stats import FileStat
 from support.corpora import write_numbered
 
 HOUR_AGO_NS = time.time_ns() - 3600 * 10**9

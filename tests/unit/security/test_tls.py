@@ -58,7 +58,7 @@ def serving_tls(app: FastAPI, certificates: Certificates) -> Iterator[str]:
 
 
 def certificates_of(cert: Path, key: Path | None = None, client_ca: Path | None = None) -> Certificates:
-    return Certificates(Settings(data_dir=cert, cache_dir=cert, tls_cert=cert, tls_key=key, tls_client_ca=client_ca))
+    return Certificates(Settings(data_dir=(cert,), cache_dir=cert, tls_cert=cert, tls_key=key, tls_client_ca=client_ca))
 
 
 def caller(url: str, ca: Path, cert: Path | None = None) -> Any:

@@ -1,0 +1,115 @@
+"""Object stores by obstore: Amazon S3 and stores like it, Google Cloud Storage, Azure."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import obstore
+from obstore import exceptions
+from obstore.store import from_url
+
+from penstock_server.problems import DatasetInvalid
+from penstock_server.sources.remote import Changed, Retryable, Source, forbidden, not_found
+from penstock_server.sources.stats import FileStat
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+
+SCHEMES = ("s3", "gs", "az")
+_LISTED_TOGETHER = 1000
+_CONNECT_SECONDS, _REQUEST_SECONDS = 10, 60  # of a request for a few megabytes
+_THROTTLED = ("429", "503")
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_ENDPOINT",),
+}
+
+
+class ObjectStore(Source):
+    """A prefix of a bucket. Each read carries the ETag of the version, so that the store refuses to send another."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url.rstrip("/"))
+        self._store: Any = None
+
+    def _list(self) -> Iterator[tuple[str, FileStat]]:
+        chunks, last = None, None
+
+        def next_chunk() -> Any:
+            nonlocal chunks
+            if chunks is None:  # at first, and after a failure: an iterator that failed just ends
+                chunks = obstore.list(self._opened(), offset=last, chunk_size=_LISTED_TOGETHER)
+            try:
+                return self._translated(lambda: next(chunks, None))
+            except BaseException:
+                chunks = None
+                raise
+
+        while chunk := self.attempt(next_chunk):
+            for found in chunk:
+                yield found["path"], FileStat(found["size"], version=found["e_tag"] or found["version"] or "")
+            last = chunk[-1]["path"]
+
+    def _read(self, key: str, stat: FileStat, start: int, stop: int) -> Any:
+        options: GetOptions = {"range": (start, stop)}
+        if stat.version:
+            options["if_match"] = stat.version
+        return self._translated(lambda: obstore.get(self._opened(), key, options=options).bytes())
+
+    def _opened(self) -> Any:
+        """Return the client. It is made late: threads of a client do not survive a fork."""
+        if self._store is None:
+            scheme = urlsplit(self.url).scheme
+            is_plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS[scheme])
+            self._store = from_url(
+                self.url,
+                client_options={
+                    "allow_http": is_plain,
+                    "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
+                    "timeout": timedelta(seconds=_REQUEST_SECONDS),
+                },
+                retry_config={"max_retries": 0},  # Source.attempt does it, and counts
+                **_credentials(scheme),
+            )
+        return self._store
+
+    def _translated(self, request: Any) -> Any:
+        """Call a function of obstore, and raise the errors of this package. Its texts may have signed URLs."""
+        try:
+            return request()
+        except FileNotFoundError:
+            raise not_found() from None
+        except exceptions.PreconditionError:
+            raise Changed from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise forbidden(_status(error)) from None
+        except exceptions.BaseError as error:
+            status = _status(error)
+            if status.startswith("4") and not status.startswith(("408", "429")):
+                raise forbidden(status) from None
+            raise Retryable(status, is_throttled=status.startswith(_THROTTLED)) from None
+
+
+def _status(error: Exception) -> str:
+    found = re.search(r"status code: (\d{3}[ \w]*)", str(error))
+    return found[1].strip() if found else "no connection" if "error sending request" in str(error) else type(error).__name__
+
+
+def _credentials(scheme: str) -> dict[str, Any]:
+    """Return the provider of credentials from a profile of the AWS command line, if one is named and boto3 is installed.
+
+    Without it obstore reads environment variables, and asks for the role of the machine.
+    """
+    if scheme == "s3" and os.environ.get("AWS_PROFILE") and "AWS_ACCESS_KEY_ID" not in os.environ:
+        try:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ImportError:
+            raise DatasetInvalid("AWS_PROFILE needs the package boto3. Install it, or set AWS_ACCESS_KEY_ID.") from None
+        return {"credential_provider": Boto3CredentialProvider()}
+    return {}

@@ -1,0 +1,82 @@
+"""The sources of a server, by URL: each is opened once."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from penstock_server.problems import DatasetInvalid
+from penstock_server.sources.hub import Hub
+from penstock_server.sources.objects import SCHEMES, ObjectStore
+from penstock_server.sources.recipe_files import RecipeFiles
+from penstock_server.sources.remote import RemoteFolder, Source
+from penstock_server.sources.web import WebList
+
+_FOLDER = "sources"  # in the cache folder
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRoot:
+    """A source that the operator named, with copies of the recipes' files."""
+
+    remote: RemoteFolder
+    files: RecipeFiles
+
+    def __str__(self) -> str:
+        return str(self.remote)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the dataset directly in the root."""
+        return re.split(r"[/@]", self.remote.source.url.removesuffix(".txt"))[-1].replace(".", "-")
+
+
+class Sources:
+    """Sources by URL. The copies of recipes' files are in the cache folder."""
+
+    def __init__(self, cache_folder: Path) -> None:
+        self._folder = cache_folder / _FOLDER
+        self._opened = dict[str, Source]()
+        self._lock = threading.Lock()
+
+    def folder(self, url: str) -> RemoteFolder:
+        """Return the root of a source. Raises DatasetInvalid: the URL is not valid."""
+        with self._lock:
+            if url not in self._opened:
+                self._opened[url] = _open(url)
+            return RemoteFolder(self._opened[url])
+
+    def root(self, url: str) -> RemoteRoot:
+        """Return a source that the operator named. Raises DatasetInvalid: the URL is not valid."""
+        remote = self.folder(url)
+        copies = self._folder / blake2b(remote.source.url.encode(), digest_size=16).hexdigest()
+        return RemoteRoot(remote, RecipeFiles(remote.source, copies))
+
+    @property
+    def opened(self) -> list[Source]:
+        """Return the sources that are in use."""
+        return list(self._opened.values())
+
+    def close(self) -> None:
+        """End the threads of all sources."""
+        for source in self._opened.values():
+            source.close()
+
+
+def _open(url: str) -> Source:
+    scheme = url.partition("://")[0].lower()
+    if "@" in url.split("/")[2] and scheme != "hf":
+        raise DatasetInvalid(
+            f"the URL of {url.rpartition('@')[2]} has a password in it. Give credentials by environment variables."
+        )
+    if scheme in SCHEMES:
+        return ObjectStore(url)
+    if scheme == "hf":
+        return Hub(url)
+    if scheme in ("http", "https"):
+        return WebList(url)
+    known = ", ".join(f"{each}://" for each in (*SCHEMES, "hf", "https"))
+    raise DatasetInvalid(f"{url}: the scheme {scheme} is not supported. Supported: {known}, and folders.")

