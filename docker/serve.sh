@@ -17,6 +17,9 @@ if [ -n "${PENSTOCK_TOKENS:-}" ]; then
         echo "callers need a token: export PENSTOCK_TOKEN=\$(docker compose exec -T server cat $secrets/token)"
     fi
 fi
+if [ -n "${PENSTOCK_DATA_DIR:-}" ]; then
+    exec penstock serve
+fi
 if ! [ -e /data ]; then
     echo "there is no /data: mount a folder of datasets there, -v FOLDER:/data:ro, or an empty one for a sample" >&2
     exit 2

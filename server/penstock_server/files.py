@@ -45,11 +45,12 @@ def may_exist(path: Path) -> bool:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading. Raises OSError: it cannot be opened, or is a pipe or a device, which may block forever."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise OSError(EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(handle, "rb")
+    return file
 
 
 class Damaged(Exception):

