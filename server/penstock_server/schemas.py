@@ -598,7 +598,10 @@ class VerdictInfo(_Schema):
 
 
 class HistoryInfo(_Schema):
-    """The last hour in buckets, oldest first; null in those before the start of the server."""
+    """The last hour in buckets, oldest first; null in those before the start of the server.
+
+    The lists are empty if the caller may not see all datasets.
+    """
 
     seconds: float
     """Length of a bucket."""
@@ -621,7 +624,10 @@ class HistoryInfo(_Schema):
 
 
 class ServerInfo(_Schema):
-    """The server: all of its processes together. Rates are of about the last minute."""
+    """The server: all of its processes together. Rates are of about the last minute.
+
+    Rates, bytes in flight, and what the cache holds are null if the caller may not see all datasets.
+    """
 
     version: str
     """The version of the server."""
@@ -631,19 +637,19 @@ class ServerInfo(_Schema):
     """Start of the server, in seconds since 1970."""
     processes: int
     """Processes that serve."""
-    tokens_per_second: float
+    tokens_per_second: float | None
     """Tokens in batches made, without padding."""
-    bytes_per_second: float
+    bytes_per_second: float | None
     """Bytes of response bodies."""
-    batches_per_second: float
+    batches_per_second: float | None
     """Batches made."""
-    refusals_per_second: float
+    refusals_per_second: float | None
     """Requests refused because the budget of bytes in flight was used up."""
-    in_flight_bytes: int
+    in_flight_bytes: int | None
     """Bytes of responses that clients have not read yet."""
     in_flight_budget_bytes: int
     """Most bytes that such responses may take."""
-    cache_used_bytes: int
+    cache_used_bytes: int | None
     """Bytes of the cached blocks."""
     cache_budget_bytes: int
     """Most bytes that they may take."""

@@ -442,6 +442,8 @@ def test_page_of_a_server_with_tokens_asks_for_one(serve: Serve, shared: Path, o
     assert page.get_by_role("link", name="pairs").count() == 0
     page.get_by_role("link", name="Batches").click()
     page.locator(".copy pre").filter(has_text="curl").filter(has_text="Bearer $PENSTOCK_TOKEN").wait_for()
+    page.get_by_role("link", name="Server").click()
+    page.get_by_text("Sign in with a token for all datasets to see them.").wait_for()
     page.get_by_role("button", name="Sign out").click()
     page.get_by_label("Token").fill(token)
     page.get_by_role("button", name="Sign in").click()

@@ -215,6 +215,23 @@ def test_jobs_and_metrics_are_those_of_visible_datasets(client: TestClient, call
     assert 'dataset="team-b.secret"' in client.get("/metrics", headers=bearer(callers.admin)).text
 
 
+def test_numbers_of_all_datasets_need_a_token_for_all(client: TestClient, callers: Callers) -> None:
+    assert client.get(BATCH.format("team-b.secret"), headers=bearer(callers.foreign), params=SMALL).status_code == 200
+
+    def shown(token: str) -> tuple[set[str], dict[str, int]]:
+        server = client.get("/v1/jobs?history=true", headers=bearer(token)).json()["server"]
+        history = server.pop("history")
+        lengths = {name: len(values) for name, values in history.items() if isinstance(values, list)}
+        return {name for name, value in server.items() if value is None}, lengths
+
+    missing, lengths = shown(callers.admin)
+    assert missing <= {"cache_hit_fraction"}  # without a request for a block
+    assert {*lengths.values()} == {120}
+    rates = {f"{name}_per_second" for name in ("tokens", "bytes", "batches", "refusals")}
+    expected = rates | {"in_flight_bytes", "cache_used_bytes", "cache_hit_fraction"}
+    assert shown(callers.reader) == shown(callers.team_admin) == (expected, dict.fromkeys(lengths, 0))
+
+
 def test_wrong_tokens_slow_their_address_down_alone(app: FastAPI, callers: Callers, caplog: pytest.LogCaptureFixture) -> None:
     guesser = TestClient(app, client=("192.0.2.1", 1))
     other = TestClient(app, client=("192.0.2.2", 1))

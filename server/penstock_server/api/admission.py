@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 
-from penstock.text import counted
 from penstock_server.problems import Busy, LimitExceeded
 
 current_caller = ContextVar("current_caller", default="")  # of the request that a thread or a task works on
@@ -75,10 +74,10 @@ class InFlight:
                 missing -= stalled.nbytes
                 aborted.append(stalled)
         if missing > 0:
-            raise Busy(
-                f"{counted(self.num_responses, 'response')} in flight take {self.reserved_bytes:,} bytes, this one needs "
-                f"{wanted.nbytes:,}, and the budget is {self.budget_bytes:,}. Retry in a second. If it persists, clients read "
-                f"more slowly than the server sends: raise --inflight-bytes, add a server, or request fewer steps at a time."
+            raise Busy(  # without the bytes of others, which a caller may not know
+                f"the budget of {self.budget_bytes:,} bytes for responses in flight is used up, and this one needs "
+                f"{wanted.nbytes:,}. Retry in a second. If it persists, clients read more slowly than the server sends: raise "
+                f"--inflight-bytes, add a server, or request fewer steps at a time."
             )
         for reservation in aborted:
             self.give_back(reservation)

@@ -43,6 +43,12 @@ _RATES = {  # counters whose history is kept
     "hits": "penstock_cache_hits_total",
     "misses": "penstock_cache_misses_total",
 }
+_OF_ALL_DATASETS = (
+    *(f"{name}_per_second" for name in ("tokens", "bytes", "batches", "refusals")),
+    "in_flight_bytes",
+    "cache_used_bytes",
+    "cache_hit_fraction",
+)
 
 
 class Monitor:
@@ -137,12 +143,14 @@ class Monitor:
         info: JobsInfo = {
             "caller": identity.name,
             "verdict": verdict(jobs, now),
-            "server": self._describe_server(statuses, now, history=history),
+            "server": self._describe_server(statuses, now, identity, history=history),
             "jobs": [describe_job(key, job, now, history=history) for key, job in _newest_first(jobs)],
         }
         return info
 
-    def _describe_server(self, statuses: Sequence[Mapping[str, Any]], now: float, *, history: bool) -> Any:
+    def _describe_server(self, statuses: Sequence[Mapping[str, Any]], now: float, identity: Identity, *, history: bool) -> Any:
+        """Describe the server. Numbers of all datasets together are null if the caller may not see all of them."""
+        sees_all = self._catalog.seen_by(identity) is self._catalog
         bucket, cache = bucket_of(now), self._catalog.store.cache
         series = {name: summed((Buckets(*s["history"][name]) for s in statuses), bucket) for name in _RATES}
         # Two whole buckets and the one under way.
@@ -162,6 +170,8 @@ class Monitor:
             "cache_budget_bytes": cache.budget_bytes,
             "cache_hit_fraction": rates["hits"] / requested if requested else None,
         }
+        if not sees_all:
+            server |= dict.fromkeys(_OF_ALL_DATASETS)
         if history:
             used = self._history["cache_used_bytes"].until(bucket)  # the cache folder is shared: not a sum
             first = max(0, NUM_BUCKETS - 1 - (bucket - bucket_of(started_at)))
@@ -169,7 +179,7 @@ class Monitor:
             server["history"] = {
                 "seconds": BUCKET_SECONDS,
                 "end": (bucket + 1) * BUCKET_SECONDS,
-                **{name: [None] * first + amounts[first:] for name, amounts in shown.items()},
+                **{name: [None] * first + amounts[first:] if sees_all else [] for name, amounts in shown.items()},
             }
         return server
 

@@ -25,7 +25,7 @@ def test_response_beyond_the_budget_is_refused_until_bytes_are_released() -> Non
     first, second = in_flight.admit(2, 30), in_flight.admit(1, 40)
     first.take()
     second.take()
-    with pytest.raises(Busy, match="2 responses in flight take 100 bytes, this one needs 1, .* --inflight-bytes"):
+    with pytest.raises(Busy, match="of 100 bytes for responses in flight is used up, and this one needs 1.*--inflight-bytes"):
         in_flight.admit(1, 1)
     first.release()
     in_flight.admit(3, 20).take()

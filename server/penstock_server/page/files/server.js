@@ -13,9 +13,11 @@ export function ServerView({ jobs, datasets }) {
   const past = data?.server.history;
   const counting = (datasets?.datasets ?? []).filter((one) => one.tokens == null && one.index.blocks_done);
   const failure = datasets?.datasets.find((one) => one.cache.failure)?.cache.failure;
+  const seesAll = server.tokens_per_second != null;
   return html`
     <h1>Server</h1>
     <${Stats}>
+      ${seesAll && html`
       <${Stat} name="tokens/s" value=${compact(server.tokens_per_second)} note="the last minute" />
       <${Stat} name="sent" value=${`${bytes(server.bytes_per_second)}/s`} note=${`${compact(server.batches_per_second)} batches/s`} />
       <${Stat} name="refusals" value=${`${compact(server.refusals_per_second)}/s`} level=${server.refusals_per_second > 0 ? "waiting" : ""} note="503 answers" />
@@ -23,13 +25,14 @@ export function ServerView({ jobs, datasets }) {
         note=${`budget ${bytes(server.in_flight_budget_bytes)}`} />
       <${Stat} name="cache" value=${html`<${Bar} label="cache" fraction=${server.cache_used_bytes / server.cache_budget_bytes} text=${bytes(server.cache_used_bytes)} />`}
         note=${`room for ${bytes(server.cache_budget_bytes)}`} />
-      <${Stat} name="cache hits" value=${percent(server.cache_hit_fraction)} note="of blocks, the last minute" level=${server.cache_hit_fraction < 0.5 ? "waiting" : ""} />
+      <${Stat} name="cache hits" value=${percent(server.cache_hit_fraction)} note="of blocks, the last minute" level=${server.cache_hit_fraction < 0.5 ? "waiting" : ""} />`}
       <${Stat} name="began" value=${clock(server.started_at)} note=${`${duration(server.time - server.started_at)} ago, ${num(server.processes)} process${server.processes > 1 ? "es" : ""}, version ${server.version}`} />
     <//>
+    ${!seesAll && html`<p>Rates, memory and cache are those of all datasets together. Sign in with a token for all datasets to see them.</p>`}
     ${failure && html`<p class="trouble">▲ Blocks cannot be stored: ${shown(failure)}</p>`}
     ${counting.length > 0 && html`<h2>Counting tokens</h2>
       <${Table} name="counting" heads=${["dataset", "progress"]} rows=${counting.map((one) => ({ cells: [shown(one.name), html`<${Counted} of=${one} />`] }))} />`}
-    ${past && html`<h2>The last hour</h2><div class="plots">${plots(past)}</div>`}`;
+    ${seesAll && past && html`<h2>The last hour</h2><div class="plots">${plots(past)}</div>`}`;
 }
 
 function plots({ seconds, end, tokens, bytes: sent, refusals, hits, misses, cache_used_bytes: used }) {
