@@ -34,10 +34,18 @@ _NULL = {"type": "null"}
 _OPEN = {"security": list[str]()}  # no token is needed
 
 
-def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None, tokens: Tokens | None = None) -> FastAPI:
+def create_app(
+    catalog: Catalog,
+    in_flight: InFlight,
+    place: Place | None = None,
+    tokens: Tokens | None = None,
+    *,
+    for_this_machine: bool = False,
+) -> FastAPI:
     """Creates the service over one catalog and one budget of bytes in flight. Batches do not depend on earlier requests.
 
     `place` is where several processes of a server share their status. Without `tokens` every caller may do everything.
+    With `for_this_machine` requests must be for localhost or an IP address: see Gate.
     """
     tags = [{"name": name} for name in ("datasets", "batches", "rows", "monitoring", "probes")]  # in the order of the docs page
     app = _App(
@@ -51,7 +59,7 @@ def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None
     )
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
     app.state.service = Service(catalog, in_flight)
-    app.state.tokens = tokens
+    app.state.tokens, app.state.for_this_machine = tokens, for_this_machine
     app.state.monitor = Monitor(catalog, in_flight, app.state.service.jobs, place)
     # Batches first, since routes are tried in order. Added directly: include_router would create each route again, and delay
     # the server's first request.
@@ -67,7 +75,8 @@ def create_app(catalog: Catalog, in_flight: InFlight, place: Place | None = None
 class _App(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         # Around Starlette's own layers, which respond to faults: no route is reached without the gate.
-        return RequestLog(Gate(super().build_middleware_stack(), self.state.tokens), self.state.service)
+        gate = Gate(super().build_middleware_stack(), self.state.tokens, for_this_machine=self.state.for_this_machine)
+        return RequestLog(gate, self.state.service)
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:

@@ -5,6 +5,7 @@ Problem
 ├── 403  Forbidden
 ├── 404  UnknownDataset, StepOutOfRange, RankOutOfRange, RowOutOfRange
 ├── 409  SnapshotGone
+├── 421  Misdirected
 ├── 422  BadParameter
 ├── 429  TooManyAttempts, LimitExceeded
 ├── 500  DatasetInvalid, ShardUnreadable, IndexFailed, BadRow
@@ -56,7 +57,11 @@ class Unauthorized(Problem, status=401, title="No valid token"):
 
 
 class Forbidden(Problem, status=403, title="Not allowed"):
-    """The scope of the token does not allow the request."""
+    """The scope of the token does not allow the request, or another site sent it."""
+
+
+class Misdirected(Problem, status=421, title="Wrong host name"):
+    """The request names a host that this server is not for."""
 
 
 class TooManyAttempts(Problem, status=429, title="Too many wrong tokens"):

@@ -279,7 +279,7 @@ def test_server_stops_while_it_decodes_a_row_group(tmp_path: Path, how: signal.S
             assert process.stdout
             [port] = re.findall(r" at http://\S+:(\d+)$", process.stdout.readline())
             with socket.create_connection(("127.0.0.1", int(port))) as waiting:
-                waiting.sendall(b"GET /v1/datasets/numbers/epochs/0/ranks/0/batches/0 HTTP/1.1\r\nHost: here\r\n\r\n")
+                waiting.sendall(b"GET /v1/datasets/numbers/epochs/0/ranks/0/batches/0 HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 until(has_begun.exists)
                 os.kill(_only_child(process) if is_process_1 else process.pid, how)
                 assert process.communicate(timeout=20)[1] == ""

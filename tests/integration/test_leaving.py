@@ -169,7 +169,7 @@ def who_want_much_text(server: Server) -> Iterator[None]:
     with ExitStack() as stack:
         for seed in range(6):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)))
-            client.sendall(f"GET {url}&seed={seed} HTTP/1.1\r\nHost: penstock\r\n\r\n".encode())
+            client.sendall(f"GET {url}&seed={seed} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         time.sleep(0.5)
         yield
 

@@ -300,6 +300,14 @@ def test_token_file_is_read_again_without_dropping_a_connection(data: Path, call
         assert kept.get("/healthz").extensions["network_stream"].get_extra_info("client_addr") == first
 
 
+@pytest.mark.parametrize(("flags", "status"), [((), 421), (("--insecure",), 200), (("--tokens",), 401)])
+def test_server_without_tokens_has_no_other_name(
+    data: Path, callers: Callers, serve: Serve, flags: tuple[str, ...], status: int
+) -> None:
+    server = serve(data, *flags, *([str(callers.file)] if "--tokens" in flags else []))
+    assert httpx.get(f"{server.url}/v1/datasets", headers={"Host": "evil.example"}).status_code == status
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost.example"])
 def test_other_machines_are_let_in_with_tokens_or_insecure_alone(data: Path, tmp_path: Path, host: str) -> None:
     refused = penstock("serve", data, "--host", host, "--port", "0", "--cache-dir", tmp_path / "cache")

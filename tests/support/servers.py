@@ -231,7 +231,7 @@ class SlowReaders:
         self._sockets = [_connect(address.hostname, address.port or 80, source) for _ in range(number)]
         self._received = [bytearray() for _ in range(number)]
         for own in self._sockets:
-            own.sendall(f"GET {path}?{urlencode(query)} HTTP/1.1\r\nHost: server\r\n\r\n".encode())
+            own.sendall(f"GET {path}?{urlencode(query)} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

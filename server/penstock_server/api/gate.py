@@ -1,5 +1,7 @@
 """Access control: an ASGI layer that refuses every request without a valid token or client certificate, except probes.
 
+It also refuses what other sites make a browser send, and adds headers that restrict browsers.
+
 A request has its token in `Authorization: Bearer`, as the password of Basic, or in the cookie that the page's login sets. The
 layer sets `scope["identity"]`, which the routes read: a route that is reached without this layer fails.
 """
@@ -10,18 +12,21 @@ import logging
 import time
 from base64 import b64decode
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from urllib.parse import parse_qs
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from ipaddress import ip_address
+from urllib.parse import parse_qs, urlsplit
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.text import cut
 from penstock_server.api.admission import current_caller
 from penstock_server.api.errors import problem_response
 from penstock_server.logs import Seldom
 from penstock_server.page.routes import login_page
-from penstock_server.problems import Forbidden, Problem, TooManyAttempts, Unauthorized
+from penstock_server.problems import Forbidden, Misdirected, Problem, TooManyAttempts, Unauthorized
 from penstock_server.security.tokens import EVERYONE, STRANGER, Identity, Tokens
 
 log = logging.getLogger("penstock.security")
@@ -29,6 +34,13 @@ log = logging.getLogger("penstock.security")
 _PROBES = ("/healthz", "/readyz")
 _FOR_PEOPLE = ("/", "/docs", "/login")  # a browser without a token gets the login page here
 _COOKIE = "penstock_token"
+_OF_SITE = (b"host", b"origin", b"sec-fetch-site", b"x-forwarded-host")
+_NO_STORE = (b"cache-control", b"no-store")
+_RESTRICTIONS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"content-security-policy", b"frame-ancestors 'none'"),
+    _NO_STORE,
+)
 _MAX_FORM_BYTES = 4096
 _MAX_ATTEMPTS, _ATTEMPTS_SECONDS = 20, 60.0
 _MAX_ADDRESSES = 10_000
@@ -42,26 +54,56 @@ SECURITY_SCHEMES = {
 
 
 class Gate:
-    """ASGI layer around the application. Without `tokens` it lets every request in."""
+    """ASGI layer around the application. Without `tokens` it lets every caller in.
 
-    def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
-        self._app, self._tokens, self._attempts, self._warnings = app, tokens, Attempts(), Seldom()
+    With `for_this_machine` it refuses requests for a host name other than localhost.
+    """
+
+    def __init__(self, app: ASGIApp, tokens: Tokens | None, *, for_this_machine: bool = False) -> None:
+        self._app, self._tokens, self._for_this_machine = app, tokens, for_this_machine
+        self._attempts, self._warnings = Attempts(), Seldom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with the identity of its caller, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
         response: Response | None = None
-        if self._tokens is None or scope["type"] == "lifespan":
-            scope["identity"] = EVERYONE
-        else:
-            try:
+        try:
+            self._check_site(scope)
+            if self._tokens is None:
+                scope["identity"] = EVERYONE
+            else:
                 response = await self._admit(Request(scope, receive), self._tokens)
-            except Problem as problem:
-                response = problem_response(scope, problem)
-                if isinstance(problem, Unauthorized) and scope["path"] in _FOR_PEOPLE and _is_browser(scope):
-                    response = login_page(response.status_code)
+        except Problem as problem:
+            response = problem_response(scope, problem)
+            if isinstance(problem, Unauthorized) and scope["path"] in _FOR_PEOPLE and _is_browser(scope):
+                response = login_page(response.status_code)
         if response is None:
             current_caller.set(scope["identity"].name or _address_of(scope))
-        await (response or self._app)(scope, receive, send)
+
+        def send_restricted(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                message["headers"] = _restricted(message["headers"])
+            return send(message)
+
+        await (response or self._app)(scope, receive, send_restricted)
+
+    def _check_site(self, scope: Scope) -> None:
+        """Check that a request is not one that another site makes a browser send. Raises Misdirected, Forbidden."""
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _OF_SITE}
+        host = headers.get(b"host", "localhost")
+        if self._for_this_machine and not _is_of_this_machine(host):
+            raise Misdirected(
+                f"This server has no tokens, so it only accepts requests for localhost or an IP address, not for {cut(host)}: "
+                f"with a host name of its own, another site could read it through a browser. Use http://localhost, create "
+                f"tokens with penstock token create, or start the server with --insecure."
+            )
+        if scope["method"] == "POST" and _is_of_another_site(headers, host):
+            raise Forbidden(
+                "The request comes from another site. Send it from the page of this server, or without the headers "
+                "Sec-Fetch-Site and Origin. A proxy must pass Host on, or set X-Forwarded-Host."
+            )
 
     async def _admit(self, request: Request, tokens: Tokens) -> Response | None:
         """Set the identity of a request. Return the response of a login or logout, else None. Raises Problem: it is refused."""
@@ -158,6 +200,28 @@ def token_of(scope: Scope) -> str | None:
     # http.cookies would take seconds to parse a quoted value of backslashes.
     cookies = (cookie.strip().partition("=") for cookie in headers.get(b"cookie", "").split(";"))
     return next((value for name, _, value in cookies if name == _COOKIE), None)
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Return whether a Host header is localhost or an IP address. Other names may be those of a site, by DNS rebinding."""
+    with suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    return False
+
+
+def _is_of_another_site(headers: Mapping[bytes, str], host: str) -> bool:
+    if site := headers.get(b"sec-fetch-site"):  # browsers send it over https, and to this machine
+        return site not in ("same-origin", "none")
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition("://")[2] not in (host, headers.get(b"x-forwarded-host"))
+
+
+def _restricted(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a response with those that restrict browsers and caches, unless it has them."""
+    names = {name for name, _ in headers}
+    is_versioned = b"etag" in names  # its route says how long it may be kept
+    return headers + [pair for pair in _RESTRICTIONS if pair[0] not in names and not (is_versioned and pair == _NO_STORE)]
 
 
 def _address_of(scope: Scope) -> str:

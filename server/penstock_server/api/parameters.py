@@ -52,11 +52,15 @@ SPEC_PARAMETERS = {
 BINARY = {"schema": {"type": "string", "format": "binary"}}  # documented schema of a binary response
 _STATUSES = {
     401: "The token is missing, wrong or expired.",
-    403: "The scope of the token does not allow the request.",
+    403: "The scope of the token does not allow the request, or another site sent it.",
     404: "The dataset, step, rank or row does not exist.",
+    408: "The request did not arrive in time.",
     409: "The data changed.",
-    422: "A parameter is wrong.",
+    413: "The body is too large.",
+    421: "The request names a host that this server is not for.",
+    422: "A parameter is wrong, or the request is too large for a limit.",
     429: "The caller sent too many wrong tokens, or has reached another limit. Retry later.",
+    431: "The URL and the headers are too large.",
     500: "The data cannot be used. The detail names the place.",
     503: "The server is busy, is still preparing the data, or cannot reach it. Retry later.",
 }

@@ -94,7 +94,8 @@ def run(
     log_events(is_first=is_first)
     if ready:
         ready(catalog.store.cache.budget_bytes)
-    app = create_app(catalog, InFlight(settings.most_inflight_bytes), place, tokens)
+    in_flight, is_guarded = InFlight(settings.most_inflight_bytes), bool(settings.tokens or settings.insecure)
+    app = create_app(catalog, in_flight, place, tokens, for_this_machine=not is_guarded)
     with catalog.polling(settings.poll_seconds), app.state.monitor.running(), watcher.running():
         tls = certificates.context if certificates else None
         server = Server(
