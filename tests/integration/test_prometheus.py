@@ -95,7 +95,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     replaced = {
         "server:8000": server.url.removeprefix("http://"),
         "15s": "1s",
-        "/run/penstock/metrics-token": f"{folder}/token",
+        "/run/penstock/token": f"{folder}/token",
     }
     for shipped, here in replaced.items():
         assert shipped in config
@@ -128,7 +128,7 @@ def test_promtool_accepts_the_metrics_and_the_configuration(server: Server, tmp_
         until(lambda: "penstock_rank_wait_seconds_total{" in server.get("/metrics").text)
         promtool("check", "metrics", given=server.get("/metrics").content)
     (tmp_path / "token").touch()
-    (tmp_path / "prometheus.yml").write_text(CONFIG.read_text().replace("/run/penstock/metrics-token", f"{tmp_path}/token"))
+    (tmp_path / "prometheus.yml").write_text(CONFIG.read_text().replace("/run/penstock/token", f"{tmp_path}/token"))
     shutil.copy(ALERTS, tmp_path)
     promtool("check", "config", tmp_path / "prometheus.yml")
 

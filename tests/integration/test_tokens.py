@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,7 +25,7 @@ from penstock_server.catalog.catalog import open_catalog
 from penstock_server.security.tokens import Scope, Tokens, create_token, revoke_token
 from support.corpora import write_numbered
 from support.processes import until
-from support.servers import Serve, penstock
+from support.servers import ROOT, Serve, penstock
 
 BATCH = "/v1/datasets/{}/epochs/0/ranks/0/batches/0"
 SMALL = {"batch_size": 4, "seq_len": 8}
@@ -344,3 +346,67 @@ def test_command_makes_lists_and_revokes_tokens(tmp_path: Path) -> None:
     assert token("create", "x", "--expires", "2001-01-01").returncode == 2
     assert token("create", "a b").returncode == 2
     assert "PENSTOCK_TOKENS" in penstock("token", "list").stderr
+
+
+class FirstStart:
+    """docker/serve.sh with a command `penstock` that runs these lines of a shell, or makes tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.secrets, self._bin = folder / "secrets", folder / "bin"
+        self._bin.mkdir()
+        self.secrets.mkdir()
+
+    def __call__(self, lines: str = "") -> subprocess.CompletedProcess[str]:
+        command = self._bin / "penstock"
+        run = f'exec "{sys.executable}" -c "import sys; from penstock.cli import main; sys.exit(main())" "$@"'
+        command.write_text(f'#!/bin/sh\n{lines}\n[ "$1" = token ] && {run}\n')
+        command.chmod(0o755)
+        environment = os.environ | {
+            "PATH": f"{self._bin}:{os.environ['PATH']}",
+            "PENSTOCK_TOKENS": str(self.secrets / "tokens.json"),
+        }
+        return subprocess.run(
+            ["sh", ROOT / "docker" / "serve.sh"], env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+
+    def identities(self) -> dict[str, tuple[str, str]]:
+        """The name and the scope of the token in each file."""
+        tokens = Tokens(self.secrets / "tokens.json")
+        tokens.load()
+        found = dict[str, tuple[str, str]]()
+        for name in ("token", "trainer/token", "metrics/token"):
+            identity = tokens.identify((self.secrets / name).read_text().strip())
+            assert identity
+            found[name] = identity.name, identity.scope
+        return found
+
+
+@pytest.fixture
+def first_start(tmp_path: Path) -> FirstStart:
+    return FirstStart(tmp_path)
+
+
+def test_first_start_of_a_container_makes_tokens(first_start: FirstStart) -> None:
+    expected = {
+        "token": ("compose", "admin"),
+        "trainer/token": ("trainer", "read"),
+        "metrics/token": ("prometheus", "metrics"),
+    }
+    done = first_start()
+    assert "pst_" not in done.stdout + done.stderr
+    assert f"exec -T server cat {first_start.secrets}/token)" in done.stdout
+    assert first_start.identities() == expected
+    modes = {name: (first_start.secrets / name).stat().st_mode & 0o777 for name in (*expected, "tokens.json")}
+    assert modes == {"token": 0o600, "trainer/token": 0o600, "metrics/token": 0o644, "tokens.json": 0o600}
+    first = (first_start.secrets / "tokens.json").read_text()
+    (first_start.secrets / "token").unlink()
+    assert "penstock token create NAME makes one in this container" in first_start().stdout
+    assert (first_start.secrets / "tokens.json").read_text() == first
+
+
+def test_interrupted_first_start_begins_anew(first_start: FirstStart) -> None:
+    failed = first_start('[ "$3" = prometheus ] && echo "the disk is full" >&2 && exit 2')
+    assert (failed.returncode, failed.stderr) == (2, "the disk is full\n")
+    assert not (first_start.secrets / "tokens.json").exists()
+    first_start()
+    assert len(first_start.identities()) == 3

@@ -94,3 +94,12 @@ def test_docker_compose_uses_only_what_compose_1_interpolates() -> None:
     rest = re.sub(r"\$\{[A-Z_]+(:?[-?][^${}]*)?\}", "", "\n".join(settings))
     assert "PENSTOCK_TOKENIZER" in rest
     assert "$" not in rest
+
+
+def test_docker_compose_gives_each_container_its_own_token_alone() -> None:
+    services = COMPOSE.partition("\nvolumes:")[0].split("\n\n")
+    names = [service.partition(":")[0].split()[-1] for service in services]
+    mounted = {name: re.findall(r"- (\S*token\S*):(/\S+)", service) for name, service in zip(names, services, strict=True)}
+    assert mounted["trainer"] == [("trainer-token", "/run/penstock:ro")]
+    assert mounted["prometheus"] == [("metrics-token", "/run/penstock:ro")]
+    assert mounted["grafana"] == []
