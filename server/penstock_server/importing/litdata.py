@@ -96,7 +96,7 @@ class _Index(BaseModel):
     config: _Config
 
 
-def litdata_chunks(folder: Path, index: dict[str, Any], columns: Sequence[str] | None) -> Mapping[Path, OpenColumns]:
+def litdata_chunks(folder: Path, index: dict[str, Any], columns: Sequence[str] | None) -> Sequence[tuple[Path, OpenColumns]]:
     """Return the chunks of a folder by its index.json. Raises ValueError: it has another form, or chunks of other kinds."""
     model = checked(index, _Index)
     config = model.config
@@ -106,12 +106,13 @@ def litdata_chunks(folder: Path, index: dict[str, Any], columns: Sequence[str] |
         raise ValueError(f"chunks of {config.item_loader} are not read. If they are Parquet files, serve or import these")
     if config.holds_tokens and len(config.data_format) > 1:
         raise ValueError(f"{INDEX_NAME} states several values for each row of tokens")
-    chunks = {}
+    chunks = list[tuple[Path, OpenColumns]]()
     for chunk in model.chunks:
         stored = path_in(folder, chunk.filename)
         plain = stored.with_name(stored.name.replace(f".{config.compression}", "")) if config.compression else stored
         path = plain if plain.exists() else stored  # in a cache, a chunk may be decompressed
-        chunks[path] = partial(_open_chunk, path, chunk.chunk_size, config, columns, is_compressed=path != plain)
+        open_chunk = partial(_open_chunk, path, chunk.chunk_size, config, columns, is_compressed=path != plain)
+        chunks.append((path, open_chunk))
     return chunks
 
 

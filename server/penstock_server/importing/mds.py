@@ -77,12 +77,12 @@ class _Index(BaseModel):
 
 def mds_shards(
     folder: Path, index: dict[str, Any], columns: Sequence[str] | None, text: Sequence[str], ids: str | None
-) -> Mapping[Path, OpenColumns]:
+) -> Sequence[tuple[Path, OpenColumns]]:
     """Return the shards of a folder by its index.json. Raises ValueError: it has another form, or a column cannot be read.
 
     Columns in `text` stay text if they are JSON, or numbers written as text. Bytes are token ids of type `ids`, if given.
     """
-    shards = {}
+    shards = list[tuple[Path, OpenColumns]]()
     for shard in checked(index, _Index).shards:
         described = zip(shard.column_names, shard.column_encodings, shard.column_sizes, strict=True)
         read = [
@@ -91,10 +91,10 @@ def mds_shards(
         ]
         raw = path_in(folder, shard.raw_data.basename)
         if shard.zip_data is None or raw.exists():  # in a cache, a shard may be decompressed
-            shards[raw] = partial(_open_shard, raw, shard.raw_data, None, shard, read)
+            shards.append((raw, partial(_open_shard, raw, shard.raw_data, None, shard, read)))
         else:
             packed = path_in(folder, shard.zip_data.basename)
-            shards[packed] = partial(_open_shard, packed, shard.zip_data, shard.compression, shard, read)
+            shards.append((packed, partial(_open_shard, packed, shard.zip_data, shard.compression, shard, read)))
     return shards
 
 

@@ -72,7 +72,7 @@ class Import:
             if format_ == "row files":
                 found = self._row_files(path)
                 row_files |= found
-                group = [*found]
+                group = [path for path, _ in found]
             files += group
             paths[format_] += group
         schemas: dict[Path, pa.Schema] = {}
@@ -94,7 +94,7 @@ class Import:
     def _merged(self, files: Sequence[Path], schemas: Mapping[Path, pa.Schema], *, narrow: bool) -> pa.Schema:
         return merge([(path, plain(schemas[path], narrow=narrow)) for path in files], self.columns)
 
-    def _row_files(self, folder: Path) -> Mapping[Path, OpenColumns]:
+    def _row_files(self, folder: Path) -> Sequence[tuple[Path, OpenColumns]]:
         with refusing(folder):
             index = read_index(folder)
             if "chunks" in index:

@@ -174,6 +174,12 @@ def test_merged_index_names_shards_of_nested_folders(tmp_path: Path) -> None:
     assert imported(tmp_path / "b", root, columns=["b"])["b"].to_pylist() == [None] * 6 + [1]
 
 
+def test_shard_that_is_named_twice_is_read_twice(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "mds", {"a": "str"}, [{"a": "x"}, {"a": "y"}])
+    changed(folder, lambda index: index.update(shards=index["shards"] * 2))
+    assert imported(tmp_path / "out", folder, folder)["a"].to_pylist() == ["x", "y"] * 4
+
+
 def test_decompressed_shards_of_a_cache_are_read(tmp_path: Path) -> None:
     rows: Rows = [{"a": str(row)} for row in range(6)]
     folder = write_mds(tmp_path / "mds", {"a": "str"}, rows, compression="gz")
