@@ -27,6 +27,7 @@ from penstock_server.order.arrays import IntArray, starts_of
 INDEX_NAME = "index.json"
 
 _PORTION_BYTES, _PORTION_ROWS = 4 << 20, 65_536
+_MAX_READ_BYTES = 64 << 20  # a read allocates its bytes even if the file has fewer, as a damaged one may
 
 Model = TypeVar("Model", bound=BaseModel)
 UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -127,10 +128,13 @@ def read_numbers(file: pa.NativeFile, count: int) -> IntArray:
 
 def read_bytes(file: pa.NativeFile, count: int) -> bytes:
     """Read that many bytes. Raises ValueError: the file ends before the last one."""
-    data: bytes = file.read(count)
-    if len(data) < count:
-        raise ValueError(f"it ends {count - len(data):,} bytes too early")
-    return data
+    parts = list[bytes]()
+    while count and (part := file.read(min(count, _MAX_READ_BYTES))):
+        parts.append(part)
+        count -= len(part)
+    if count:
+        raise ValueError(f"it ends {count:,} bytes too early")
+    return b"".join(parts)
 
 
 def check_offsets(offsets: IntArray, begin: int) -> None:
@@ -150,16 +154,18 @@ def columns_of(portions: Iterator[Portion], columns: Sequence[Column], *, states
         begins, ends = (
             _value_bounds(portion, columns) if states_sizes else (portion.bounds[:-1, None], portion.bounds[1:, None])
         )
-        arrays = [pa.nulls(len(begins))]  # without a column, a batch would have no rows
+        arrays = []
         for number, column in map(by_name.__getitem__, names):
             bounds = zip(begins[:, number].tolist(), ends[:, number].tolist(), strict=True)
             arrays.append(_decoded(column, [portion.data[begin:end] for begin, end in bounds]))
-        return pa.record_batch(arrays, ["", *names])
+        if not arrays:  # without a column, a batch would have no rows
+            return pa.record_batch([pa.nulls(len(begins))], [""])
+        return pa.record_batch(arrays, [*names])
 
     first = next(portions, None)
     if first is None:
         return Columns(pa.schema([]), lambda _: iter(()))
-    schema = batch(Portion(first.data, first.bounds[:2]), by_name).schema.remove(0)
+    schema = batch(Portion(first.data, first.bounds[:2]), by_name).select([*by_name]).schema
     return Columns(schema, lambda names: (batch(portion, names) for portion in chain([first], portions)))
 
 

@@ -231,3 +231,14 @@ def test_damaged_chunk_is_read_or_refused(
     chunk.write_bytes(data.draw(damaged(whole)))
     with suppress(ImportRefused):
         imported(folder / "out", folder / "chunks")
+
+
+@repeated
+@given(st.data())
+def test_damaged_index_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("litdata")
+    write_litdata(folder / "chunks", FORMATS, items_of(2), level="batch")
+    index = folder / "chunks" / "index.json"
+    index.write_bytes(data.draw(damaged(index.read_bytes())))
+    with suppress(ImportRefused):
+        imported(folder / "out", folder / "chunks")

@@ -311,3 +311,14 @@ def test_error_names_the_shard_and_the_column(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "mds", {"a": "str", "b": "int"}, rows)
     with pytest.raises(ImportRefused, match=r"shard.00001.mds cannot be imported: column 'a' .* not str: Invalid UTF8"):
         imported(tmp_path / "out", folder)
+
+
+@repeated
+@given(st.data())
+def test_damaged_index_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("mds")
+    write_mds(folder / "mds", COLUMNS, rows_of(2), compression="zstd", hashes=["sha1"])
+    index = folder / "mds" / "index.json"
+    index.write_bytes(data.draw(damaged(index.read_bytes())))
+    with suppress(ImportRefused):
+        imported(folder / "out", folder / "mds")
