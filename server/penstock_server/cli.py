@@ -33,6 +33,7 @@ _SETTINGS = {  # metavar and help of each option
     "allow_sources": ("URLS", "beginnings of URLs that a penstock.toml may name for its shards, separated by spaces"),
     "cache_dir": ("DIR", f"where decoded blocks are kept (default: {default_cache_dir()})"),
     "cache_bytes": ("N", "their disk budget, such as 200GB (default: half of the free disk)"),
+    "store": ("URL", "folder or URL (s3://, gs://, az://) where servers share decoded blocks and counts"),
     "host": ("HOST", "address to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 for all)"),
     "port": ("PORT", "port to listen on (default: 8000; 0 for any free one)"),
     "inflight_bytes": ("N", "most memory that responses may take, such as 2GB (default: a quarter of the memory)"),
@@ -56,7 +57,7 @@ _SWITCHES = {  # help of each option without a value
     "follow_symlinks": "follow symlinks out of the data folder, such as those of a Hugging Face cache",
     "allow_transforms": "run the transforms of datasets, which are Python code in the data folder",
 }
-_OF_ALL = ("tokenizer", "assets", "allow_sources", "cache_dir", "cache_bytes")  # commands that open datasets
+_OF_ALL = ("tokenizer", "assets", "allow_sources", "cache_dir", "cache_bytes", "store")  # commands that open datasets
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

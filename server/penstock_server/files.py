@@ -76,6 +76,19 @@ def _identity(path: Path, stat: os.stat_result) -> int:
     return hash((path.name, stat.st_dev, stat.st_ino, stat.st_size))
 
 
+def sealed(content: bytes, name: str) -> bytes:
+    """Return content with the seal of a file of this name."""
+    return content + xxhash.xxh3_64(content, seed=_seed_of(name)).digest()
+
+
+def unsealed(content: memoryview, name: str) -> memoryview:
+    """Return the content of a sealed file without its seal. Raises Damaged."""
+    body, seal = content[:-SEAL_BYTES], content[-SEAL_BYTES:]
+    if len(content) < SEAL_BYTES or xxhash.xxh3_64(body, seed=_seed_of(name)).digest() != bytes(seal):
+        raise Damaged(Path(name))
+    return body
+
+
 def map_sealed(path: Path, sound: set[int] | None = None) -> pa.Buffer | None:
     """Maps the bytes of a file before its seal; None if it does not exist.
 

@@ -46,6 +46,7 @@ class Settings:
     """Settings of a server: data, cache folder, budgets, and address to listen on.
 
     data_dir        folders, and URLs of sources; as a text, one a line
+    store           folder or URL of a store that servers share; "" for none
     cache_bytes     budget of the cache folder; None is half of the free space on its disk
     inflight_bytes  budget of responses in memory until clients read them; None is a quarter of the memory
     decoded_bytes   budget of decoded text that waits in memory to be tokenized; None is an eighth of the memory
@@ -69,6 +70,7 @@ class Settings:
     data_dir: tuple[Path | str, ...]
     tokenizer: Path | None = None
     cache_dir: Path
+    store: str = ""
     cache_bytes: int | None = None
     inflight_bytes: int | None = None
     decoded_bytes: int | None = None
@@ -100,7 +102,7 @@ class Settings:
         problems = []
         if "data_dir" not in given:
             problems.append("no data folder or URL is given: name it after the command, or set PENSTOCK_DATA_DIR")
-        values["data_dir"] = tuple(map(_place, values.get("data_dir", "").splitlines()))
+        values["data_dir"] = tuple(map(place_of, values.get("data_dir", "").splitlines()))
         for name in ("tokenizer", "assets", "cache_dir", "tokens", "tls_cert", "tls_key", "tls_client_ca"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
@@ -157,7 +159,7 @@ class Settings:
         return max(1, min(num_cores(), affordable) // self.processes)
 
 
-def _place(text: str) -> Path | str:
+def place_of(text: str) -> Path | str:
     """Return a URL as it is, and the path of a folder."""
     return text if is_url(text) else Path(text).expanduser()
 

@@ -26,7 +26,7 @@ from penstock_server.recipes.config import read_recipe
 from penstock_server.recipes.fields import is_messages
 from penstock_server.recipes.transform import load_transform
 from support.corpora import read_back, write, write_datatrove, write_indexed, write_text
-from support.processes import Trainers
+from support.processes import Trainers, until
 from support.row_files import write_litdata, write_mds
 from support.servers import ROOT, Serve, Server, penstock
 from support.stores import object_store
@@ -43,6 +43,7 @@ GUARD = [
 ]
 COMPOSED = ("docker compose", "export PENSTOCK_TOKEN=$(docker compose")
 SERVE_STORE = "penstock serve s3://my-bucket/corpus"
+SHARE_STORE = f"{SERVE_STORE} --store s3://my-bucket/penstock"
 RUN_ELSEWHERE = ("make demo", "make test", *COMPOSED)  # by .ci/run and tests/docker
 
 
@@ -98,6 +99,7 @@ def test_documented_commands_are_all_tested() -> None:
         AUDIT,
         SERVE_HUB,
         SERVE_STORE,
+        SHARE_STORE,
         *GUARD,
         *curls,
         *asking(),
@@ -117,6 +119,9 @@ def test_documented_address_of_an_object_store_is_served(sample: Path, serve: Se
             obstore.put(client, f"{prefix}/{path.relative_to(sample)}", path.read_bytes())
     far, near = ({each["name"] for each in serve(place).json("/v1/datasets")["datasets"]} for place in (url, sample))
     assert far == near == {"questions", "stories"}
+    server = serve(*SHARE_STORE.split()[2:])
+    server.get("/v1/datasets/stories/lengths")  # which needs all blocks
+    until(lambda: any(obstore.list(object_store(bucket), "penstock").collect()))
 
 
 def test_documented_import_makes_a_dataset(sample: Path, serve: Serve, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from weakref import WeakValueDictionary
 import pyarrow as pa
 
 from penstock_server.blocks.block import Block
+from penstock_server.blocks.shared import SharedStore
 from penstock_server.files import (
     ABANDONED_SECONDS,
     SEAL_BYTES,
@@ -44,10 +45,10 @@ from penstock_server.monitoring.metrics import Metrics
 
 log = logging.getLogger("penstock.cache")
 
-_SUFFIX = ".block"
+SUFFIX = ".block"
 PACKED = "-bins-"  # in the names of files with the bins of a packing
 _PACKED_SHARE = 4  # of the budget
-_UNFINISHED = f"{_SUFFIX}{TEMPORARY}"
+_UNFINISHED = f"{SUFFIX}{TEMPORARY}"
 _LOCK_FILE = ".lock"
 _COUNT = struct.Struct("<q")
 _SPARE = 32  # eviction frees a 32nd at once, since it scans all files to find the oldest
@@ -242,7 +243,7 @@ class CacheFolder:
                 return
             self._unlink(Path(entry.path))
             self.metrics.cache_evictions.inc()
-            self.evicted.append(entry.name.removesuffix(_SUFFIX))
+            self.evicted.append(entry.name.removesuffix(SUFFIX))
 
     def _unlink(self, path: Path) -> None:
         self._sound.discard(identity_of(path))  # before its inode is another file's
@@ -254,7 +255,7 @@ class CacheFolder:
         """Counts the bytes in the folder, also after a crash. Removes temporary files of crashes; returns the whole files."""
         self._used, whole = 0, []
         for entry in os.scandir(self.folder):
-            if not (PACKED in entry.name or entry.name.endswith((_SUFFIX, TEMPORARY))):
+            if not (PACKED in entry.name or entry.name.endswith((SUFFIX, TEMPORARY))):
                 continue
             try:
                 stat = entry.stat()
@@ -262,9 +263,9 @@ class CacheFolder:
                 continue
             if entry.name.endswith(TEMPORARY) and time.time() - stat.st_mtime > ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
-            elif PACKED in entry.name or entry.name.endswith((_SUFFIX, _UNFINISHED)):  # other counts are outside the budget
+            elif PACKED in entry.name or entry.name.endswith((SUFFIX, _UNFINISHED)):  # other counts are outside the budget
                 self._used += stat.st_size
-                whole += [entry] * entry.name.endswith(_SUFFIX)
+                whole += [entry] * entry.name.endswith(SUFFIX)
         return whole
 
     @contextmanager
@@ -286,7 +287,7 @@ class CacheFolder:
             os.close(file)  # releases the lock
 
     def _path(self, name: str) -> Path:
-        return self.folder / f"{name}{_SUFFIX}"
+        return self.folder / f"{name}{SUFFIX}"
 
 
 def _parse_count(content: bytes) -> int:
@@ -301,10 +302,13 @@ def _size(path: Path) -> int:
 
 
 class Maps:
-    """Blocks of a cache folder by key, with the most recently used ones mapped. For all threads."""
+    """Blocks of a cache folder by key, with the most recently used ones mapped; others may be in a shared store.
 
-    def __init__(self, cache: CacheFolder) -> None:
-        self.cache = cache
+    For all threads.
+    """
+
+    def __init__(self, cache: CacheFolder, shared: SharedStore | None = None) -> None:
+        self.cache, self.shared = cache, shared
         self._lock = threading.Lock()
         self._open = OrderedDict[str, tuple[Block, float]]()  # each with the time of its last touch
         self._checked_at = time.monotonic()
@@ -328,20 +332,31 @@ class Maps:
         return [block or self._map(key, self.cache.read_again(key)) for key, (block, _) in zip(keys, blocks, strict=True)]
 
     def read(self, key: str) -> Block | None:
-        """Returns a stored block, and reads its file if it was never mapped here; None if it is not stored or damaged."""
-        return self._map(key, self.cache.read(key))
+        """Returns a stored block, and reads its file if it was never mapped here; None if it is not stored or damaged.
+
+        A block that only the shared store has is stored here, too.
+        """
+        block = self._map(key, self.cache.read(key))
+        if block is None and self.shared and (body := self.shared.get(f"{key}{SUFFIX}")) is not None:
+            block = self._map(key, self.cache.read(key) if self._store(key, [body]) else pa.py_buffer(body))
+        return block
 
     def write(self, key: str, batch: pa.RecordBatch) -> int:
         """Stores a block. Returns its bytes, or 0 if the cache does not keep it."""
         stream = _Pieces()
         with pa.ipc.new_stream(stream, batch.schema) as writer:
             writer.write_batch(batch)
+        if self.shared:
+            self.shared.put(f"{key}{SUFFIX}", stream.pieces)
+        return sum(map(len, stream.pieces)) if self._store(key, stream.pieces) else 0
+
+    def _store(self, key: str, pieces: Sequence[Piece]) -> bool:
         try:
-            return sum(map(len, stream.pieces)) if self.cache.write(key, *stream.pieces) else 0
+            return self.cache.write(key, *pieces)
         except OSError as error:
             if self._warnings.is_due():
                 log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
-            return 0
+            return False
         finally:
             self.let_go()
 

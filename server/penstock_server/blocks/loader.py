@@ -40,7 +40,7 @@ class Blocks:
     def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
         self._snapshot, self._store = snapshot, store
         self._reader = RowGroupReader(snapshot, store.footers)
-        self.names, self.cache, self.ahead = self._reader.names, store.cache, store.ahead
+        self.names, self.cache, self.ahead, self.shared = self._reader.names, store.cache, store.ahead, store.shared
         self.quarantine = Quarantine(snapshot)
         self._correction: float | None = None  # factor on the estimate from the footers; None before `sample`
 

@@ -144,6 +144,8 @@ class RowsOnDemand:
         """Stores a block, and gives way to requests before each small part. Returns None if there is no room for its rows."""
         self._give_way()
         name = reader.names.of(address.index)
+        if self._maps.shared and (block := self._maps.read(name)):
+            return block
         decoded = self._find(name)
         if decoded is None and self._has_room(int(reader.snapshot.bytes_per_block[address.index])):
             self._decode(reader, [RowsFuture(address, np.zeros(0, np.int64))], "all")
@@ -187,7 +189,7 @@ class RowsOnDemand:
     ) -> Iterator[tuple[RowsFuture, Decoded]]:
         """Yields the requests as soon as their rows are decoded. Resolves those whose row group cannot be read."""
         ready, cold = list[RowsFuture](), defaultdict[int, list[RowsFuture]](list)
-        for request in requests:
+        for request in self._not_shared(reader, requests):
             if self._find_rows(reader, request, split):
                 ready.append(request)
             elif not request.cancelled():
@@ -207,6 +209,17 @@ class RowsOnDemand:
                     request.resolve(error)
             else:
                 yield from ((request, request.decoded) for request in of_group if request.decoded)
+
+    def _not_shared(self, reader: RowGroupReader, requests: list[RowsFuture]) -> list[RowsFuture]:
+        """Resolves the requests for blocks that the shared store has, with the whole block; returns the others."""
+        if self._maps.shared is None:
+            return requests
+        names = [reader.names.of(request.at.index) for request in requests]
+        blocks = self._maps.shared.map(lambda name: None if self._find(name) else self._maps.read(name), names)
+        for request, block in zip(requests, blocks, strict=True):
+            if block:
+                request.resolve(block)
+        return [request for request, block in zip(requests, blocks, strict=True) if not block]
 
     def _find_rows(self, reader: RowGroupReader, request: RowsFuture, split: str) -> bool:
         """Finds the rows of a request in a decoded block. Returns False if the block is not decoded."""

@@ -24,6 +24,7 @@ from penstock_server.blocks.cache import CacheFolder, Maps
 from penstock_server.blocks.decode import ParsedFooters, RowGroupReader
 from penstock_server.blocks.on_demand import BlockFuture, RowsOnDemand
 from penstock_server.blocks.read_ahead import ReadAhead
+from penstock_server.blocks.shared import SharedStore
 from penstock_server.catalog.snapshot import BlockAddress
 from penstock_server.machine import num_cores
 from penstock_server.monitoring.metrics import Metrics
@@ -68,10 +69,12 @@ class BlockStore:
         budget_bytes: int | None = None,
         num_threads: int | None = None,
         decoded_bytes: int = DECODED_BYTES,
+        shared: Path | str | None = None,
     ) -> None:
         self.metrics = Metrics()
         self.cache = CacheFolder(folder, budget_bytes, self.metrics)
-        self.maps = Maps(self.cache)
+        self.shared = SharedStore(shared, self.metrics) if shared else None
+        self.maps = Maps(self.cache, self.shared)
         self.splits = Splits()
         self.footers = ParsedFooters()
         self.encoders = Encoders()
@@ -103,6 +106,8 @@ class BlockStore:
         self.rows.close()
         self.encoders.close()
         self.sources.close()
+        if self.shared:
+            self.shared.close()
 
     def _future(self, reader: RowGroupReader, index: int) -> BlockFuture:
         at = reader.snapshot.block(index)

@@ -22,7 +22,7 @@ from penstock_server.problems import DatasetInvalid
 from penstock_server.recipes.allowed import AllowedFiles
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.security.tokens import Identity
-from penstock_server.settings import Settings, SettingsError
+from penstock_server.settings import Settings, SettingsError, place_of
 from penstock_server.sources.stats import SETTLED_SECONDS
 
 log = logging.getLogger("penstock.catalog")
@@ -162,7 +162,8 @@ class Catalog(CatalogView):
 def open_data(settings: Settings) -> Catalog:
     """Return the opened catalog of the settings. Raises DatasetInvalid. Raises SettingsError: the cache folder is unusable."""
     try:
-        store = BlockStore(settings.cache_dir, settings.cache_bytes, settings.num_decoders, settings.max_decoded_bytes)
+        shared = place_of(settings.store) if settings.store else None
+        store = BlockStore(settings.cache_dir, settings.cache_bytes, settings.num_decoders, settings.max_decoded_bytes, shared)
     except OSError as error:
         raise SettingsError(
             f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. Name another with "

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -175,7 +175,7 @@ class Index:
         def parse(body: memoryview) -> IntArray | None:
             return np.frombuffer(body, "<i8").astype(np.int64).reshape(2, -1) if len(body) == size else None
 
-        with build_lock(path):
+        with build_lock(path), self._shared(path):
             rows = read_sealed(path, parse)
             if rows is None:
                 rows = self.lengths.get().rows_by_hash() if self.lengths.is_ready else self._blocks.rows_by_hash(advance)
@@ -199,11 +199,23 @@ class Index:
             if is_new:
                 with suppress(OSError):  # `keep_bins` logs that nothing can be stored
                     cache.make_room_for_packing(_PART_BYTES * num_parts)
-            bins = keep_bins(path, len(starts) - 1, pack_all)
+            with self._shared(path):
+                bins = keep_bins(path, len(starts) - 1, pack_all)
             if is_new:
                 with suppress(OSError):
                     cache.count_packing(path)
             return bins
+
+    @contextmanager
+    def _shared(self, path: Path) -> Iterator[None]:
+        """Fetch a file from the shared store before the block that may make it, and write it there after that."""
+        shared = self._blocks.shared
+        if shared:
+            shared.fetch_files([path])
+        is_new = not os.path.exists(path)  # noqa: PTH110 - Path.exists raises if the disk fails
+        yield
+        if shared and is_new:
+            shared.put_file(path)
 
     def _num_parts(self, split: str, seq_len: int) -> int:
         """Returns the parts of documents to pack. Raises BadParameter: seq_len cuts the documents into too many."""

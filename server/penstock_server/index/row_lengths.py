@@ -187,6 +187,8 @@ def _selected(words: npt.NDArray[np.uint32], selection: Selection) -> tuple[IntA
 def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], None]) -> RowLengths:
     """Counts the tokens of all rows, and calls `advance` with the number of blocks done. Raises what Blocks.each raises."""
     paths = list(lengths_files(snapshot, blocks))
+    if blocks.shared:
+        blocks.shared.fetch_files(paths)
     in_use = blocks.cache.parsed  # snapshots of a dataset that grows share most shards
     shards = []
     for together in _counted_together(snapshot):
@@ -199,6 +201,8 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
                     shard = known[number] or _count_shard(
                         snapshot, number, paths[number], islice(loaded, len(indices)), advance
                     )
+                    if blocks.shared and not known[number]:
+                        blocks.shared.put_file(paths[number])
                     if shard.words.nbytes + shard.prompts.nbytes <= _SMALL_BYTES:
                         shard = replace(shard, words=shard.words.copy(), prompts=shard.prompts.copy())
                     shards.append(in_use.setdefault(paths[number], shard))

@@ -83,6 +83,11 @@ class Metrics:
         self.cache_misses = counter("cache_misses_total", "Blocks that were requested and not cached.")
         self.cache_evictions = counter("cache_evictions_total", "Blocks removed to make room in the cache.")
         self.cache_corrupt_blocks = counter("cache_corrupt_blocks_total", "Cached blocks that were damaged and made again.")
+        self.store_requests = counter(
+            "store_requests_total",
+            "Requests to the shared store (--store): hit, miss, written, known (it had the file), corrupt, failed.",
+            "outcome",
+        )
         self.refusals = counter("refusals_total", "Requests refused because the budget of bytes in flight was used up.")
         self.limits = counter("limits_total", "Requests, connections and responses that a limit ended, by the limit.", "limit")
         self.rank_wait_seconds = counter(

@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Iterator
 from datetime import timedelta
+from errno import EEXIST
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore import exceptions
-from obstore.store import from_url
+from obstore.store import LocalStore, from_url
 
 from penstock_server.problems import DatasetInvalid
 from penstock_server.sources.remote import Changed, Retryable, Source, forbidden, not_found
@@ -62,10 +63,29 @@ class ObjectStore(Source):
             options["if_match"] = stat.version
         return self._translated(lambda: obstore.get(self._opened(), key, options=options).bytes())
 
+    def get(self, key: str) -> Any:
+        """Return a whole object, with the buffer protocol. Raises FileNotFoundError, PermissionError, Retryable."""
+        return self._translated(lambda: obstore.get(self._opened(), key).bytes())
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write an object unless it exists. Return whether it is new. Raises PermissionError, Retryable."""
+        try:
+            self._translated(lambda: obstore.put(self._opened(), key, content, mode="create", use_multipart=False))
+        except FileExistsError:
+            return False
+        return True
+
+    def delete(self, key: str) -> None:
+        """Remove an object. Raises FileNotFoundError, PermissionError, Retryable."""
+        self._translated(lambda: obstore.delete(self._opened(), key))
+
     def _opened(self) -> Any:
         """Return the client. It is made late: threads of a client do not survive a fork."""
         if self._store is None:
-            scheme = urlsplit(self.url).scheme
+            scheme, _, path, *_ = urlsplit(self.url)
+            if scheme == "file":
+                self._store = LocalStore(unquote(path), mkdir=True)
+                return self._store
             is_plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS[scheme])
             self._store = from_url(
                 self.url,
@@ -85,6 +105,8 @@ class ObjectStore(Source):
             return request()
         except FileNotFoundError:
             raise not_found() from None
+        except exceptions.AlreadyExistsError:
+            raise FileExistsError(EEXIST, "the object exists") from None
         except exceptions.PreconditionError:
             raise Changed from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
