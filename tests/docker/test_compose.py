@@ -121,6 +121,8 @@ def test_compose_serves_the_data_folder_or_the_sample(project: Compose, expected
     assert project("exec", "-T", "server", "id", "-u").strip() == "10001"
     writes = "touch /data/x /usr/x 2>/dev/null && echo wrote || echo refused"
     assert project("exec", "-T", "server", "sh", "-c", writes).strip() == "refused"
+    handed_out = "cd /var/lib/penstock; stat -c %U:%a trainer/token metrics/token"
+    assert project("exec", "-T", "server", "sh", "-c", handed_out).split() == ["penstock:600", "penstock:644"]
     can_be_had = "libmimalloc" in project("exec", "-T", "server", "find", "/usr/lib")
     assert ("libmimalloc" in project("exec", "-T", "server", "cat", "/proc/1/maps")) == can_be_had
 
