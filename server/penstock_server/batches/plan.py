@@ -179,7 +179,7 @@ class Plan:
         Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
         """
         spans_of_members = []
-        for number, member_epoch, lines, positions in self._by_member(epoch, self.schedule.positions(steps, rank).reshape(-1)):
+        for number, member_epoch, lines, positions in self.by_member(epoch, self.schedule.positions(steps, rank).reshape(-1)):
             member = self.members[number]
             packing, order = member.epoch(member_epoch)
             spans = packing.spans(*order.samples(positions))
@@ -190,7 +190,7 @@ class Plan:
     def read_ahead(self, epoch: int, step: int) -> None:
         """Loads the blocks after this step of all ranks in the background, if the cache has room for them."""
         last_rank = self.schedule.positions([step], self.schedule.world_size - 1)[0]
-        for number, member_epoch, _, positions in self._by_member(epoch, last_rank):
+        for number, member_epoch, _, positions in self.by_member(epoch, last_rank):
             self.members[number].read_ahead(member_epoch, int(positions.max()), self.schedule.world_size * self.spec.batch_size)
 
     def positions_of(self, member: int, epoch: int, positions: IntArray, member_epoch: int, count: int) -> IntArray:
@@ -219,7 +219,7 @@ class Plan:
         first, at, last = (self.mixture.num_before(member, sample) // self.sizes[member] for sample in (begin, shown, end))
         return chain(range(at, last + 1), range(first, at))  # a wrapped last step shows the epoch's start again
 
-    def _by_member(self, epoch: int, positions: IntArray) -> list[tuple[int, int, IntArray, IntArray]]:
+    def by_member(self, epoch: int, positions: IntArray) -> list[tuple[int, int, IntArray, IntArray]]:
         """Groups positions by member and member epoch: (member, its epoch, indices into `positions`, positions there)."""
         if self.mixture is None:
             return [(0, epoch, np.arange(len(positions)), positions // self.spec.repeat)]

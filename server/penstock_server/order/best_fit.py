@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.order.arrays import IntArray, begins_run, concatenated_ranges, find, find_one, numbered, starts_of
-from penstock_server.order.packing import Spans
+from penstock_server.order.packing import Packing, Spans
 from penstock_server.order.permutation import WordArray, keys_below, permute, unpermute
 
 _Words = npt.NDArray[np.uint32]
@@ -208,7 +208,7 @@ class PackedPools:
         return begins
 
 
-class BestFit:
+class BestFit(Packing):
     """A Packing with one sample per bin of every pool.
 
     `pool_starts`: see Pools. `rows_per_block`: the packed rows, shape [num_blocks]. `draw_key`: see PackedPools.

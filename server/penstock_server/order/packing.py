@@ -48,6 +48,10 @@ class Packing(Protocol):
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """Returns the spans of samples; sample i has number indices[i] in pools[i]."""
 
+    def blocks(self, pools: IntArray, indices: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns the (sample, block) of each span of such samples, without their rows."""
+        return self.spans(pools, indices)[:2]
+
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
         """Returns the (pool, number) of each sample with tokens of a row, which are [start, stop) of its block's stream."""
 
@@ -62,6 +66,10 @@ class Rows(Packing):
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """Returns the first tokens of one row per sample."""
         return Spans(np.arange(len(pools)), pools, indices, np.zeros_like(indices), np.full_like(indices, self._seq_len))
+
+    def blocks(self, pools: IntArray, indices: IntArray) -> tuple[IntArray, IntArray]:  # noqa: ARG002
+        """Returns the one block of each sample."""
+        return np.arange(len(pools)), pools
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
         """Returns the one sample of the row."""
@@ -91,6 +99,10 @@ class SplitRows(Packing):
             rows[mine] = find(firsts, indices[mine])
             starts[mine] = (indices[mine] - firsts[rows[mine]]) * self._seq_len
         return Spans(np.arange(len(pools)), pools, rows, starts, starts + self._seq_len)
+
+    def blocks(self, pools: IntArray, indices: IntArray) -> tuple[IntArray, IntArray]:  # noqa: ARG002
+        """Returns the one block of each sample; reads no row lengths."""
+        return np.arange(len(pools)), pools
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
         """Returns the samples of all parts of the row."""

@@ -44,8 +44,12 @@ class Schedule(Slicing):
         """
         self.check(min(steps), rank)
         self.check(max(steps), rank)
-        starts = self.num_kept_before_offset + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
-        samples = (starts[:, None] + np.arange(self.batch_size)) % self.num_kept
+        starts = (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
+        return self.positions_of(starts[:, None] + np.arange(self.batch_size))
+
+    def positions_of(self, samples: IntArray) -> IntArray:
+        """Returns epoch positions of samples, counted over all ranks from step 0; shape of `samples`."""
+        samples = (self.num_kept_before_offset + samples) % self.num_kept
         if not self.skipped:
             return samples
         starts, firsts = self._runs
