@@ -268,6 +268,100 @@ class EstimateInfo(_Schema):
     """Samples of each dataset in an epoch."""
 
 
+class CachePointInfo(_Schema):
+    """Reads of blocks with a cache of some size that is empty at the start of the epoch."""
+
+    cache_bytes: int
+    """The budget of the cache."""
+    reads: int
+    """Times that an epoch decodes a row group, or a block of a row group that is too large to keep."""
+    repeated_reads: int
+    """Those of `reads` that read again what the cache has lost."""
+    source_bytes: int
+    """Bytes that these reads take in the shards: of the columns, uncompressed."""
+    hit_rate: float
+    """Fraction of the blocks that batches need that are cached then."""
+    later_reads: int | None
+    """As `reads`, for the epoch after it; null if the epochs are too long to count."""
+    later_source_bytes: int | None
+    """As `source_bytes`, for the epoch after it."""
+    is_exact: bool
+    """Whether all batches of both epochs were counted; otherwise the reads of the first ones are scaled up."""
+
+
+class PaceInfo(_Schema):
+    """Rates of a job at a pace."""
+
+    tokens_per_second: int
+    """Tokens that all ranks train on in a second."""
+    steps_per_second: float
+    """Steps in a second."""
+    batches_per_second: float
+    """Batches of all ranks in a second. A request of the client has several."""
+    batch_bytes: int
+    """Estimated bytes of a batch on the wire."""
+    bytes_per_second: float
+    """Bytes that the server sends to all ranks in a second."""
+    source_bytes_per_second: float
+    """Bytes that the first epoch reads from the shards in a second, with the cache of this server."""
+
+
+class PrepareInfo(_Schema):
+    """Time to make all blocks before a run."""
+
+    tokens: int
+    """Tokens of all rows; estimated from the bytes of the blocks before they are counted."""
+    tokens_per_second: float
+    """Tokens that the server makes in a second."""
+    seconds: float
+    """Seconds that it takes."""
+    is_measured: bool
+    """Whether the rate was measured on some rows of this server; otherwise it is that of the URL."""
+
+
+class PlanInfo(_Schema):
+    """How large the cache must be for a run, from the order of an epoch."""
+
+    dataset: Name
+    snapshot: Fingerprint
+    epoch: Epoch
+    num_steps: int
+    """Steps in an epoch."""
+    num_samples: int
+    """Samples in these steps, over all ranks."""
+    positions: int
+    """Tokens that an epoch's batches have room for: each sample at full width."""
+    tokens: int | None
+    """Tokens in an epoch's batches without padding; null until they are counted."""
+    steps_of_tokens: int | None
+    """Steps until the `tokens` of the URL are trained on. Before tokens are counted, padding counts, too."""
+    epochs_of_tokens: float | None
+    """Epochs until then."""
+    num_blocks: int
+    """Blocks that an epoch needs."""
+    num_touches: int
+    """Blocks that the batches of an epoch need, each counted once for each batch."""
+    num_samples_planned: int
+    """Samples whose blocks were counted: all, or those of the first batches of a very long epoch."""
+    sizes: str
+    """Whether the bytes of blocks are `counted`, or `estimated` from a few of them."""
+    read_once_bytes: int
+    """The smallest cache that reads no block twice in an epoch, to a hundredth."""
+    read_ahead_bytes: int
+    """The smallest cache that also has room for the next window, which the server reads ahead."""
+    everything_bytes: int
+    """Bytes of all blocks that an epoch needs. A cache of this size reads nothing in later epochs."""
+    curve: list[CachePointInfo]
+    """Reads for several sizes, ascending."""
+    here: CachePointInfo
+    """Reads with the cache of this server."""
+    pace: PaceInfo | None
+    """Rates at the pace of the URL; null without one."""
+    prepare: PrepareInfo
+    """Time to make all blocks before the run."""
+    spec: Parameters
+
+
 class TurnInfo(_Schema):
     """A turn of a row, or the part of it in a sample: a prompt, a response, or a message of a chat."""
 

@@ -25,6 +25,8 @@ RESPONSES: list[tuple[str, Any]] = [
     ("/v1/datasets/both", schemas.MixtureInfo),
     ("/v1/datasets/pairs/spec?pad=longest", schemas.SpecInfo),
     ("/v1/datasets/both/spec", schemas.SpecInfo),
+    ("/v1/datasets/pairs/plan?batch_size=4&tokens=100&target_tokens_per_second=100", schemas.PlanInfo),
+    ("/v1/datasets/both/plan?world_size=2", schemas.PlanInfo),
     ("/v1/datasets/pairs/shuffle-report?batch_size=4", schemas.ShuffleReportInfo),
     ("/v1/datasets/both/shuffle-report?world_size=2", schemas.ShuffleReportInfo),
     ("/v1/datasets/pairs/rows/3", schemas.RowInfo),

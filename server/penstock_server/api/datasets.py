@@ -26,6 +26,7 @@ from penstock_server.schemas import (
     EstimateInfo,
     LengthsInfo,
     MixtureInfo,
+    PlanInfo,
     QuarantineInfo,
     RowInfo,
     RowScheduleInfo,
@@ -34,9 +35,15 @@ from penstock_server.schemas import (
     SpecInfo,
 )
 from penstock_server.shuffle_report.report import report
+from penstock_server.sizing.report import plan_cache
 
 Start = Annotated[int, Query(ge=0, description="The number of rows to leave out first.")]
 EpochStep = Annotated[int, Query(ge=0, le=MAX_COUNT, description="The step, from 0; steps before it count.")]
+Tokens = Annotated[int | None, Query(ge=1, le=MAX_COUNT, description="The number of tokens to train on.")]
+TargetPace = Annotated[int | None, Query(ge=1, le=MAX_COUNT, description="Tokens that all ranks take in a second.")]
+PreparePace = Annotated[
+    int | None, Query(ge=1, le=MAX_COUNT, description="Tokens that are prepared in a second. Default: measured on some rows.")
+]
 Limit = Annotated[int, Query(ge=1, le=10_000, description="The largest number of rows to list.")]
 
 router = APIRouter(prefix=DATASETS, responses=PROBLEMS, route_class=ParsedRoute)
@@ -115,6 +122,30 @@ async def show_estimate(request: Request, dataset: Name) -> Response:
     """Estimates tokens, padding, truncation and cache of an epoch, to choose a spec before a run. Reads no block."""
     executors = service_of(request).executors
     return await executors.make_text(lambda: Json(estimate(plan_of(request, dataset))))
+
+
+@router.get(
+    "/{dataset}/plan",
+    summary="Plan the cache of a run",
+    tags=_DATASETS,
+    responses=_json(PlanInfo),
+    openapi_extra=SPEC_PARAMETERS,
+)
+async def show_plan(
+    request: Request,
+    dataset: Name,
+    epoch: EpochQuery = 0,
+    tokens: Tokens = None,
+    target_tokens_per_second: TargetPace = None,
+    prepare_tokens_per_second: PreparePace = None,
+) -> Response:
+    """Counts reads of the shards against the size of the cache. Reads rows of a few blocks, unless all are counted."""
+
+    def make() -> Response:
+        plan = plan_of(request, dataset)
+        return Json(plan_cache(plan, epoch, tokens, target_tokens_per_second, prepare_tokens_per_second))
+
+    return await service_of(request).executors.make_text(make)
 
 
 @router.get(

@@ -51,7 +51,7 @@ _PACKED_SHARE = 4  # of the budget
 _UNFINISHED = f"{SUFFIX}{TEMPORARY}"
 _LOCK_FILE = ".lock"
 _COUNT = struct.Struct("<q")
-_SPARE = 32  # eviction frees a 32nd at once, since it scans all files to find the oldest
+SPARE = 32  # eviction frees a 32nd at once, since it scans all files to find the oldest
 _OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, more with bad rows
 _KNOWN_FILES = 1 << 18  # identities of verified files, of some 60 bytes each: a terabyte of blocks
 _TOUCH_SECONDS = 10.0
@@ -180,7 +180,7 @@ class CacheFolder:
                     error.strerror,
                 )
             with suppress(OSError), self._locked():
-                self._evict(self._used - nbytes - self._used // _SPARE)
+                self._evict(self._used - nbytes - self._used // SPARE)
             return False
 
     def make_room_for_packing(self, nbytes: int) -> None:
@@ -211,7 +211,7 @@ class CacheFolder:
         """Creates a temporary file, which reserves its room on the disk and in the budget. Returns False without room."""
         with self._locked():
             if self._used + nbytes > self.budget_bytes:
-                self._evict(self.budget_bytes - nbytes - self.budget_bytes // _SPARE)
+                self._evict(self.budget_bytes - nbytes - self.budget_bytes // SPARE)
                 if self._used + nbytes > self.budget_bytes:
                     return False
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

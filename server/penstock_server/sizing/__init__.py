@@ -1,0 +1,1 @@
+"""Sizing: how large the block cache must be for a run, from the order alone."""
