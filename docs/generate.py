@@ -27,6 +27,7 @@ COMMANDS = (
     "import",
     "sample",
     "peek",
+    "plan",
     "bench",
     "doctor",
     "audit",
@@ -73,7 +74,7 @@ def commands(page: str) -> str:
             env=os.environ | {"COLUMNS": "100", "NO_COLOR": "1"},
         ).stdout
         usage, _, rest = text.partition("\nparameters of a batch:")[0].rstrip().partition("\n\n")
-        if name in ("peek", "bench"):  # their usage lists all parameters, too
+        if name in ("peek", "plan", "bench"):  # their usage lists all parameters, too
             usage = f"usage: penstock {name} [options] ADDRESS"
         sections.append(f"## penstock {name}\n\n```text\n{usage}\n\n{rest}\n```")
     return "\n\n".join(sections) + "\n"

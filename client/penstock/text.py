@@ -30,6 +30,14 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 1e3:,.1f} kB"
 
 
+def short(number: float) -> str:
+    """Format a number with three digits, such as 1.23M or 456k."""
+    for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= unit:
+            return f"{number / unit:.3g}{letter}"
+    return f"{number:.3g}"
+
+
 def rows_kept(num_rows: int, num_kept: int | None) -> str:
     """Format a dataset's rows and the number that its filter keeps; None: not known yet."""
     rows = counted(num_rows, "row")

@@ -209,11 +209,15 @@ def test_documented_hub_download_is_served(sample: Path, serve: Serve, tmp_path:
 
 def asking() -> list[str]:
     """The lines that ask a server."""
-    return [line for line in shell_lines() if line.startswith(("penstock peek", "penstock bench", "penstock doctor"))]
+    return [
+        line
+        for line in shell_lines()
+        if line.startswith(("penstock peek", "penstock plan", "penstock bench", "penstock doctor"))
+    ]
 
 
 def test_documented_client_commands_succeed(server: Server) -> None:
-    assert len(asking()) == 3
+    assert len(asking()) == 5
     shown = []
     for line in asking():
         name, *arguments = shlex.split(here(line, server))[1:]

@@ -14,6 +14,7 @@ from penstock.ending import ExitWithoutTeardown, ends_as_usual, ends_at
 
 _COMMANDS = {
     "peek": "show what is in a batch",
+    "plan": "find how large the cache must be for a run",
     "bench": "measure how fast this machine can pull batches",
     "doctor": "find what is wrong between this machine and a server",
     "audit": "prove from its ledgers that a run trained on every sample exactly once",

@@ -23,7 +23,7 @@ from penstock.errors import PenstockError, SpecError
 from penstock.logs import StatusLine
 from penstock.prefetch import PREFETCH_BYTES, fetch_ahead
 from penstock.spec import Spec
-from penstock.text import printable, size
+from penstock.text import printable, short, size
 from penstock.transport import Transport
 from penstock.wire import Frame
 from penstock.wire.names import IGNORED, SIDES
@@ -246,8 +246,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(Text(warning, "yellow"))
     advice = "Measure with --target-tokens-per-second how long a model of your speed would wait."
     if paced:
-        advice = f"At {_short(target)} tokens/s of training the loop waited {paced.waits['share']:.1%} of the time."
-    console.print(Text(f"This client could feed {_short(free.tokens_per_second)} tokens/s. {advice}"))
+        advice = f"At {short(target)} tokens/s of training the loop waited {paced.waits['share']:.1%} of the time."
+    console.print(Text(f"This client could feed {short(free.tokens_per_second)} tokens/s. {advice}"))
     return 0
 
 
@@ -258,17 +258,17 @@ def _cached_bytes(transport: Transport, dataset: str) -> int:
 
 def _table(free: Figures, first_batch_seconds: float, target: float | None, paced: Figures | None) -> Table:
     padding = 1 - free.num_tokens / max(free.num_positions, 1)
-    with_padding = f"{_short(free.num_positions / free.seconds)} positions/s with the {padding:.0%} padding" if padding else ""
+    with_padding = f"{short(free.num_positions / free.seconds)} positions/s with the {padding:.0%} padding" if padding else ""
     cores = f"per million tokens; {free.cpu_seconds / free.seconds:.2f} cores busy"
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column()
     table.add_column(justify="right")
-    table.add_row("tokens", f"{_short(free.tokens_per_second)} tokens/s", with_padding)
+    table.add_row("tokens", f"{short(free.tokens_per_second)} tokens/s", with_padding)
     table.add_row("wire", f"{free.bytes_per_second / 1e6:,.1f} MB/s", f"{free.num_batches:,} batches in {free.seconds:.1f} s")
     table.add_row("CPU", f"{free.cpu_seconds_per_million_tokens:.3f} s", cores)
     table.add_row("wait, p50", *_waits(free))
     if target and paced:
-        table.add_row(f"at {_short(target)}/s", *_waits(paced))
+        table.add_row(f"at {short(target)}/s", *_waits(paced))
     table.add_row("first batch", f"{first_batch_seconds:.2f} s")
     return table
 
@@ -285,11 +285,3 @@ def _warnings(supply: Supply, num_batches: int, num_retries: int, grown: int) ->
         yield f"The server's cache grew by {size(grown)} meanwhile, so it was cold. Measure again to see a warm one's figures."
     if num_retries:
         yield f"{num_retries:,} requests failed and were retried; penstock doctor may show why."
-
-
-def _short(number: float) -> str:
-    """Format a number with three digits, such as 1.23M or 456k."""
-    for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= unit:
-            return f"{number / unit:.3g}{letter}"
-    return f"{number:.3g}"

@@ -25,7 +25,7 @@ from penstock.wire.names import DATASETS, dataset_path
 RETRY_SECONDS = 2.0  # a user waits: long enough for a hiccup, too short for a restart
 _GREETING_SECONDS = 5.0
 _BATCHES = re.compile(r"epochs/(\d{1,16})/ranks/(\d{1,16})/batches(?:/(\d{1,16})(?:/provenance)?)?")
-_WITHOUT_BATCH = ("", "spec", "shuffle-report", "quarantine")
+_WITHOUT_BATCH = ("", "spec", "plan", "shuffle-report", "quarantine")
 _NOT_IN_SPEC = ("format", "start", "stop", "stride", "epoch")  # parameters of URLs that do not change a batch's bytes
 
 
@@ -146,10 +146,10 @@ def greet(server: str) -> dict[str, Any]:
 
 
 @contextmanager
-def connected(server: str) -> Iterator[Transport]:
-    """Open a transport to a server that answers. Raises what `greet` raises."""
+def connected(server: str, retry_seconds: float = RETRY_SECONDS) -> Iterator[Transport]:
+    """Open a transport to a server that answers, and may work on a request for `retry_seconds`. Raises what `greet` raises."""
     greet(server)
-    with closing(Transport(Servers((server,)), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
+    with closing(Transport(Servers((server,)), retry_seconds=retry_seconds, first_contact=True)) as transport:
         yield transport
 
 
