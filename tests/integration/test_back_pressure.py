@@ -55,7 +55,7 @@ def test_readers_beyond_the_budget_get_a_503_and_memory_stays_within_it(serve: S
             refused = server.get(BATCHES, **WIDE)
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
             assert refused.json()["type"] == "urn:penstock:problem:busy"
-            assert "the budget is 100,000,000" in refused.json()["detail"]
+            assert "the budget of 100,000,000 bytes" in refused.json()["detail"]
         assert watch.peak - watch.first < 100_000_000 + 32 * MIB
         until(lambda: server.get(BATCHES, **WIDE).status_code == 200)  # those who left have given back what they held
 

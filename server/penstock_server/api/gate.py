@@ -1,6 +1,6 @@
 """Access control: an ASGI layer that refuses every request without a valid token or client certificate, except probes.
 
-It also refuses what other sites make a browser send, and adds headers that restrict browsers.
+It also refuses requests that other sites make a browser send, and adds headers that restrict browsers.
 
 A request has its token in `Authorization: Bearer`, as the password of Basic, or in the cookie that the page's login sets. The
 layer sets `scope["identity"]`, which the routes read: a route that is reached without this layer fails.

@@ -59,7 +59,8 @@ def list_folder(folder: Path) -> Listing:
             elif entry.name.lower().endswith(".parquet") or entry.name == FILE_NAME:
                 if fault := _fault_of(entry):
                     faults.append(fault)
-                elif entry.name == FILE_NAME:
+                    continue
+                if entry.name == FILE_NAME:
                     has_recipe = True
                 else:
                     shards[entry.name] = _stat_of_entry(entry)

@@ -71,12 +71,15 @@ def test_names_that_are_not_utf8_are_refused_alone(data: Path, open_all: Opener)
     (data / "odd").rename(data / "\udcff")
     (data / "below").rename(data / "good" / "\udcfe")
     (data / "shard" / "part-001.parquet").rename(data / "shard" / "\udcff.parquet")
+    write_numbered(data / "linked", 9)
+    (data / "linked" / "\udcff.parquet").symlink_to("/etc/hostname")
     (data / "\udcff.txt").write_text("no data")
     (data / "\udcff.parquet").write_text("a shard of the data folder itself")
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]
     assert catalog.refused == {
         "data": f"{data}/\\udcff.parquet has a name that is not UTF-8. Rename it.",
+        "linked": f"{data}/linked/\\udcff.parquet has a name that is not UTF-8. Rename it.",
         "shard": f"{data}/shard/\\udcff.parquet has a name that is not UTF-8. Rename it.",
         "\\udcff": f"{data}/\\udcff has a name that is not UTF-8. Rename it.",
         "good.\\udcfe": f"{data}/good/\\udcfe has a name that is not UTF-8. Rename it.",
