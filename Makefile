@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test soak lock sbom audit trl-test trainers-test bench clean
+.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test s3-test soak lock sbom audit trl-test trainers-test bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -43,6 +43,10 @@ property-test: $(FRAMEWORKS)  ## the tests of random examples with a thousand ea
 
 soak: $(FRAMEWORKS)  ## four ranks through kills, damage, full disks and new tokens and certificates for half an hour
 	PENSTOCK_TEST_SOAK_SECONDS=1800 $(BIN)/python -m pytest tests/integration/test_soak.py -s
+
+STORED := exactly_once kill resume mixture new_data recipes chaos epochs concat
+s3-test: $(FRAMEWORKS)  ## tests of order, resume, new data and faults with an object store in place of the data folder
+	PENSTOCK_TEST_SOURCE=s3 $(BIN)/python -m pytest $(STORED:%=tests/integration/test_%.py) -m "not slow" -k "not symlink"
 
 trl-test: $(FRAMEWORKS)  ## TRL's SFT, DPO and GRPO trainers; installs trl and peft, which bring pandas and more
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,trl]' || \

@@ -34,7 +34,7 @@ class SharedStore:
 
     def __init__(self, place: Path | str, metrics: Metrics) -> None:
         self.place = str(place)
-        self._objects = ObjectStore(place if isinstance(place, str) else place.absolute().as_uri())
+        self._objects = ObjectStore(place if isinstance(place, str) else place.absolute().as_uri(), metrics)
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-store")
         self._room = threading.Semaphore(_PENDING)

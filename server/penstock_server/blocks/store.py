@@ -78,7 +78,7 @@ class BlockStore:
         self.splits = Splits()
         self.footers = ParsedFooters()
         self.encoders = Encoders()
-        self.sources = Sources(folder)
+        self.sources = Sources(folder, self.metrics)
         self.num_threads = num_threads or num_cores()
         self.rows = RowsOnDemand(self.maps, decoded_bytes, self.num_threads)
         self.ahead = ReadAhead(self.num_threads)

@@ -83,6 +83,12 @@ class Metrics:
         self.cache_misses = counter("cache_misses_total", "Blocks that were requested and not cached.")
         self.cache_evictions = counter("cache_evictions_total", "Blocks removed to make room in the cache.")
         self.cache_corrupt_blocks = counter("cache_corrupt_blocks_total", "Cached blocks that were damaged and made again.")
+        self.source_requests = counter(
+            "source_requests_total",
+            "Requests to object stores, the hub and web servers for shards: ok, throttled or failed, which are repeated.",
+            "outcome",
+        )
+        self.source_bytes = counter("source_bytes_total", "Bytes of shards that these requests have read.")
         self.store_requests = counter(
             "store_requests_total",
             "Requests to the shared store (--store): hit, miss, written, known (it had the file), corrupt, failed.",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, urljoin, urlsplit
 
+from penstock_server.monitoring.metrics import Metrics
 from penstock_server.problems import DatasetInvalid
 from penstock_server.sources.remote import Retryable
 from penstock_server.sources.stats import FileStat
@@ -24,8 +25,8 @@ class Hub(Http):
     A poll asks for the commit alone, and lists the files when it is another. A revision that is a commit is never polled.
     """
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, metrics: Metrics) -> None:
+        super().__init__(url, metrics)
         found = re.fullmatch(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/@]+))?((?:/[^/@]+)*)/?", url)
         if not found:
             raise DatasetInvalid(f"{url} is not the URL of a dataset. Write hf://datasets/ORG/NAME@REVISION/FOLDER.")

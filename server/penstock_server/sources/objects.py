@@ -14,6 +14,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import LocalStore, from_url
 
+from penstock_server.monitoring.metrics import Metrics
 from penstock_server.problems import DatasetInvalid
 from penstock_server.sources.remote import Changed, Retryable, Source, forbidden, not_found
 from penstock_server.sources.stats import FileStat
@@ -35,8 +36,8 @@ _ENDPOINTS = {
 class ObjectStore(Source):
     """A prefix of a bucket. Each read carries the ETag of the version, so that the store refuses to send another."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url.rstrip("/"))
+    def __init__(self, url: str, metrics: Metrics) -> None:
+        super().__init__(url.rstrip("/"), metrics)
         self._store: Any = None
 
     def _list(self) -> Iterator[tuple[str, FileStat]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from penstock_server.monitoring.metrics import Metrics
 from penstock_server.problems import DatasetInvalid
 from penstock_server.sources.hub import Hub
 from penstock_server.sources.objects import SCHEMES, ObjectStore
@@ -37,8 +38,8 @@ class RemoteRoot:
 class Sources:
     """Sources by URL. The copies of recipes' files are in the cache folder."""
 
-    def __init__(self, cache_folder: Path) -> None:
-        self._folder = cache_folder / _FOLDER
+    def __init__(self, cache_folder: Path, metrics: Metrics) -> None:
+        self._folder, self._metrics = cache_folder / _FOLDER, metrics
         self._opened = dict[str, Source]()
         self._lock = threading.Lock()
 
@@ -46,7 +47,7 @@ class Sources:
         """Return the root of a source. Raises DatasetInvalid: the URL is not valid."""
         with self._lock:
             if url not in self._opened:
-                self._opened[url] = _open(url)
+                self._opened[url] = _open(url, self._metrics)
             return RemoteFolder(self._opened[url])
 
     def root(self, url: str) -> RemoteRoot:
@@ -55,28 +56,23 @@ class Sources:
         copies = self._folder / blake2b(remote.source.url.encode(), digest_size=16).hexdigest()
         return RemoteRoot(remote, RecipeFiles(remote.source, copies))
 
-    @property
-    def opened(self) -> list[Source]:
-        """Return the sources that are in use."""
-        return list(self._opened.values())
-
     def close(self) -> None:
         """End the threads of all sources."""
         for source in self._opened.values():
             source.close()
 
 
-def _open(url: str) -> Source:
+def _open(url: str, metrics: Metrics) -> Source:
     scheme = url.partition("://")[0].lower()
     if "@" in url.split("/")[2] and scheme != "hf":
         raise DatasetInvalid(
             f"the URL of {url.rpartition('@')[2]} has a password in it. Give credentials by environment variables."
         )
     if scheme in SCHEMES:
-        return ObjectStore(url)
+        return ObjectStore(url, metrics)
     if scheme == "hf":
-        return Hub(url)
+        return Hub(url, metrics)
     if scheme in ("http", "https"):
-        return WebList(url)
+        return WebList(url, metrics)
     known = ", ".join(f"{each}://" for each in (*SCHEMES, "hf", "https"))
     raise DatasetInvalid(f"{url}: the scheme {scheme} is not supported. Supported: {known}, and folders.")

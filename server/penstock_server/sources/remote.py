@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from errno import EACCES, EIO, ENOENT, ESTALE
 from typing import Any, TypeVar
 
+from penstock_server.monitoring.metrics import Metrics
 from penstock_server.sources.stats import FileStat
 
 T = TypeVar("T")
@@ -55,10 +55,9 @@ class Source(ABC):
     PermissionError or Changed. Others raise OSError with an errno.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, metrics: Metrics) -> None:
         self.url = url
-        self.num_requests = self.num_throttled = self.num_failed = self.num_bytes = 0
-        self._lock = threading.Lock()
+        self._metrics = metrics
         self._pause_until = 0.0  # monotonic time: a store that throttles one request throttles all
         self._threads = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="penstock-source")
 
@@ -75,8 +74,7 @@ class Source(ABC):
         body = memoryview(self.attempt(lambda: self._read(key, stat, start, stop)))
         if len(body) != stop - start:
             raise OSError(EIO, f"the store sent {len(body):,} bytes instead of {stop - start:,}")
-        with self._lock:
-            self.num_bytes += len(body)
+        self._metrics.source_bytes.inc(len(body))
         return body
 
     def read_many(self, key: str, stat: FileStat, ranges: Iterable[tuple[int, int]]) -> list[memoryview]:
@@ -89,14 +87,12 @@ class Source(ABC):
         while True:
             while (wait := self._pause_until - time.monotonic()) > 0:
                 time.sleep(wait * random.uniform(1, 1.2))
-            with self._lock:
-                self.num_requests += 1
             try:
-                return request()
+                result = request()
+                self._metrics.source_requests.labels("ok").inc()
+                return result
             except Retryable as error:
-                with self._lock:
-                    self.num_throttled += error.is_throttled
-                    self.num_failed += not error.is_throttled
+                self._metrics.source_requests.labels("throttled" if error.is_throttled else "failed").inc()
                 if time.monotonic() - began > _RETRY_SECONDS:
                     raise OSError(EIO, f"{self.url} does not respond as expected: {error}") from None
                 delay = pause * random.uniform(0.5, 1.5)

@@ -10,6 +10,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
+from penstock_server.monitoring.metrics import Metrics
 from penstock_server.sources.remote import Changed, Retryable, Source, forbidden, not_found
 from penstock_server.sources.stats import FileStat
 
@@ -20,8 +21,8 @@ _MAX_LIST_BYTES = 64 << 20
 class Http(Source):
     """A source that is read by requests of HTTP. The client is made late: it must not be copied by a fork."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url.rstrip("/"))
+    def __init__(self, url: str, metrics: Metrics) -> None:
+        super().__init__(url.rstrip("/"), metrics)
         self._client: httpx.Client | None = None
 
     def request(
@@ -70,8 +71,8 @@ class Http(Source):
 class WebList(Http):
     """The URLs in a text file, absolute or relative to it. Each shard is named by the last part of its path."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, metrics: Metrics) -> None:
+        super().__init__(url, metrics)
         self._urls = dict[str, str]()
 
     def _list(self) -> Iterator[tuple[str, FileStat]]:
