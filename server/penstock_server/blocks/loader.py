@@ -16,6 +16,7 @@ from itertools import islice
 import numpy as np
 
 from penstock_server.blocks.block import Block
+from penstock_server.blocks.cache import SPARE
 from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.blocks.quarantine import Quarantine
 from penstock_server.blocks.store import Asked, BlockStore
@@ -176,8 +177,12 @@ class Blocks:
         rows of a block are served until then.
         """
         needed = needed[:_MAX_AHEAD]
-        fits = np.cumsum(self.expected_bytes[[block for block, _ in needed]]) <= self.cache.budget_bytes
-        self.ahead.want(job, position, needed[: int(fits.sum())], self.finish if by_rows else self._load)
+        nbytes = self.expected_bytes[[block for block, _ in needed]]
+        # Without room for a new block, and for what its eviction frees beside it, these blocks would evict each other.
+        room = self.cache.budget_bytes - self.cache.budget_bytes // SPARE - int(nbytes.max(initial=0))
+        needed = needed[: int((np.cumsum(nbytes) <= room).sum())]
+        self._store.maps.known([self.names.of(block) for block, _ in needed])  # or blocks that wait would look long unused
+        self.ahead.want(job, position, needed, self.finish if by_rows else self._load)
 
     def finish(self, index: int) -> None:
         """Completes a block in the cache; requests may tokenize single rows of it meanwhile."""

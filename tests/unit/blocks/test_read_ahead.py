@@ -1,5 +1,6 @@
 """Read-ahead makes each block once, the soonest needed first, as far as the cache has room."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +12,12 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
+import penstock_server.blocks.cache
 import penstock_server.blocks.read_ahead
 from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.batches.plan import Plan
+from penstock_server.blocks.loader import Blocks
 from penstock_server.blocks.read_ahead import ReadAhead
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
@@ -180,3 +183,20 @@ def test_read_ahead_loads_the_next_blocks_within_its_budget(tmp_path: Path, spec
     until(lambda: len(list(cache.glob("*.block"))) >= num_loaded)
     time.sleep(0.1)
     assert num_loaded <= len(list(cache.glob("*.block"))) <= room + 3
+
+
+def test_blocks_that_wait_are_used_and_leave_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock_server.blocks.cache, "_TOUCH_SECONDS", 0.0)
+    snapshot = open_snapshot(write_numbered(tmp_path / "numbers", 640))
+    budget = 10 * int(Blocks(snapshot, BlockStore(tmp_path / "other")).expected_bytes.max())
+    blocks = Blocks(snapshot, BlockStore(tmp_path / "cache", budget))
+    blocks.get([3])
+    [waiting] = (tmp_path / "cache").glob("*.block")
+    os.utime(waiting, (1, 1))
+    wanted: list[tuple[int, int]] = []
+    monkeypatch.setattr(blocks.ahead, "want", lambda _job, _position, needed, _load: wanted.extend(needed))
+    blocks.read_ahead("job", 0, [(block, 32 * block) for block in range(20)], by_rows=False)
+    assert waiting.stat().st_mtime > 1
+    expected = blocks.expected_bytes
+    assert 7 < len(wanted) < 10
+    assert expected[: len(wanted)].sum() + expected.max() + budget // 32 <= budget
