@@ -382,6 +382,19 @@ def test_dataset_view_shows_lengths_bad_rows_and_the_order(open_page: Open) -> N
     assert "▲ no" not in measures.inner_text()
 
 
+def test_explorer_counts_the_reads_of_a_cache(open_page: Open) -> None:
+    page = open_page("#/explore/stories?batch_size=4")
+    page.get_by_role("button", name="Count the reads of the shards").click()
+    reads = page.get_by_role("region", name="reads").locator("tbody tr")
+    reads.first.wait_for()
+    everything = page.locator(".stat", has_text="everything").inner_text()
+    assert reads.last.locator("td").first.inner_text() in everything
+    assert reads.last.locator("td").last.inner_text() == "0"
+    page.get_by_label("seq_len", exact=True).fill("16")
+    page.keyboard.press("Enter")
+    reads.first.wait_for(state="detached")
+
+
 def test_explorer_says_what_a_trainer_will_get(open_page: Open) -> None:
     page = open_page("#/explore/stories")
     page.get_by_text("steps an epoch").wait_for()

@@ -1,8 +1,8 @@
 // Parameters before a run: what they make of an epoch, and what they need.
-import { html, useMemo } from "./vendor/preact.module.js";
+import { html, useMemo, useState } from "./vendor/preact.module.js";
 import { datasetPath, link, queryOf, server, specOf, useGet } from "./api.js";
-import { bytes, compact, num, percent, shown } from "./format.js";
-import { Copy, DatasetField, namesOf, SharesTable, SpecForm, Stat, Stats, Trouble } from "./parts.js";
+import { bytes, compact, duration, num, percent, shown } from "./format.js";
+import { Copy, DatasetField, namesOf, SharesTable, SpecForm, Stat, Stats, Table, Trouble } from "./parts.js";
 
 export function ExploreView({ route: { names, query }, datasets }) {
   const name = names[0] ?? namesOf(datasets)[0];
@@ -21,6 +21,7 @@ export function ExploreView({ route: { names, query }, datasets }) {
     <//>
     <${Trouble} error=${error} />
     <div class=${isStale ? "stale" : ""}>${drawn}</div>
+    ${name && html`<${Cache} name=${name} query=${spec} />`}
     ${data && html`<p class="actions"><a href=${link("batch", [name], { epoch: 0, rank: 0, step: 0, ...spec })}>View these batches</a></p>`}`;
 }
 
@@ -44,6 +45,32 @@ function Result({ name, query, estimate, resolved }) {
     ${resolved.advice.filter((advice) => advice !== estimate.cache_advice).map((advice) => html`<p class="trouble">▲ ${shown(advice)}</p>`)}
     ${estimate.shares.length > 1 && html`<h2>Shares of an epoch</h2><${SharesTable} shares=${estimate.shares} />`}
     <${Copy} name="Python" text=${remoteDataset(name, query, resolved)} />`;
+}
+
+/** Reads of the shards against the size of the cache. They are counted when asked for. */
+function Cache({ name, query }) {
+  const [asked, setAsked] = useState(null);
+  const path = `${datasetPath(name)}/plan${queryOf(query)}`;
+  const { data, error, isStale } = useGet(asked === path ? path : null);
+  return html`
+    <h2>Cache</h2>
+    <p class="actions"><button type="button" onClick=${() => setAsked(path)}>Count the reads of the shards</button></p>
+    <${Trouble} error=${error} />
+    ${data && !isStale && html`<${Reads} plan=${data[0]} />`}`;
+}
+
+function Reads({ plan }) {
+  return html`
+    <${Stats}>
+      <${Stat} name="no second read" value=${bytes(plan.read_once_bytes)} note=${`with the next window ${bytes(plan.read_ahead_bytes)}`} />
+      <${Stat} name="everything" value=${bytes(plan.everything_bytes)} note=${`${num(plan.num_blocks)} blocks, ${plan.sizes}`} />
+      <${Stat} name="reads here" value=${num(plan.here.reads)} note=${`${bytes(plan.here.source_bytes)} with ${bytes(plan.here.cache_bytes)}`} />
+      <${Stat} name="to prepare" value=${duration(plan.prepare.seconds)} note=${`${compact(plan.prepare.tokens_per_second)} tokens a second`} />
+    <//>
+    <${Table} name="reads" heads=${["#cache", "#reads", "#again", "#hit rate", "#from the shards", "#next epoch"]}
+      rows=${plan.curve.map((point) => ({ cells: [
+        bytes(point.cache_bytes), num(point.reads), num(point.repeated_reads), percent(point.hit_rate), bytes(point.source_bytes), num(point.later_reads),
+      ] }))} />`;
 }
 
 /** The constructor call of these parameters. The trainer's launcher gives rank and world_size. */
