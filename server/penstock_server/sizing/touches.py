@@ -11,7 +11,7 @@ import numpy as np
 from penstock_server.batches.plan import Plan
 from penstock_server.order.arrays import IntArray, begins_run, distinct, starts_of
 
-MAX_TOUCHES = 1 << 21  # of one epoch; seconds of CPU, and a hundred MB of memory
+MAX_TOUCHES = 1 << 20  # of one epoch; seconds of CPU, and 150 MB of memory with the next epoch
 _CHUNK_SPANS = 1 << 17  # looked up at a time
 _MAX_EPOCHS = 1 << 10  # of members; each is planned in a millisecond or more, and a mixture may repeat a small one very often
 _EPOCH_BLOCKS = 1 << 14  # planned in about a millisecond
