@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -12,6 +13,7 @@ import pytest
 from obstore.store import LocalStore
 
 from penstock.spec import Spec
+from penstock_server.blocks import shared
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from support.corpora import write_text, write_tokenizer
@@ -62,6 +64,12 @@ def decoded(catalog: Catalog) -> float:
     return sum(sample.value for sample in samples if sample.name.endswith("_count"))
 
 
+def num_decoded(catalog: Catalog) -> int:
+    """The number of row groups, of one block each, that it has decoded: it writes each, or finds it written."""
+    flush(catalog)
+    return int(outcomes(catalog).get("written", 0) + outcomes(catalog).get("known", 0))
+
+
 def rows(catalog: Catalog) -> list[list[int]]:
     opened = catalog["texts"].latest
     return [row for block in opened.blocks.get(range(opened.snapshot.num_blocks)) for row in rows_of(block)]
@@ -95,6 +103,29 @@ def test_batches_of_cold_text_come_from_the_store(servers: Servers) -> None:
     block = asked[0] if not hasattr(asked[0], "result") else asked[0].result(30)
     assert rows_of(block)[7] == rows_of(first["texts"].latest.blocks.get([3])[0])[7]
     assert decoded(second) == 0
+
+
+def test_two_servers_decode_each_row_group_once(servers: Servers) -> None:
+    catalogs = [servers.start() for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        [first, second] = threads.map(rows, catalogs)
+    assert first == second
+    assert sum(map(num_decoded, catalogs)) == len(TEXTS) // 50
+
+
+def test_claim_of_a_dead_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(shared, "_CLAIM_SECONDS", 0.2)
+    monkeypatch.setattr(shared, "_POLL_SECONDS", 0.05)
+    servers = Servers(tmp_path, tmp_path / "store")
+    catalog = servers.start()
+    opened = catalog["texts"].latest
+    name = opened.blocks.names.of_group(opened.snapshot.block(0))
+    obstore.put(LocalStore(tmp_path / "store", mkdir=True), f"{name}.claim", b"of a dead server")
+    assert len(rows(catalog)) == len(TEXTS)
+    assert "does not respond; its work is taken over" in caplog.text
+    flush(catalog)
+    servers.close()
+    assert not list((tmp_path / "store").glob("*.claim"))
 
 
 def test_bins_are_shared(servers: Servers) -> None:

@@ -2,6 +2,9 @@
 
 Its objects are the files of the cache, with seals, under the same names. A name is a hash of all that the content depends on,
 so an object is written once and never changes. Losing the store costs time, never a batch: a failed request is a miss.
+
+A claim is an object that says that a server makes the blocks of a row group. Its owner rewrites it every few seconds. A claim
+that has not changed for longer belongs to a dead server, by the clock of the one that waits. Without claims only work is lost.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,8 +29,10 @@ from penstock_server.sources.remote import Retryable
 T = TypeVar("T")
 log = logging.getLogger("penstock.store")
 
+_CLAIM = ".claim"
 _THREADS = 16  # they wait for the network
 _PENDING = 32  # objects that wait to be written, of some megabytes each
+_RENEW_SECONDS, _CLAIM_SECONDS, _POLL_SECONDS = 5.0, 20.0, 0.5
 _PAUSE_SECONDS = 30.0  # after a failure, in which no request is made
 
 
@@ -37,7 +44,12 @@ class SharedStore:
         self._objects = ObjectStore(place if isinstance(place, str) else place.absolute().as_uri(), metrics)
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-store")
+        self._releases = ThreadPoolExecutor(1, thread_name_prefix="penstock-claims")
         self._room = threading.Semaphore(_PENDING)
+        self._written = set[Future[None]]()  # that are being written
+        self._claims = set[str]()
+        self._closed = threading.Event()
+        threading.Thread(target=self._renew, name="penstock-renew", daemon=True).start()
         self._pause_until = 0.0
         self._warnings = Seldom()
 
@@ -63,13 +75,47 @@ class SharedStore:
             return
         content = b"".join([*map(bytes, pieces)])
         self._room.acquire()
-        self._threads.submit(self._put, name, content).add_done_callback(lambda _: self._room.release())
+        future = self._threads.submit(self._put, name, content)
+        self._written.add(future)
+        future.add_done_callback(self._noted)
 
     def put_file(self, path: Path) -> None:
         """Write a sealed file of this machine in the background."""
         with suppress(OSError, Damaged):
             if (body := map_sealed(path)) is not None:
                 self.put(path.name, [body])
+
+    @contextmanager
+    def claimed(self, name: str) -> Iterator[bool]:
+        """Claim work while the block runs; yields False if another server has claimed it.
+
+        The claim ends when everything that was put until then is written.
+        """
+        key = f"{name}{_CLAIM}"
+        is_ours = self._attempt(lambda: self._objects.create(key, uuid.uuid4().bytes))
+        if not is_ours:
+            yield is_ours is None  # without the store, do the work
+            return
+        self._claims.add(key)
+        try:
+            yield True
+        finally:
+            self._releases.submit(self._release, key, list(self._written))
+
+    def wait(self, name: str, is_done: Callable[[], bool]) -> None:
+        """Wait until the work that another server has claimed is done, or its claim has ended or is dead."""
+        key, seen, since = f"{name}{_CLAIM}", b"", time.monotonic()
+        while not is_done():
+            content = self._attempt(lambda: bytes(self._objects.get(key)))
+            if content is None:
+                return
+            if content != seen:
+                seen, since = content, time.monotonic()
+            elif time.monotonic() - since > _CLAIM_SECONDS:
+                log.warning("the server that makes %s/%s does not respond; its work is taken over", self.place, name)
+                self._attempt(lambda: self._objects.delete(key))
+                return
+            time.sleep(_POLL_SECONDS)
 
     def fetch_files(self, paths: Iterable[Path]) -> None:
         """Copy the files of these names to their paths, several at a time; those that the store has and the machine lacks."""
@@ -90,6 +136,8 @@ class SharedStore:
 
     def close(self) -> None:
         """Write what waits, and end the threads."""
+        self._closed.set()
+        self._releases.shutdown(wait=True)
         self._threads.shutdown(wait=True)
         self._objects.close()
 
@@ -97,6 +145,20 @@ class SharedStore:
         is_new = self._attempt(lambda: self._objects.create(name, sealed(content, name)))
         if is_new is not None:
             self._metrics.store_requests.labels("written" if is_new else "known").inc()
+
+    def _noted(self, future: Future[None]) -> None:
+        self._written.discard(future)
+        self._room.release()
+
+    def _release(self, key: str, written: list[Future[None]]) -> None:
+        wait(written)
+        self._claims.discard(key)
+        self._attempt(lambda: self._objects.delete(key))
+
+    def _renew(self) -> None:
+        while not self._closed.wait(_RENEW_SECONDS):
+            for key in list(self._claims):
+                self._attempt(partial(self._objects.replace, key, uuid.uuid4().bytes))
 
     def _fetch(self, path: Path) -> None:
         if (body := self.get(path.name)) is not None:

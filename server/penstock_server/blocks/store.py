@@ -148,12 +148,29 @@ class BlockStore:
                 histogram.labels(dataset).observe(spent)
 
     def _make(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup, wanted: list[int]) -> None:
+        """Makes the requested blocks of a row group, unless they are stored by now, or another server makes them."""
+        blocks = reader.snapshot.blocks_of_group(first.group)
+
+        def find() -> set[int]:
+            """Resolve the futures of stored blocks, and return the numbers of the others."""
+            left = [number for number in wanted if number in group.futures]
+            return {number for number in left if not self._map(reader, reader.snapshot.block(blocks[number]), group)}
+
+        name = reader.names.of_group(first)
+        while missing := find():
+            if self.shared is None:
+                self._decode_group(reader, first, group, missing)
+                return
+            with self.shared.claimed(name) as is_ours:
+                if is_ours:
+                    if missing := find():  # another server may have ended its claim since
+                        self._decode_group(reader, first, group, missing)
+                    return
+            self.shared.wait(name, lambda: not find())
+
+    def _decode_group(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup, missing: set[int]) -> None:
         """Decodes a row group up to the last requested block, one at a time; stores its other blocks if the cache keeps all."""
         blocks = reader.snapshot.blocks_of_group(first.group)
-        # A block may have been stored since the request looked for it.
-        missing = {number for number in wanted if not self._map(reader, reader.snapshot.block(blocks[number]), group)}
-        if not missing:
-            return
         keeps_neighbours = True
         with closing(reader.blocks(first)) as decoded:
             for at, parts in decoded:

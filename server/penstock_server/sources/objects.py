@@ -76,6 +76,10 @@ class ObjectStore(Source):
             return False
         return True
 
+    def replace(self, key: str, content: bytes) -> None:
+        """Write an object, in place of another if there is one. Raises PermissionError, Retryable."""
+        self._translated(lambda: obstore.put(self._opened(), key, content, use_multipart=False))
+
     def delete(self, key: str) -> None:
         """Remove an object. Raises FileNotFoundError, PermissionError, Retryable."""
         self._translated(lambda: obstore.delete(self._opened(), key))
