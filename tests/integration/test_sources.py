@@ -227,6 +227,17 @@ class FileServerContext:
         self._context.__exit__(None, None, None)
 
 
+@pytest.mark.parametrize("key", ["x/../../penstock.toml", "/penstock.toml", "x//penstock.toml", ".x/penstock.toml"])
+def test_copies_of_recipes_stay_in_their_folder(
+    data: Path, tmp_path: Path, open_url: Callable[..., Catalog], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    with hub(data, monkeypatch) as served:
+        served.commit({**files_below(data), key: b'tokenizer = "other.json"'})
+        assert list(open_url("hf://datasets/org/name").datasets) == ["a.ids", "texts"]
+    assert [path.parent.name for path in (tmp_path / "cache-0").rglob("penstock.toml")] == ["texts"]
+    assert not [path for path in tmp_path.rglob("penstock.toml") if path.read_text() == 'tokenizer = "other.json"']
+
+
 def test_list_of_urls_is_a_dataset(data: Path, open_url: Callable[..., Catalog]) -> None:
     files = files_below(data / "a" / "ids")
     with file_server({**files, "ids.txt": "\n".join(["# shards", *sorted(files)]).encode()}) as served:

@@ -175,7 +175,8 @@ def _scan_remote(root: RemoteRoot, scan: Scan, named: dict[str, list[Found]]) ->
     try:
         for key, stat in remote.source.objects():
             folder, _, name = key.rpartition("/")
-            if any(part[:1] in (".", "_") for part in key.split("/")):
+            # Without empty and dotted parts, no copy of a recipe's file can leave the folder of the copies.
+            if not all(part and part[0] not in "._" for part in key.split("/")):
                 continue
             if is_shard(name):
                 shards[folder][name] = stat
