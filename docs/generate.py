@@ -23,6 +23,8 @@ COMMANDS = (
     "token list",
     "token revoke",
     "prepare",
+    "store usage",
+    "store gc",
     "inspect",
     "import",
     "sample",

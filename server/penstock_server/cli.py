@@ -1,10 +1,13 @@
-"""The server's commands: serve, inspect, prepare, sample, import, token."""
+"""The server's commands: serve, inspect, prepare, store, sample, import, token."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +20,10 @@ from penstock_server.importing.command import add_command as add_import
 from penstock_server.logs import begin_log, complain_at_start
 from penstock_server.problems import DatasetInvalid, Problem
 from penstock_server.security.command import add_command as add_token
-from penstock_server.settings import MAX_CONNECTIONS, Settings, SettingsError, check_is_here, default_cache_dir
+from penstock_server.settings import MAX_CONNECTIONS, Settings, SettingsError, check_is_here, default_cache_dir, place_of
 
 if TYPE_CHECKING:
+    from penstock_server.blocks.shared import SharedStore
     from penstock_server.catalog.catalog import Catalog
     from penstock_server.catalog.dataset import OpenSnapshot
 
@@ -114,6 +118,24 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     also = "also pack for best_fit with this seq_len"
     prepare.add_argument("--pack-seq-len", metavar="SEQ_LEN", type=int, action="append", default=[], help=also)
     set_run(prepare, _prepare, Problem, only_prints=False)
+
+    store = commands.add_parser("store", help="show and clean a store that servers share")
+    actions = store.add_subparsers(metavar="ACTION", required=True)
+    used = actions.add_parser("usage", help="count the objects", description="Counts objects and bytes of each kind.")
+    used.add_argument("--store", metavar="URL", help="folder or URL of the store (default: PENSTOCK_STORE)")
+    set_run(used, _store_usage, Problem)
+    clean = actions.add_parser(
+        "gc",
+        help="remove what no snapshot needs",
+        description="Removes the blocks, counts and packings that no snapshot of the data needs. Name all data whose "
+        "servers use the store. Without --delete it only counts them.",
+    )
+    _add_settings(clean)
+    clean.add_argument(
+        "--older-than", metavar="DAYS", type=whole_number, default=7, help="keep what was written in these days (default: 7)"
+    )
+    clean.add_argument("--delete", action="store_true", help="remove them")
+    set_run(clean, _store_gc, Problem, only_prints=False)
 
     sample = commands.add_parser(
         "sample",
@@ -241,6 +263,45 @@ def _open(arguments: argparse.Namespace) -> tuple[Settings, Catalog, list[OpenSn
         except DatasetInvalid as refusal:
             refused[name] = refusal
     return settings, catalog, served, [f"{name}: {reason}" for name, reason in refused.items()]
+
+
+def _store_usage(arguments: argparse.Namespace) -> int:
+    from penstock_server.store_command import usage
+
+    with _shared(arguments.store or os.environ.get("PENSTOCK_STORE")) as shared:
+        for line in usage(shared):
+            print(line)
+    return 0
+
+
+def _store_gc(arguments: argparse.Namespace) -> int:
+    arguments.dataset = None
+    settings, catalog, _, failed = _open(arguments)
+    if failed:
+        for line in failed:
+            complain("store", line)
+        raise CommandError("a dataset cannot be opened, so it is unknown what it needs. Nothing was removed.")
+    from penstock_server.store_command import collect
+
+    with _shared(settings.store) as shared:
+        age = timedelta(days=arguments.older_than)
+        for line in collect(shared, catalog, datetime.now(UTC), age, deletes=arguments.delete):
+            report(line)
+    return 0
+
+
+@contextmanager
+def _shared(place: str | None) -> Iterator[SharedStore]:
+    from penstock_server.blocks.shared import SharedStore
+    from penstock_server.monitoring.metrics import Metrics
+
+    if not place:
+        raise CommandError("no store is named. Give --store, or set PENSTOCK_STORE.")
+    with closing(SharedStore(place_of(place), Metrics())) as shared:
+        try:
+            yield shared
+        except OSError as error:
+            raise CommandError(f"the store {place} fails: {error.strerror or error}") from error
 
 
 def _status(command: str, failed: list[str]) -> int:

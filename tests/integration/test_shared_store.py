@@ -18,6 +18,7 @@ from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from support.corpora import write_text, write_tokenizer
 from support.engine import rows_of
+from support.servers import penstock
 from support.stores import object_store
 
 TEXTS = [f"the quick brown fox {n} jumps over {n * n}" for n in range(400)]
@@ -139,6 +140,57 @@ def test_bins_are_shared(servers: Servers) -> None:
         flush(catalog)
     assert plans[0] == plans[1]
     assert "written" not in outcomes(catalog)
+
+
+def test_objects_that_no_snapshot_needs_are_removed(tmp_path: Path) -> None:
+    servers = Servers(tmp_path, tmp_path / "store")
+    catalog = servers.start()
+    expected = rows(catalog)
+    catalog["texts"].latest.index.lengths.make(lambda _: None)
+    flush(catalog)
+    needed = {path.name for path in (tmp_path / "store").iterdir()}
+    for name in (f"{'0' * 32}-0.block", f"{'0' * 32}-7.lengths", "README"):
+        (tmp_path / "store" / name).write_bytes(b"x" * 1000)
+    data, store = tmp_path / "data-0", str(tmp_path / "store")
+    used = penstock("store", "usage", "--store", store)
+    assert "blocks: 9, " in used.stdout
+    assert "other objects: 1, 1,000 bytes" in used.stdout
+    arguments: list[str | Path] = [
+        "store",
+        "gc",
+        data,
+        "--store",
+        store,
+        "--tokenizer",
+        data / "tokenizer.json",
+        "--cache-dir",
+        tmp_path / "other",
+    ]
+    assert "0 objects of 0 bytes would be removed" in penstock(*arguments).stdout
+    assert "2 objects of 2,000 bytes would be removed" in penstock(*arguments, "--older-than", "0").stdout
+    assert "2 objects of 2,000 bytes removed" in penstock(*arguments, "--older-than", "0", "--delete").stdout
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {*needed, "README"}
+    assert rows(servers.start()) == expected
+    servers.close()
+
+
+def test_garbage_is_kept_if_a_dataset_cannot_be_opened(tmp_path: Path) -> None:
+    write_text(tmp_path / "data" / "texts", TEXTS)
+    (tmp_path / "data" / "broken").mkdir()
+    (tmp_path / "data" / "broken" / "a.parquet").write_bytes(b"no")
+    (tmp_path / "store").mkdir()
+    write_tokenizer(tmp_path / "tokenizer.json", TEXTS)
+    arguments: list[str | Path] = [
+        "--store",
+        tmp_path / "store",
+        "--tokenizer",
+        tmp_path / "tokenizer.json",
+        "--cache-dir",
+        tmp_path / "cache",
+    ]
+    done = penstock("store", "gc", tmp_path / "data", *arguments, "--delete")
+    assert done.returncode == 2
+    assert "a dataset cannot be opened, so it is unknown what it needs. Nothing was removed." in done.stderr
 
 
 def test_damaged_object_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

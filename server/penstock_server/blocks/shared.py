@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -127,6 +128,15 @@ class SharedStore:
     def map(self, function: Callable[[str], T], names: Iterable[str]) -> list[T]:
         """Return the results of a function that reads from the store, for several names at a time."""
         return [*self._threads.map(function, names)]
+
+    def objects(self) -> Iterator[tuple[str, int, datetime]]:
+        """Yield the name, the bytes and the time of the last write of each object. Raises OSError."""
+        yield from self._objects.entries()
+
+    def remove(self, name: str) -> None:
+        """Remove an object, if it is there. Raises OSError."""
+        with suppress(FileNotFoundError):
+            self._objects.attempt(lambda: self._objects.delete(name))
 
     def flush(self) -> None:
         """Wait until all files are written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from errno import EEXIST
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -41,6 +41,11 @@ class ObjectStore(Source):
         self._store: Any = None
 
     def _list(self) -> Iterator[tuple[str, FileStat]]:
+        for chunk in self._chunks():
+            for found in chunk:
+                yield found["path"], FileStat(found["size"], version=found["e_tag"] or found["version"] or "")
+
+    def _chunks(self) -> Iterator[Any]:
         chunks, last = None, None
 
         def next_chunk() -> Any:
@@ -54,8 +59,7 @@ class ObjectStore(Source):
                 raise
 
         while chunk := self.attempt(next_chunk):
-            for found in chunk:
-                yield found["path"], FileStat(found["size"], version=found["e_tag"] or found["version"] or "")
+            yield chunk
             last = chunk[-1]["path"]
 
     def _read(self, key: str, stat: FileStat, start: int, stop: int) -> Any:
@@ -75,6 +79,11 @@ class ObjectStore(Source):
         except FileExistsError:
             return False
         return True
+
+    def entries(self) -> Iterator[tuple[str, int, datetime]]:
+        """Yield the key, the bytes and the time of the last write of each object, in any order. Raises OSError."""
+        for chunk in self._chunks():
+            yield from ((found["path"], found["size"], found["last_modified"]) for found in chunk)
 
     def replace(self, key: str, content: bytes) -> None:
         """Write an object, in place of another if there is one. Raises PermissionError, Retryable."""
