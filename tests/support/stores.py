@@ -58,7 +58,7 @@ def _start() -> None:
 
 def _started(folder: str) -> subprocess.Popen[bytes]:
     """Start SeaweedFS, and name its address by the variable of AWS."""
-    master, volume, filer, s3 = (_free_port() for _ in range(4))
+    master, volume, filer, s3 = (free_port() for _ in range(4))
     os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{s3}"
     return subprocess.Popen(
         [
@@ -71,7 +71,8 @@ def _started(folder: str) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a free port, so that the port 10,000 above it is free, too."""
     while True:
         port = SystemRandom().randrange(20_000, 65_535 - _GRPC)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + _GRPC)):

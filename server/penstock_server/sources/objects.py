@@ -65,8 +65,11 @@ class ObjectStore(Source):
     def _read(self, key: str, stat: FileStat, start: int, stop: int) -> Any:
         options: GetOptions = {"range": (start, stop)}
         if stat.version:
-            options["if_match"] = stat.version
-        return self._translated(lambda: obstore.get(self._opened(), key, options=options).bytes())
+            options["if_match"] = f'"{_bare(stat.version)}"'  # some stores list ETags without quotes
+        result = self._translated(lambda: obstore.get(self._opened(), key, options=options))
+        if stat.version and _bare(result.meta["e_tag"] or "") not in ("", _bare(stat.version)):
+            raise Changed  # the store ignores If-Match
+        return self._translated(result.bytes)
 
     def get(self, key: str) -> Any:
         """Return a whole object, with the buffer protocol. Raises FileNotFoundError, PermissionError, Retryable."""
@@ -130,6 +133,10 @@ class ObjectStore(Source):
             if status.startswith("4") and not status.startswith(("408", "429")):
                 raise forbidden(status) from None
             raise Retryable(status, is_throttled=status.startswith(_THROTTLED)) from None
+
+
+def _bare(etag: str) -> str:
+    return etag.removeprefix("W/").strip('"')
 
 
 def _status(error: Exception) -> str:
