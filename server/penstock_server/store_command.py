@@ -9,8 +9,9 @@ from datetime import datetime, timedelta
 from penstock.text import counted
 from penstock_server.blocks.shared import SharedStore
 from penstock_server.catalog.catalog import Catalog
+from penstock_server.catalog.dataset import FOOTERS
 
-_KINDS = {".block": "blocks", ".lengths": "counts of tokens", ".index": "counts and packings", ".claim": "claims"}
+_KINDS = {".block": "blocks", ".lengths": "counts of tokens", ".index": "counts and packings", FOOTERS: "notes of footers"}
 
 
 def usage(shared: SharedStore) -> Iterator[str]:
@@ -29,8 +30,8 @@ def collect(shared: SharedStore, catalog: Catalog, now: datetime, age: timedelta
     """
     needed, num_kept, sizes = needed_names(catalog), 0, list[int]()
     for name, size, written_at in shared.objects():
-        is_known = any(name.endswith(suffix) for suffix in _KINDS)  # others are not ours
-        if not is_known or name.partition("-")[0] in needed or now - written_at < age:
+        is_named_by_content = any(name.endswith(suffix) for suffix in _KINDS) and not name.endswith(FOOTERS)
+        if not is_named_by_content or name.partition("-")[0] in needed or now - written_at < age:
             num_kept += 1
             continue
         sizes.append(size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
@@ -16,10 +17,11 @@ from penstock.spec import Spec
 from penstock_server.blocks import shared
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
-from support.corpora import write_text, write_tokenizer
+from support.corpora import write_numbered, write_text, write_tokenizer
 from support.engine import rows_of
+from support.processes import until
 from support.servers import penstock
-from support.stores import object_store
+from support.stores import Uploaded, object_store
 
 TEXTS = [f"the quick brown fox {n} jumps over {n * n}" for n in range(400)]
 
@@ -106,6 +108,25 @@ def test_batches_of_cold_text_come_from_the_store(servers: Servers) -> None:
     assert decoded(second) == 0
 
 
+def test_second_server_reads_no_footer_of_a_source(tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 90, num_shards=9)
+    place, read = Uploaded(tmp_path / "data"), []
+    for number in range(3):
+        with closing(BlockStore(tmp_path / f"cache-{number}", shared=tmp_path / "store")) as store:
+            opened = open_catalog([place.url], None, store)["numbers"].latest
+            assert opened.snapshot.num_rows == 90 + 10 * (number > 1)
+            assert store.shared
+            store.shared.flush()
+            [metric] = store.metrics.source_requests.collect()
+            read.append(sum(sample.value for sample in metric.samples if sample.name.endswith("_total")))
+        if number == 1:
+            write_numbered(tmp_path / "data" / "numbers", 100, num_shards=10)
+            place.update()
+    place.close()
+    assert read[0] - read[1] == 9
+    assert read[2] <= read[1] + 10  # the shards were written anew
+
+
 def test_two_servers_decode_each_row_group_once(servers: Servers) -> None:
     catalogs = [servers.start() for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
@@ -124,9 +145,8 @@ def test_claim_of_a_dead_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     obstore.put(LocalStore(tmp_path / "store", mkdir=True), f"{name}.claim", b"of a dead server")
     assert len(rows(catalog)) == len(TEXTS)
     assert "does not respond; its work is taken over" in caplog.text
-    flush(catalog)
     servers.close()
-    assert not list((tmp_path / "store").glob("*.claim"))
+    until(lambda: not list((tmp_path / "store").glob("*.claim")))
 
 
 def test_bins_are_shared(servers: Servers) -> None:

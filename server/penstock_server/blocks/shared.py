@@ -48,7 +48,7 @@ class SharedStore:
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="penstock-claims")
         self._room = threading.Semaphore(_PENDING)
         self._written = set[Future[None]]()  # that are being written
-        self._claims = set[str]()
+        self._claims, self._claiming = set[str](), threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._renew, name="penstock-renew", daemon=True).start()
         self._pause_until = 0.0
@@ -70,21 +70,21 @@ class SharedStore:
         self._metrics.store_requests.labels("hit").inc()
         return body
 
-    def put(self, name: str, pieces: Iterable[Piece]) -> None:
-        """Write a file in the background, unless the store has it. Waits while many others wait."""
+    def put(self, name: str, pieces: Iterable[Piece], *, replaces: bool = False) -> None:
+        """Write a file in the background, unless the store has it, or in its place. Waits while many others wait."""
         if time.monotonic() < self._pause_until:
             return
         content = b"".join([*map(bytes, pieces)])
         self._room.acquire()
-        future = self._threads.submit(self._put, name, content)
+        future = self._threads.submit(self._put, name, content, replaces)
         self._written.add(future)
         future.add_done_callback(self._noted)
 
-    def put_file(self, path: Path) -> None:
-        """Write a sealed file of this machine in the background."""
+    def put_file(self, path: Path, *, replaces: bool = False) -> None:
+        """Write a sealed file of this machine in the background; see `put`."""
         with suppress(OSError, Damaged):
             if (body := map_sealed(path)) is not None:
-                self.put(path.name, [body])
+                self.put(path.name, [body], replaces=replaces)
 
     @contextmanager
     def claimed(self, name: str) -> Iterator[bool]:
@@ -101,7 +101,11 @@ class SharedStore:
         try:
             yield True
         finally:
-            self._releases.submit(self._release, key, list(self._written))
+            written = list(self._written)
+            try:
+                self._releases.submit(self._release, key, written)
+            except RuntimeError:  # the server stops
+                self._release(key, written)
 
     def wait(self, name: str, is_done: Callable[[], bool]) -> None:
         """Wait until the work that another server has claimed is done, or its claim has ended or is dead."""
@@ -151,8 +155,9 @@ class SharedStore:
         self._threads.shutdown(wait=True)
         self._objects.close()
 
-    def _put(self, name: str, content: bytes) -> None:
-        is_new = self._attempt(lambda: self._objects.create(name, sealed(content, name)))
+    def _put(self, name: str, content: bytes, replaces: bool) -> None:
+        write = self._objects.replace if replaces else self._objects.create
+        is_new = self._attempt(lambda: write(name, sealed(content, name)))
         if is_new is not None:
             self._metrics.store_requests.labels("written" if is_new else "known").inc()
 
@@ -162,13 +167,16 @@ class SharedStore:
 
     def _release(self, key: str, written: list[Future[None]]) -> None:
         wait(written)
-        self._claims.discard(key)
-        self._attempt(lambda: self._objects.delete(key))
+        with self._claiming:
+            self._claims.discard(key)
+            self._attempt(lambda: self._objects.delete(key))
 
     def _renew(self) -> None:
         while not self._closed.wait(_RENEW_SECONDS):
             for key in list(self._claims):
-                self._attempt(partial(self._objects.replace, key, uuid.uuid4().bytes))
+                with self._claiming:  # otherwise a released claim could be written again
+                    if key in self._claims:
+                        self._attempt(partial(self._objects.replace, key, uuid.uuid4().bytes))
 
     def _fetch(self, path: Path) -> None:
         if (body := self.get(path.name)) is not None:

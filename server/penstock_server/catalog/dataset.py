@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 
 from penstock.spec import Spec
@@ -36,10 +37,11 @@ from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.recipes.allowed import AllowedFiles
 from penstock_server.schemas import described
 from penstock_server.sources.remote import RemoteFolder
-from penstock_server.sources.stats import SETTLED_SECONDS, FileStat
+from penstock_server.sources.stats import SETTLED_SECONDS, FileStat, stat_of_file
 
 log = logging.getLogger("penstock.dataset")
 
+FOOTERS = "-footers"  # suffix of a note in the shared store
 _MARK_SECONDS = 3600.0
 
 
@@ -244,7 +246,12 @@ class DatasetLoader:
         self.folder, self.remote = folder, remote
         self.state = DatasetState(name=name, store=store)
         notes = open_notes(store.cache.folder, folder)
-        self._reader = FolderReader(folder, default_tokenizer, notes / "footers", name, store.encoders, allowed, remote)
+        self._footers = notes / "footers"
+        if remote and store.shared:  # a server on an empty disk need not read the footers
+            self._footers = notes / f"{blake2b(str(remote).encode(), digest_size=16).hexdigest()}{FOOTERS}"
+            store.shared.fetch_files([self._footers])
+        self._shared_footers = stat_of_file(self._footers)
+        self._reader = FolderReader(folder, default_tokenizer, self._footers, name, store.encoders, allowed, remote)
         self._history = History(notes)
         self._marked_at = dict[str, float]()  # by fingerprint, when its counts were last marked as used
         self._seen: tuple[FolderState, float] | None = None  # the last folder state, and since when it is unchanged
@@ -322,6 +329,7 @@ class DatasetLoader:
         is_reliable, before, contents = settled or folder_state.is_settled(), self.state, None
         try:
             contents = self._reader.read(folder_state, settled=settled)
+            self._share_footers()
             latest = self._open_latest(contents)
             self._history.add(latest.snapshot)
             self._replace(latest, contents, None)
@@ -342,6 +350,13 @@ class DatasetLoader:
         if change.changed or change.recipe or before.error:
             log.info("%s: %s", before.name, change)
         return change
+
+    def _share_footers(self) -> None:
+        """Write the note of the footers to the shared store if it has changed; only objects have the same stats everywhere."""
+        shared, file_stat = self.state.store.shared, stat_of_file(self._footers)
+        if shared and self.remote and file_stat != self._shared_footers:
+            self._shared_footers = file_stat
+            shared.put_file(self._footers, replaces=True)
 
     def _open_latest(self, contents: FolderContents) -> OpenSnapshot:
         before, snapshot = self.state.opened, contents.snapshot()

@@ -88,9 +88,10 @@ class ObjectStore(Source):
         for chunk in self._chunks():
             yield from ((found["path"], found["size"], found["last_modified"]) for found in chunk)
 
-    def replace(self, key: str, content: bytes) -> None:
-        """Write an object, in place of another if there is one. Raises PermissionError, Retryable."""
+    def replace(self, key: str, content: bytes) -> bool:
+        """Write an object, in place of another if there is one. Returns True. Raises PermissionError, Retryable."""
         self._translated(lambda: obstore.put(self._opened(), key, content, use_multipart=False))
+        return True
 
     def delete(self, key: str) -> None:
         """Remove an object. Raises FileNotFoundError, PermissionError, Retryable."""
