@@ -106,7 +106,7 @@ def test_help_imports_nothing_slow() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve"], "no data folder is given"),
+        (["serve"], "no data folder or URL is given"),
         (["serve", "{tmp}/none"], "No such file or directory"),
         (["serve", "{tmp}/empty"], "holds no file that ends in .parquet"),
         (["serve", "{tmp}/text"], "no tokenizer is given. Start with --tokenizer FILE"),

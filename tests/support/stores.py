@@ -64,7 +64,7 @@ def _started(folder: str) -> subprocess.Popen[bytes]:
         [
             _WEED, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-filer", "-s3", "-volume.max=64",
             "-master.volumeSizeLimitMB=256", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
-            f"-s3.port={s3}",
+            f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
