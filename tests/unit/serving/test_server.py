@@ -81,7 +81,7 @@ def test_stop_aborts_responses_without_logging_errors(
         return read(*given)
 
     monkeypatch.setattr(RowGroupReader, "blocks", perhaps_hanging)
-    write_numbered(tmp_path / "data" / "others", 96)
+    write_numbered(tmp_path / "data" / "others", 97)  # other content, which no block of numbers has
     with ExitStack() as readers:
         readers.callback(is_over.set)
         with serving(tmp_path, InFlight(1 << 30)) as url:
