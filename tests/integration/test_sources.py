@@ -11,10 +11,12 @@ import pytest
 import penstock_server.sources.remote as remote
 import penstock_server.sources.remote_file as remote_file
 from penstock.spec import Spec
+from penstock_server.api.shown import ShownPaths
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetInvalid, ShardUnavailable, SnapshotGone
 from penstock_server.recipes.allowed import AllowedFiles
+from penstock_server.settings import Settings
 from support.corpora import write, write_numbered, write_shards, write_tokenizer
 from support.engine import rows_of
 from support.hub import TOKEN, FileServer, file_server
@@ -238,13 +240,52 @@ def test_copies_of_recipes_stay_in_their_folder(
     assert not [path for path in tmp_path.rglob("penstock.toml") if path.read_text() == 'tokenizer = "other.json"']
 
 
+def test_recipe_of_a_source_names_no_file_of_the_server(
+    data: Path, uploaded: Uploaded, tmp_path: Path, open_url: Callable[..., Catalog]
+) -> None:
+    write_tokenizer(tmp_path / "private.json", TEXTS)
+    (data / "texts" / "penstock.toml").write_text(f'tokenizer = "{tmp_path / "private.json"}"')
+    uploaded.update()
+    settings = Settings.read({"data_dir": uploaded.url}, {})
+    catalog = open_url(*settings.data_dir, allowed=settings.allowed_files)
+    assert list(catalog.datasets) == ["a.ids"]
+    assert "private.json is outside the data folder" in catalog.refused["texts"]
+
+
+def test_callers_do_not_learn_where_the_data_lies(uploaded: Uploaded, open_url: Callable[..., Catalog]) -> None:
+    catalog = open_url(uploaded.url)
+    shown = ShownPaths(catalog.folders)
+    shard = catalog["a.ids"].latest.snapshot.shards[0]
+    assert shown.shorten(f"{shard.path} is damaged") == "a/ids/part-000.parquet is damaged"
+
+
+def test_shards_directly_in_a_source_are_named_after_it(
+    data: Path, open_url: Callable[..., Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with file_server(files_below(data / "a" / "ids")) as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        assert list(open_url("hf://datasets/org/name").datasets) == ["name"]
+        assert list(open_url(f"hf://datasets/org/name@{served.commit_id}").datasets) == ["name"]
+
+
 def test_list_of_urls_is_a_dataset(data: Path, open_url: Callable[..., Catalog]) -> None:
     files = files_below(data / "a" / "ids")
     with file_server({**files, "ids.txt": "\n".join(["# shards", *sorted(files)]).encode()}) as served:
         catalog = open_url(f"{served.url}/files/ids.txt")
         assert list(catalog.datasets) == ["ids"]
         assert tokens_of(catalog, "ids") == tokens_of(open_url(data), "a.ids")
-        name = min(files)
+        catalog, name = open_url(f"{served.url}/files/ids.txt"), min(files)
+        blocks = catalog["ids"].latest.blocks
+        served.ignores_conditions = True
+        served.commit({**served.commits[-1], name: files[name][:50] + bytes(20) + files[name][70:]})
+        with pytest.raises(SnapshotGone, match=f"{name} changed since the server read it"):
+            blocks.get([1])
+        served.commit({**served.commits[-1], "ids.txt": max(files).encode()})
+        catalog.poll()
+        with pytest.raises(SnapshotGone, match=f"{name} was removed since the server read it"):
+            blocks.get([1])
+        served.commit(served.commits[0])
         served.commit({**served.commits[-1], name: files[name] + b"more"})
         with pytest.raises(DatasetInvalid, match=f"{name} is truncated, damaged, or not a supported Parquet file"):
             open_url(f"{served.url}/files/ids.txt")

@@ -15,10 +15,10 @@ shown_paths: ContextVar[ShownPaths | None] = ContextVar("shown_paths", default=N
 
 
 class ShownPaths:
-    """Names that callers see instead of folders. `folders` maps each folder to its name; "" is the data folder."""
+    """Names that callers see instead of folders and URLs. `folders` maps each to its name; "" is the data folder."""
 
-    def __init__(self, folders: Mapping[Path, str]) -> None:
-        forms = {str(form): name for path, name in folders.items() for form in (path.absolute(), path.resolve())}
+    def __init__(self, folders: Mapping[Path | str, str]) -> None:
+        forms = {form: name for place, name in folders.items() for form in _forms_of(place)}
         self._names = {json.dumps(form, ensure_ascii=False)[1:-1]: name for form, name in forms.items() if form != "/"}
         longest_first = sorted(self._names, key=len, reverse=True)
         # Not in the middle of another path, as in /v1/datasets/data of the folder /data.
@@ -31,6 +31,11 @@ class ShownPaths:
     def _shortened(self, found: re.Match[str]) -> str:
         name = self._names[found[1]]
         return f"{name}{found[2]}" if name else "" if found[2] else "the data folder"
+
+
+def _forms_of(place: Path | str) -> tuple[str, ...]:
+    """Return how messages may name a folder or a URL."""
+    return (place,) if isinstance(place, str) else (str(place.absolute()), str(place.resolve()))
 
 
 class Json(JSONResponse):

@@ -40,18 +40,19 @@ class Catalog(CatalogView):
         self._data = " and ".join(map(str, places))
         self._roots = [place if isinstance(place, Path) else store.sources.root(place) for place in places]
         copies = tuple(root.files.folder for root in self._roots if not isinstance(root, Path))
-        if copies and allowed.folders:
+        if allowed.folders is not None:
             allowed = replace(allowed, folders=(*allowed.folders, *copies))
         self._tokenizer, self._allowed = tokenizer, allowed
         self._views: tuple[Names, dict[tuple[str, ...], CatalogView]] = self._names, {}  # by the globs of an identity
 
     @property
-    def folders(self) -> dict[Path, str]:
-        """Return the folders that messages may name, each with its name for callers, "" for the data folder."""
-        assets = dict.fromkeys(self._allowed.folders, "the folder of --assets")
-        tokenizer = {self._tokenizer.parent: "the folder of --tokenizer"} if self._tokenizer else {}
-        roots = [root if isinstance(root, Path) else root.files.folder for root in self._roots]
-        return {**tokenizer, **assets, self.store.cache.folder: "the cache folder", **dict.fromkeys(roots, "")}
+    def folders(self) -> dict[Path | str, str]:
+        """Return the folders and URLs that messages may name, each with its name for callers, "" for the data folder."""
+        names: dict[Path | str, str] = {self._tokenizer.parent: "the folder of --tokenizer"} if self._tokenizer else {}
+        names |= dict.fromkeys(self._allowed.folders or (), "the folder of --assets")
+        names[self.store.cache.folder] = "the cache folder"
+        names |= dict.fromkeys((root if isinstance(root, Path) else root.files.folder for root in self._roots), "")
+        return names | dict.fromkeys(self.store.sources.urls, "")
 
     def seen_by(self, identity: Identity) -> CatalogView:
         """Return what an identity may see now."""

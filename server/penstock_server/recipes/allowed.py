@@ -15,7 +15,7 @@ from penstock_server.problems import DatasetInvalid
 
 @dataclass(frozen=True, slots=True)
 class AllowedFiles:
-    """Rule for the files of datasets: those below `folders` are allowed, and all files if there are no folders.
+    """Rule for the files of datasets: those below `folders` are allowed, and every file if that is None.
 
     The real path of a file counts, or with `follow_symlinks` the path that names it. A file is checked before it is read: a
     process that replaces it with a symlink in between is not stopped.
@@ -24,7 +24,7 @@ class AllowedFiles:
     sources     beginnings of URLs that recipes may name for their shards
     """
 
-    folders: tuple[Path, ...] = ()
+    folders: tuple[Path, ...] | None = None
     follow_symlinks: bool = False
     transforms: bool = False
     sources: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class AllowedFiles:
     def why_not(self, path: Path) -> str | None:
         """Return why a file or a folder is not allowed; None if it is."""
         named = Path(os.path.normpath(path.absolute()))
-        if not self.folders:
+        if self.folders is None:
             return None
         if not any(named.is_relative_to(folder) for folder in map(os.path.abspath, self.folders)):
             return (
@@ -57,7 +57,7 @@ class AllowedFiles:
     def check_source(self, folder: Path, url: str) -> None:
         """Raise DatasetInvalid: the recipe of a folder may not name this URL."""
         is_below = any(f"{url}/".startswith(f"{allowed.rstrip('/')}/") for allowed in self.sources)
-        if self.folders and (not is_below or ".." in url):
+        if self.folders is not None and (not is_below or ".." in url):
             raise DatasetInvalid(
                 f"{folder}: its recipe reads shards from {url}. Start with --allow-sources and the beginnings of URLs that "
                 f"recipes may name, such as --allow-sources {url}."

@@ -36,7 +36,8 @@ class Hub(Http):
         self._files = dict[str, FileStat]()
         self._locations = dict[str, str]()  # where the hub redirects to, for an hour or so
 
-    def _list(self) -> Iterator[tuple[str, FileStat]]:
+    def objects(self) -> Iterator[tuple[str, FileStat]]:
+        """Yield the key and the FileStat of each object."""
         commit = self._resolved()
         if commit != self._commit:
             self._files = dict(self._listed(commit))
@@ -75,7 +76,7 @@ class Hub(Http):
         location = self._locations[url]
         try:
             is_ours = urlsplit(location).netloc == urlsplit(url).netloc
-            return self.get_range(location, start, stop, self._headers() if is_ours else {})
+            return self.get_range(location, start, stop, self._headers() if is_ours else {}).content
         except PermissionError:  # its signature has expired
             if self._locations.pop(url, url) == url:
                 raise

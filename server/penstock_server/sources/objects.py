@@ -40,7 +40,8 @@ class ObjectStore(Source):
         super().__init__(url.rstrip("/"), metrics)
         self._store: Any = None
 
-    def _list(self) -> Iterator[tuple[str, FileStat]]:
+    def objects(self) -> Iterator[tuple[str, FileStat]]:
+        """Yield the key and the FileStat of each object."""
         for chunk in self._chunks():
             for found in chunk:
                 yield found["path"], FileStat(found["size"], version=found["e_tag"] or found["version"] or "")

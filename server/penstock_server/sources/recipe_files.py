@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import posixpath
 import uuid
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,6 @@ from penstock_server.recipes.infer import FILE_NAME
 from penstock_server.recipes.tokenizer import TOKEN_FILES
 from penstock_server.sources.remote import Source
 from penstock_server.sources.stats import FileStat
-
-log = logging.getLogger("penstock.sources")
 
 SUFFIXES = (".toml", ".json", ".jinja", ".py")
 _MAX_BYTES = 64 << 20  # of one file; tokenizers have up to 20 MB

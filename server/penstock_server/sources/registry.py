@@ -32,7 +32,7 @@ class RemoteRoot:
     @property
     def name(self) -> str:
         """Return the name of the dataset directly in the root."""
-        return re.split(r"[/@]", self.remote.source.url.removesuffix(".txt"))[-1].replace(".", "-")
+        return re.sub(r"@[^/]*|\.txt$", "", self.remote.source.url).rpartition("/")[2]
 
 
 class Sources:
@@ -55,6 +55,11 @@ class Sources:
         remote = self.folder(url)
         copies = self._folder / blake2b(remote.source.url.encode(), digest_size=16).hexdigest()
         return RemoteRoot(remote, RecipeFiles(remote.source, copies))
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the URLs of the sources that are in use."""
+        return [source.url for source in self._opened.values()]
 
     def close(self) -> None:
         """End the threads of all sources."""

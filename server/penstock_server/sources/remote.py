@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from abc import ABC, abstractmethod
@@ -16,9 +15,8 @@ from penstock_server.monitoring.metrics import Metrics
 from penstock_server.sources.stats import FileStat
 
 T = TypeVar("T")
-log = logging.getLogger("penstock.sources")
 
-_RETRY_SECONDS = 20.0  # after that a run gets the problem, and waits at its side
+_RETRY_SECONDS = 20.0  # after that the client gets a 503, and retries
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 5.0
 _REQUESTS = 32  # at a time; they wait for the network, not for a core
 
@@ -51,8 +49,8 @@ def forbidden(status: str) -> PermissionError:
 class Source(ABC):
     """A root of objects, at `url`, which has no credentials and no slash at its end.
 
-    Keys are relative to the root. Subclasses define the methods with an underscore; these raise Retryable, FileNotFoundError,
-    PermissionError or Changed. Others raise OSError with an errno.
+    Keys are relative to the root. `_read` raises Retryable, FileNotFoundError, PermissionError or Changed; the other methods
+    raise OSError.
     """
 
     def __init__(self, url: str, metrics: Metrics) -> None:
@@ -61,9 +59,9 @@ class Source(ABC):
         self._pause_until = 0.0  # monotonic time: a store that throttles one request throttles all
         self._threads = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="penstock-source")
 
+    @abstractmethod
     def objects(self) -> Iterator[tuple[str, FileStat]]:
         """Yield the key and the FileStat of each object, in any order."""
-        yield from self._list()
 
     def content(self, stat: FileStat) -> str:
         """Return what identifies the content of a version, wherever it lies."""
@@ -104,9 +102,6 @@ class Source(ABC):
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    @abstractmethod
-    def _list(self) -> Iterator[tuple[str, FileStat]]: ...
 
     @abstractmethod
     def _read(self, key: str, stat: FileStat, start: int, stop: int) -> Any:

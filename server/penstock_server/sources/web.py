@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -60,11 +59,11 @@ class Http(Source):
         except json.JSONDecodeError:
             raise OSError(f"{self.url} did not answer with JSON") from None
 
-    def get_range(self, url: str, start: int, stop: int, headers: Mapping[str, str]) -> bytes:
-        """Return bytes [start, stop) of a URL."""
+    def get_range(self, url: str, start: int, stop: int, headers: Mapping[str, str]) -> httpx.Response:
+        """Return the response with bytes [start, stop) of a URL."""
         response = self.request("GET", url, {**headers, "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"})
         if response.status_code == 206:
-            return response.content
+            return response
         raise forbidden(f"{response.status_code} to a request for a range, which it must support")
 
 
@@ -75,7 +74,8 @@ class WebList(Http):
         super().__init__(url, metrics)
         self._urls = dict[str, str]()
 
-    def _list(self) -> Iterator[tuple[str, FileStat]]:
+    def objects(self) -> Iterator[tuple[str, FileStat]]:
+        """Yield the key and the FileStat of each object."""
         body = self.attempt(lambda: self.request("GET", self.url)).content
         if len(body) > _MAX_LIST_BYTES:
             raise OSError(f"{self.url} has {len(body):,} bytes; the limit of a list is {_MAX_LIST_BYTES:,}")
@@ -92,17 +92,19 @@ class WebList(Http):
         headers = self.attempt(lambda: self.request("HEAD", url, {"Accept-Encoding": "identity"})).headers
         if not headers.get("content-length", "").isdecimal():
             raise OSError(f"{urlsplit(url).path} has no Content-Length")
-        etag = headers.get("etag", "")
-        version = etag if etag and not etag.startswith("W/") else headers.get("last-modified", "")
-        return FileStat(int(headers["content-length"]), version=version)
+        return FileStat(int(headers["content-length"]), version=_version(headers))
 
     def _read(self, key: str, stat: FileStat, start: int, stop: int) -> bytes:
-        return self.get_range(self._urls[key], start, stop, _conditions(stat.version))
+        if key not in self._urls:  # the list has changed
+            raise not_found()
+        conditions = {"If-Match": stat.version} if stat.version.startswith('"') else {}
+        response = self.get_range(self._urls[key], start, stop, conditions)
+        if _version(response.headers) != stat.version:  # few servers of files know If-Match
+            raise Changed
+        return response.content
 
 
-def _conditions(version: str) -> dict[str, str]:
-    """Return the headers that let a server send only this version, an ETag or a time."""
-    if not version or version.startswith('"'):
-        return {"If-Match": version} if version else {}
-    parsedate_to_datetime(version)
-    return {"If-Unmodified-Since": version}
+def _version(headers: httpx.Headers) -> str:
+    """Return the strong ETag of a response, or else its Last-Modified."""
+    etag: str = headers.get("etag", "")
+    return etag if etag and not etag.startswith("W/") else headers.get("last-modified", "")
