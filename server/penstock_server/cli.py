@@ -23,7 +23,6 @@ from penstock_server.security.command import add_command as add_token
 from penstock_server.settings import MAX_CONNECTIONS, Settings, SettingsError, check_is_here, default_cache_dir, place_of
 
 if TYPE_CHECKING:
-    from penstock_server.blocks.shared import SharedStore
     from penstock_server.catalog.catalog import Catalog
     from penstock_server.catalog.dataset import OpenSnapshot
 
@@ -266,9 +265,14 @@ def _open(arguments: argparse.Namespace) -> tuple[Settings, Catalog, list[OpenSn
 
 
 def _store_usage(arguments: argparse.Namespace) -> int:
+    from penstock_server.blocks.shared import SharedStore
+    from penstock_server.monitoring.metrics import Metrics
     from penstock_server.store_command import usage
 
-    with _shared(arguments.store or os.environ.get("PENSTOCK_STORE")) as shared:
+    place = arguments.store or os.environ.get("PENSTOCK_STORE")
+    if not place:
+        raise _no_store()
+    with _reporting(place), closing(SharedStore(place_of(place), Metrics())) as shared:
         for line in usage(shared):
             print(line)
     return 0
@@ -281,27 +285,27 @@ def _store_gc(arguments: argparse.Namespace) -> int:
         for line in failed:
             complain("store", line)
         raise CommandError("a dataset cannot be opened, so it is unknown what it needs. Nothing was removed.")
+    if catalog.store.shared is None:
+        raise _no_store()
     from penstock_server.store_command import collect
 
-    with _shared(settings.store) as shared:
-        age = timedelta(days=arguments.older_than)
-        for line in collect(shared, catalog, datetime.now(UTC), age, deletes=arguments.delete):
+    age = timedelta(days=arguments.older_than)
+    with _reporting(settings.store):
+        for line in collect(catalog.store.shared, catalog, datetime.now(UTC), age, deletes=arguments.delete):
             report(line)
     return 0
 
 
-@contextmanager
-def _shared(place: str | None) -> Iterator[SharedStore]:
-    from penstock_server.blocks.shared import SharedStore
-    from penstock_server.monitoring.metrics import Metrics
+def _no_store() -> CommandError:
+    return CommandError("no store is named. Give --store, or set PENSTOCK_STORE.")
 
-    if not place:
-        raise CommandError("no store is named. Give --store, or set PENSTOCK_STORE.")
-    with closing(SharedStore(place_of(place), Metrics())) as shared:
-        try:
-            yield shared
-        except OSError as error:
-            raise CommandError(f"the store {place} fails: {error.strerror or error}") from error
+
+@contextmanager
+def _reporting(store: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"the store {store} fails: {error.strerror or error}") from error
 
 
 def _status(command: str, failed: list[str]) -> int:

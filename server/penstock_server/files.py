@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from errno import EINVAL, ESTALE
-from io import RawIOBase
+from io import BytesIO, RawIOBase
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, TypeVar
 
@@ -76,9 +76,11 @@ def _identity(path: Path, stat: os.stat_result) -> int:
     return hash((path.name, stat.st_dev, stat.st_ino, stat.st_size))
 
 
-def sealed(content: bytes, name: str) -> bytes:
-    """Return content with the seal of a file of this name."""
-    return content + xxhash.xxh3_64(content, seed=_seed_of(name)).digest()
+def sealed(pieces: Iterable[Piece], name: str) -> bytes:
+    """Return the pieces, joined, with the seal of a file of this name."""
+    file = BytesIO()
+    write_with_seal(file, pieces, name)
+    return file.getvalue()
 
 
 def unsealed(content: memoryview, name: str) -> memoryview:

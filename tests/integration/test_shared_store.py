@@ -17,6 +17,7 @@ from penstock.spec import Spec
 from penstock_server.blocks import shared
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
+from penstock_server.problems import DatasetInvalid
 from support.corpora import write_numbered, write_text, write_tokenizer
 from support.engine import rows_of
 from support.processes import until
@@ -231,6 +232,11 @@ def test_damaged_object_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureF
     assert rows(third) == expected
     assert outcomes(third).keys() == {"hit"}
     servers.close()
+
+
+def test_store_without_a_way_to_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetInvalid, match="the store https://host/x is not supported. Supported: s3://, gs://, az://, and"):
+        BlockStore(tmp_path, shared="https://host/x")
 
 
 def test_store_that_fails_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

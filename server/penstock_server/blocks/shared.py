@@ -21,10 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from penstock_server.files import Damaged, Piece, map_sealed, sealed, unsealed
+from penstock_server.files import Damaged, Piece, map_sealed, sealed, unsealed, write_sealed
 from penstock_server.logs import Seldom
 from penstock_server.monitoring.metrics import Metrics
-from penstock_server.sources.objects import ObjectStore
+from penstock_server.problems import DatasetInvalid
+from penstock_server.sources.objects import SCHEMES, ObjectStore
 from penstock_server.sources.remote import Retryable
 
 T = TypeVar("T")
@@ -38,10 +39,16 @@ _PAUSE_SECONDS = 30.0  # after a failure, in which no request is made
 
 
 class SharedStore:
-    """Objects by name, at a URL or in a folder. No method raises an error of the store."""
+    """Objects by name, at a URL or in a folder. Only `objects` and `remove` raise errors of the store.
+
+    Raises DatasetInvalid: the URL is not valid.
+    """
 
     def __init__(self, place: Path | str, metrics: Metrics) -> None:
         self.place = str(place)
+        if isinstance(place, str) and place.partition("://")[0] not in SCHEMES:
+            known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+            raise DatasetInvalid(f"the store {place} is not supported. Supported: {known}, and folders.")
         self._objects = ObjectStore(place if isinstance(place, str) else place.absolute().as_uri(), metrics)
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-store")
@@ -74,7 +81,7 @@ class SharedStore:
         """Write a file in the background, unless the store has it, or in its place. Waits while many others wait."""
         if time.monotonic() < self._pause_until:
             return
-        content = b"".join([*map(bytes, pieces)])
+        content = sealed(pieces, name)  # a copy: the pieces may belong to a file that is evicted
         self._room.acquire()
         future = self._threads.submit(self._put, name, content, replaces)
         self._written.add(future)
@@ -157,7 +164,7 @@ class SharedStore:
 
     def _put(self, name: str, content: bytes, replaces: bool) -> None:
         write = self._objects.replace if replaces else self._objects.create
-        is_new = self._attempt(lambda: write(name, sealed(content, name)))
+        is_new = self._attempt(lambda: write(name, content))
         if is_new is not None:
             self._metrics.store_requests.labels("written" if is_new else "known").inc()
 
@@ -180,10 +187,7 @@ class SharedStore:
 
     def _fetch(self, path: Path) -> None:
         if (body := self.get(path.name)) is not None:
-            with suppress(OSError):
-                temporary = path.with_name(f"{path.name}.{threading.get_ident()}.tmp")
-                temporary.write_bytes(sealed(bytes(body), path.name))
-                temporary.replace(path)
+            write_sealed(path, [body], "the shared store is asked for it again")
 
     def _attempt(self, request: Callable[[], T]) -> T | None:
         """Return the result of a request; None if it fails. Then none is made for some seconds."""
