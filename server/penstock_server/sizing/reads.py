@@ -81,7 +81,7 @@ def reads_of(touches: Touches, sizes: BlockSizes, budget: int, most: int | None 
 
 
 def _times(touches: Touches) -> tuple[IntArray, IntArray]:
-    """Returns the time at which each touch uses a cached block, and the one at which it stores a missing block.
+    """Returns the times when each touch uses a cached block, and when it stores a missing one.
 
     A request looks up all blocks of its batch before it reads one.
     """
