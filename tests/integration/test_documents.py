@@ -44,7 +44,8 @@ GUARD = [
 COMPOSED = ("docker compose", "export PENSTOCK_TOKEN=$(docker compose")
 SERVE_STORE = "penstock serve s3://my-bucket/corpus"
 SHARE_STORE = f"{SERVE_STORE} --store s3://my-bucket/penstock"
-RUN_ELSEWHERE = ("make demo", "make test", *COMPOSED)  # by .ci/run and tests/docker
+IN_A_CLUSTER = ("docker build --target", "penstock token create trainer --tokens", "kubectl create secret", "helm install")
+RUN_ELSEWHERE = ("make demo", "make test", *COMPOSED, *IN_A_CLUSTER)  # by .ci/run, tests/docker and tests/unit/test_helm.py
 
 
 def blocks(language: str) -> list[str]:
