@@ -106,6 +106,7 @@ def test_documented_commands_are_all_tested() -> None:
         *asking(),
         *importing_ids(),
         *importing_folders(),
+        *importing_objects(),
         *downloading(),
     }
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
@@ -186,6 +187,26 @@ def test_documented_folder_imports_make_datasets(tmp_path: Path) -> None:
         run(line, tmp_path)
         rows += read_back(tmp_path / shlex.split(line)[3]).to_pylist()
     assert rows == [{"tokens": [0, 1]}, {"tokens": [0, 1, 2]}, {"text": "one"}]
+
+
+def importing_objects() -> list[str]:
+    """The lines that import from an object store."""
+    return [line for line in shell_lines() if re.match(r"penstock import '?s3:", line)]
+
+
+def test_documented_imports_from_a_store_make_datasets(tmp_path: Path) -> None:
+    client = object_store("my-bucket")
+    for path in write_mds(tmp_path / "mds", {"text": "str"}, [{"text": "one"}]).iterdir():
+        obstore.put(client, f"mds/train/{path.name}", path.read_bytes())
+    obstore.put(client, "raw/x.jsonl.zst", bytes(pa.compress(b'{"text": "two"}\n', "zstd", asbytes=True)))
+    (tmp_path / "more.csv").write_text("text\nthree\n")
+    into_store, into_folder = importing_objects()
+    done = [penstock(*shlex.split(line)[1:], folder=tmp_path) for line in (into_store, into_folder)]
+    assert [each.stderr for each in done] == ["", ""]
+    assert read_back(tmp_path / "data" / "raw").to_pylist() == [{"text": "two"}, {"text": "three"}]
+    [written] = obstore.list(client, "shards/web").collect()
+    assert written["path"] == "shards/web/part-00000.parquet"
+    obstore.delete(client, written["path"])  # the store may outlive this test
 
 
 def downloading() -> list[str]:

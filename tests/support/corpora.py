@@ -163,7 +163,7 @@ def read_back(folder: Path) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def imported(out_dir: Path, *files: Path, **options: Any) -> pa.Table:
+def imported(out_dir: Path, *files: Path | str, **options: Any) -> pa.Table:
     """What an import of the files wrote."""
     Import(files=files, out_dir=out_dir, **options).run()
     return read_back(out_dir)

@@ -90,7 +90,11 @@ def file_server(files: dict[str, bytes]) -> Iterator[FileServer]:
                 self._file(served.commits[-1].get(path.removeprefix("/files/")), is_head=is_head)
 
         def _tree(self, commit: int, folder: str, *, is_head: bool) -> None:
-            files = {path: body for path, body in sorted(served.commits[commit].items()) if path.startswith(folder)}
+            below = f"{folder}/" if folder else ""
+            files = {path: body for path, body in sorted(served.commits[commit].items()) if path.startswith(below)}
+            if below and not files:  # as the hub does, also for the path of a file
+                self._send(404, b"", is_head=is_head)
+                return
             entries = [
                 {
                     "type": "file",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.output import CommandError, report, set_run
 from penstock.text import counted
 from penstock_server.settings import byte_count
+from penstock_server.sources.urls import is_url
 
 if TYPE_CHECKING:
     from penstock_server.importing.shards import Written
@@ -26,10 +27,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Writes the rows of all FILEs, in their order, as Parquet shards of one schema into OUT_DIR. A file's "
         "ending gives its format: .csv, .tsv, .jsonl, .ndjson, .json (an object a line), each also with .gz or .zst; "
         ".arrow, .feather, .ipc, .parquet; .bin, .npy, .ds (token ids of Megatron-LM, llm.c, nanoGPT, datatrove). A FILE may "
-        "also be a folder that MosaicML Streaming or LitData wrote, with its index.json.",
+        "also be a folder that MosaicML Streaming or LitData wrote, with its index.json, or a URL of an object store or the "
+        "hub, such as s3://BUCKET/FOLDER or 's3://BUCKET/raw/*.jsonl.zst'.",
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
-    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder of the dataset")
+    parser.add_argument("files", metavar="FILE", nargs="+", type=_place)
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=_place, help="folder of the dataset, or its URL in an object store")
     parser.add_argument("--columns", metavar="A,B", type=_names, help="columns to import, in this order (default: all)")
     parser.add_argument(
         "--text",
@@ -69,6 +71,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     set_run(parser, _import, only_prints=False)
 
 
+def _place(text: str) -> Path | str:
+    return text if is_url(text) else Path(text)
+
+
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
@@ -105,7 +111,7 @@ def _import(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _summary(written: Written, out_dir: Path) -> str:
+def _summary(written: Written, out_dir: Path | str) -> str:
     from penstock_server.importing.token_files import STREAM_ROW_IDS
 
     lines = [

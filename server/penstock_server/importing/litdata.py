@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, Field, Json, StringConstraints
 
+from penstock_server.importing.inputs import Input, open_file
 from penstock_server.importing.row_files import (
     INDEX_NAME,
     Column,
@@ -31,7 +31,6 @@ from penstock_server.importing.row_files import (
     decode_bytes,
     decode_numbers,
     decode_text,
-    open_file,
     path_in,
     read_bytes,
     read_numbers,
@@ -96,7 +95,7 @@ class _Index(BaseModel):
     config: _Config
 
 
-def litdata_chunks(folder: Path, index: dict[str, Any], columns: Sequence[str] | None) -> Sequence[tuple[Path, OpenColumns]]:
+def litdata_chunks(folder: Input, index: dict[str, Any], columns: Sequence[str] | None) -> Sequence[tuple[Input, OpenColumns]]:
     """Return the chunks of a folder by its index.json. Raises ValueError: it has another form, or chunks of other kinds."""
     model = checked(index, _Index)
     config = model.config
@@ -106,7 +105,7 @@ def litdata_chunks(folder: Path, index: dict[str, Any], columns: Sequence[str] |
         raise ValueError(f"chunks of {config.item_loader} are not read. If they are Parquet files, serve or import these")
     if config.holds_tokens and len(config.data_format) > 1:
         raise ValueError(f"{INDEX_NAME} states several values for each row of tokens")
-    chunks = list[tuple[Path, OpenColumns]]()
+    chunks = list[tuple[Input, OpenColumns]]()
     for chunk in model.chunks:
         stored = path_in(folder, chunk.filename)
         plain = stored.with_name(stored.name.replace(f".{config.compression}", "")) if config.compression else stored
@@ -118,7 +117,7 @@ def litdata_chunks(folder: Path, index: dict[str, Any], columns: Sequence[str] |
 
 @contextmanager
 def _open_chunk(
-    path: Path, num_rows: int, config: _Config, chosen: Sequence[str] | None, *, is_compressed: bool
+    path: Input, num_rows: int, config: _Config, chosen: Sequence[str] | None, *, is_compressed: bool
 ) -> Iterator[Columns]:
     with open_file(path) as file:
         if not (is_compressed or config.holds_tokens) and (footer := _footer(file)):

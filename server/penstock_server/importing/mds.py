@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +20,7 @@ import xxhash
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.text import listed
+from penstock_server.importing.inputs import Input, open_file
 from penstock_server.importing.row_files import (
     INDEX_NAME,
     Column,
@@ -33,7 +33,6 @@ from penstock_server.importing.row_files import (
     decode_bytes,
     decode_numbers,
     decode_text,
-    open_file,
     path_in,
     read_rows,
     unread,
@@ -76,13 +75,13 @@ class _Index(BaseModel):
 
 
 def mds_shards(
-    folder: Path, index: dict[str, Any], columns: Sequence[str] | None, text: Sequence[str], ids: str | None
-) -> Sequence[tuple[Path, OpenColumns]]:
+    folder: Input, index: dict[str, Any], columns: Sequence[str] | None, text: Sequence[str], ids: str | None
+) -> Sequence[tuple[Input, OpenColumns]]:
     """Return the shards of a folder by its index.json. Raises ValueError: it has another form, or a column cannot be read.
 
     Columns in `text` stay text if they are JSON, or numbers written as text. Bytes are token ids of type `ids`, if given.
     """
-    shards = list[tuple[Path, OpenColumns]]()
+    shards = list[tuple[Input, OpenColumns]]()
     for shard in checked(index, _Index).shards:
         described = zip(shard.column_names, shard.column_encodings, shard.column_sizes, strict=True)
         read = [
@@ -100,7 +99,7 @@ def mds_shards(
 
 @contextmanager
 def _open_shard(
-    path: Path, file: _File, compression: str | None, shard: _Shard, columns: Sequence[Column]
+    path: Input, file: _File, compression: str | None, shard: _Shard, columns: Sequence[Column]
 ) -> Iterator[Columns]:
     with open_file(path) as opened:
         rows = opened if compression is None else _decompressed(opened, compression, shard.raw_data.bytes)
@@ -122,7 +121,7 @@ def _decompressed(file: pa.NativeFile, compression: str, num_bytes: int) -> pa.N
     return pa.CompressedInputStream(file, codec)
 
 
-def _check(path: Path, hashes: Mapping[str, str]) -> None:
+def _check(path: Input, hashes: Mapping[str, str]) -> None:
     """Raise ValueError if a file has another hash. Algorithms that are unknown here are left out."""
     for name, stated in hashes.items():
         if name in _HASHES:

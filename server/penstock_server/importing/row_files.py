@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ import pyarrow as pa
 from pydantic import BaseModel, Field, ValidationError
 
 from penstock.text import listed, one_line
+from penstock_server.importing.inputs import Input, open_file
 from penstock_server.importing.tables import Columns
 from penstock_server.order.arrays import IntArray, starts_of
 
@@ -54,12 +55,7 @@ class Column(NamedTuple):
 # Folders -----------------------------------------------------------------------------------------------------------------
 
 
-def open_file(path: Path) -> pa.NativeFile:
-    """Open a file of such a folder. All of them are opened here."""
-    return pa.memory_map(str(path))
-
-
-def read_index(folder: Path) -> dict[str, Any]:
+def read_index(folder: Input) -> dict[str, Any]:
     """Read the index.json of a folder. Raises ValueError: it is not a JSON object. Raises OSError."""
     with open_file(folder / INDEX_NAME) as file:
         try:
@@ -81,7 +77,7 @@ def checked(index: dict[str, Any], model: type[Model]) -> Model:
         raise ValueError(f"{INDEX_NAME} has another form than expected at {place}: {first['msg']}") from error
 
 
-def path_in(folder: Path, name: str) -> Path:
+def path_in(folder: Input, name: str) -> Input:
     """Return the path of a file that index.json names. Raises ValueError: it would be outside the folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:

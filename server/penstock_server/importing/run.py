@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 import pyarrow as pa
 from tqdm import tqdm
 
 from penstock.text import listed
+from penstock_server.importing.inputs import Input, Inputs
 from penstock_server.importing.litdata import litdata_chunks
 from penstock_server.importing.mds import mds_shards
 from penstock_server.importing.row_files import INDEX_NAME, OpenColumns, read_index
 from penstock_server.importing.schema import IdsTooLarge, ImportRefused, check_names, conform, merge, plain
-from penstock_server.importing.shards import Shape, Written, old_shards, row_groups, staged, write_shards
+from penstock_server.importing.shards import Shape, Written, check_output, output, row_groups, write_shards
 from penstock_server.importing.tables import (
     ColumnarReader,
     CsvReader,
@@ -42,14 +44,14 @@ _ENDINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Import:
-    """Options of an import. `columns` None means all columns.
+    """Options of an import. Texts in `files` and `out_dir` are URLs. `columns` None means all columns.
 
     Columns in `text` are text: in CSV whatever they look like, in JSON lines as JSON. `delimiter` and `quoting` are those of
     CSV; see `tables.CsvReader`. `documents` applies to files of token ids.
     """
 
-    files: Sequence[Path]
-    out_dir: Path
+    files: Sequence[Path | str]
+    out_dir: Path | str
     columns: Sequence[str] | None = None
     text: Sequence[str] = ()
     delimiter: str | None = None
@@ -63,11 +65,15 @@ class Import:
 
         Raises ImportRefused: the message gives the reason. `out_dir` is then unchanged.
         """
-        old_shards(self.out_dir, overwrite=self.overwrite)
-        files = list[Path]()  # those in a folder instead of the folder
-        row_files: dict[Path, OpenColumns] = {}
-        paths = defaultdict[str, list[Path]](list)
-        for path in self.files:
+        check_output(self.out_dir, overwrite=self.overwrite)
+        with closing(Inputs()) as inputs:
+            return self._run([path for place in self.files for path in inputs.find(place)])
+
+    def _run(self, places: Sequence[Input]) -> Written:
+        files = list[Input]()  # those in a folder instead of the folder
+        row_files: dict[Input, OpenColumns] = {}
+        paths = defaultdict[str, list[Input]](list)
+        for path in places:
             format_, group = _format(path), [path]
             if format_ == "row files":
                 found = self._row_files(path)
@@ -75,8 +81,8 @@ class Import:
                 group = [path for path, _ in found]
             files += group
             paths[format_] += group
-        schemas: dict[Path, pa.Schema] = {}
-        readers: dict[Path, Reader] = {}
+        schemas: dict[Input, pa.Schema] = {}
+        readers: dict[Input, Reader] = {}
         with tqdm(desc="find types", unit=" rows", unit_scale=True, disable=None) as bar:
             for format_, group in paths.items():
                 reader = self._reader(format_, group, row_files)
@@ -89,19 +95,20 @@ class Import:
             except IdsTooLarge:  # rare, so no earlier pass looks for such numbers
                 bar.reset()
                 written = self._write(files, readers, self._merged(files, schemas, narrow=False), bar)
-        return replace(written, streams=[path for path in paths["tokens"] if is_stream(path, self.documents)])
+        tokens = [path for path in paths["tokens"] if isinstance(path, Path)]
+        return replace(written, streams=[path for path in tokens if is_stream(path, self.documents)])
 
-    def _merged(self, files: Sequence[Path], schemas: Mapping[Path, pa.Schema], *, narrow: bool) -> pa.Schema:
+    def _merged(self, files: Sequence[Input], schemas: Mapping[Input, pa.Schema], *, narrow: bool) -> pa.Schema:
         return merge([(path, plain(schemas[path], narrow=narrow)) for path in files], self.columns)
 
-    def _row_files(self, folder: Path) -> Sequence[tuple[Path, OpenColumns]]:
+    def _row_files(self, folder: Input) -> Sequence[tuple[Input, OpenColumns]]:
         with refusing(folder):
             index = read_index(folder)
             if "chunks" in index:
                 return litdata_chunks(folder, index, self.columns)
             return mds_shards(folder, index, self.columns, self.text, self.documents.type)
 
-    def _reader(self, format_: str, paths: Sequence[Path], row_files: Mapping[Path, OpenColumns]) -> Reader:
+    def _reader(self, format_: str, paths: Sequence[Input], row_files: Mapping[Input, OpenColumns]) -> Reader:
         if format_ == "csv":
             return CsvReader(paths, self.delimiter, self.quoting, self.text)
         if format_ == "json":
@@ -112,7 +119,9 @@ class Import:
             return ColumnarReader(paths, lambda path: row_files[path]())
         return ColumnarReader(paths, open_arrow if format_ == "arrow" else open_parquet)
 
-    def _write(self, files: Sequence[Path], readers: Mapping[Path, Reader], schema: pa.Schema, bar: tqdm[NoReturn]) -> Written:
+    def _write(
+        self, files: Sequence[Input], readers: Mapping[Input, Reader], schema: pa.Schema, bar: tqdm[NoReturn]
+    ) -> Written:
         """Write the rows in these types. Raises IdsTooLarge: a number needs a wider type."""
 
         def tables() -> Iterator[pa.Table]:
@@ -121,14 +130,14 @@ class Import:
                     yield conform(path, rows, schema)
                     bar.update(rows.num_rows)
 
-        with staged(self.out_dir, overwrite=self.overwrite) as folder:
-            written = write_shards(row_groups(tables(), self.shape), folder, schema, self.shape)
+        with output(self.out_dir, overwrite=self.overwrite) as (folder, finish):
+            written = write_shards(row_groups(tables(), self.shape), folder, schema, self.shape, finish)
             if not written.num_rows:
                 raise ImportRefused(f"{listed([*map(str, self.files)])}: there is no row to import. Nothing was written.")
         return written
 
 
-def _format(path: Path) -> str:
+def _format(path: Input) -> str:
     """Return the format of a file by its ending, of a folder by its index.json.
 
     Raises ImportRefused: it has another ending, or is neither a file nor a folder with an index.json.
@@ -142,10 +151,12 @@ def _format(path: Path) -> str:
         )
     ending, format_ = path.suffix.lower(), _ENDINGS.get(path.suffix.lower())
     if ending in _COMPRESSED:
-        format_ = _TEXT_ENDINGS.get(Path(path.stem).suffix.lower())
+        format_ = _TEXT_ENDINGS.get(PurePosixPath(path.name).with_suffix("").suffix.lower())
     if format_ is None:
         raise ImportRefused(
             f"{path}: its ending is not {', '.join(_ENDINGS)}; only text may end with {' or '.join(_COMPRESSED)}. Write plain "
             f'text as JSON lines, a document a line: {{"text": "..."}}. For other formats see docs/guides/import.md.'
         )
+    if format_ == "tokens" and not isinstance(path, Path):
+        raise ImportRefused(f"{path}: token ids are read from this machine only. Copy the file, and the files beside it.")
     return format_

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -29,7 +28,7 @@ def plain(schema: pa.Schema, *, narrow: bool) -> pa.Schema:
     return pa.schema([pa.field(field.name, _plain(field.type, narrow=narrow)) for field in schema])
 
 
-def merge(files: Sequence[tuple[Path, pa.Schema]], columns: Sequence[str] | None) -> pa.Schema:
+def merge(files: Sequence[tuple[object, pa.Schema]], columns: Sequence[str] | None) -> pa.Schema:
     """Merge plain schemas: the columns named, or all. Integers mixed with decimals become float64, nulls alone string.
 
     Raises ImportRefused: a column is in no file, twice in one, or has types without a common type.
@@ -61,7 +60,7 @@ def check_names(option: str, columns: Sequence[str], schemas: Iterable[pa.Schema
             raise ImportRefused(f"{option}: no file has a column {name!r}. The columns are {listed(known)}.")
 
 
-def conform(path: Path, table: pa.Table, schema: pa.Schema) -> pa.Table:
+def conform(path: object, table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Cast rows of a file to a schema; missing columns are null.
 
     Raises:

@@ -1,17 +1,20 @@
-"""Writer of shards: row groups and files of bounded size, in a hidden folder until the last row is written."""
+"""Writer of shards: row groups and files of bounded size, in a hidden place until the last row is written."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from secrets import token_hex
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +23,14 @@ import pyarrow.parquet as pq
 from penstock.syncing import sync_folder
 from penstock_server.catalog.scan import list_folder
 from penstock_server.importing.schema import ImportRefused
+from penstock_server.monitoring.metrics import Metrics
+from penstock_server.problems import DatasetInvalid
 from penstock_server.settings import check_is_here
+from penstock_server.sources.objects import ObjectStore
+from penstock_server.sources.registry import open_source
+from penstock_server.sources.remote import RemoteFolder, Retryable
+
+_REQUESTS = 16  # at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,18 +95,23 @@ def _rows_within(table: pa.Table, shape: Shape) -> int:
     return max(1, too_many)
 
 
-def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, shape: Shape) -> Written:
-    """Write row groups as part-00000.parquet and so on.
+def write_shards(
+    groups: Iterable[pa.Table],
+    folder: Path,
+    schema: pa.Schema,
+    shape: Shape,
+    finish: Callable[[Path], object] = lambda _: None,
+) -> Written:
+    """Write row groups as part-00000.parquet and so on. Call `finish` with each file when it is complete.
 
     Raises OSError: the disk is full, or the folder cannot be written to. Raises ImportRefused: Parquet has no such type.
     """
-    num_rows = num_groups = data_bytes = 0
+    num_rows = num_groups = num_shards = data_bytes = file_bytes = 0
     lists = {field.name: (0, 0) for field in schema if pa.types.is_list(field.type)}
-    paths = list[Path]()
     try:
         for number, shard in groupby(_numbered(groups, shape.shard_bytes), itemgetter(0)):
-            paths.append(folder.absolute() / f"part-{number:05}.parquet")
-            with pq.ParquetWriter(paths[-1], schema, compression="zstd") as writer:
+            path = folder.absolute() / f"part-{number:05}.parquet"
+            with pq.ParquetWriter(path, schema, compression="zstd") as writer:
                 for _, group in shard:
                     writer.write_table(group, row_group_size=group.num_rows)
                     num_rows, num_groups = num_rows + group.num_rows, num_groups + 1
@@ -104,6 +119,8 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
                     for name, (total, longest) in lists.items():
                         lengths = pc.list_value_length(group[name])
                         lists[name] = total + (pc.sum(lengths).as_py() or 0), max(longest, pc.max(lengths).as_py() or 0)
+            num_shards, file_bytes = num_shards + 1, file_bytes + path.stat().st_size
+            finish(path)
     except pa.ArrowException as error:
         if isinstance(error, MemoryError):
             raise
@@ -114,9 +131,9 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
         schema=schema,
         num_rows=num_rows,
         num_groups=num_groups,
-        num_shards=len(paths),
+        num_shards=num_shards,
         data_bytes=data_bytes,
-        file_bytes=sum(path.stat().st_size for path in paths),
+        file_bytes=file_bytes,
         lists=lists,
     )
 
@@ -131,10 +148,98 @@ def _numbered(groups: Iterable[pa.Table], shard_bytes: int) -> Iterator[tuple[in
         yield number, group
 
 
+def check_output(out_dir: Path | str, *, overwrite: bool) -> None:
+    """Raise ImportRefused if shards cannot be written to a folder or a URL: it holds some, is a file, or is not valid."""
+    if isinstance(out_dir, Path):
+        old_shards(out_dir, overwrite=overwrite)
+        return
+    if overwrite:
+        raise ImportRefused(f"{out_dir}: --overwrite replaces shards in folders only. Name another URL, or delete the objects.")
+    with _uploading(out_dir) as store:
+        _check_is_empty(store)
+
+
+@contextmanager
+def output(out_dir: Path | str, *, overwrite: bool) -> Iterator[tuple[Path, Callable[[Path], object]]]:
+    """Yield a folder for shards, and a function to call with each complete one; see `staged` and `_staged_objects`."""
+    if isinstance(out_dir, Path):
+        with staged(out_dir, overwrite=overwrite) as folder:
+            yield folder, lambda _: None
+    else:
+        with _uploading(out_dir) as store, _staged_objects(store) as staging:
+            yield staging
+
+
+# Object stores -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _uploading(url: str) -> Iterator[ObjectStore]:
+    try:
+        store = open_source(url, Metrics())
+        if not isinstance(store, ObjectStore):
+            raise ImportRefused(f"{url}: shards can be written to folders and to URLs such as s3://BUCKET/PREFIX. Name one.")
+        with closing(store):
+            yield store
+    except DatasetInvalid as error:
+        raise ImportRefused(str(error)) from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise ImportRefused(f"{url} cannot be written: {reason}. Check the URL, the network and the credentials.") from error
+
+
+def _check_is_empty(store: ObjectStore) -> None:
+    if old := next(iter(RemoteFolder(store).shards()), None):
+        raise ImportRefused(f"{store.url} holds Parquet files already, such as {old}. Name another URL, or delete the objects.")
+
+
+@contextmanager
+def _staged_objects(store: ObjectStore) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+    """Yield a temporary folder, and a function that moves a shard to the store, under a key that servers ignore.
+
+    When the block ends, the store copies these objects to their places. An exception in the block leaves no object.
+    """
+    prefix, names = f".import-{token_hex(4)}", list[str]()
+
+    def upload(path: Path) -> None:
+        names.append(path.name)
+        store.attempt(lambda: store.upload(f"{prefix}/{path.name}", path))
+        path.unlink()
+
+    def copy(name: str) -> None:
+        store.attempt(lambda: store.copy(f"{prefix}/{name}", name))
+
+    def delete(key: str) -> None:
+        with suppress(OSError, Retryable):
+            store.delete(key)
+
+    try:
+        with TemporaryDirectory(prefix="penstock-") as folder:
+            yield Path(folder), upload
+        _check_is_empty(store)
+        try:
+            _at_once(copy, names)
+        except BaseException:
+            _at_once(delete, names)
+            raise
+    finally:
+        _at_once(delete, [f"{prefix}/{name}" for name in names])
+
+
+def _at_once(request: Callable[[str], None], keys: Iterable[str]) -> None:
+    """Make a request for each key, several at a time; when this returns or raises, none is under way."""
+    with ThreadPoolExecutor(_REQUESTS) as threads:
+        deque(threads.map(request, keys), maxlen=0)
+
+
+# Folders -----------------------------------------------------------------------------------------------------------------
+
+
 def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
     """Return the shards in a folder that new ones will replace; the folder need not exist.
 
-    Raises ImportRefused: shards exist and may not be replaced, or the path is a file. Raises CommandError: it is a URL.
+    Raises ImportRefused: shards exist and may not be replaced, or the path is a file.
+    Raises CommandError: the path is a URL with one slash.
     """
     check_is_here(out_dir)
     if out_dir.is_file():

@@ -14,7 +14,8 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -25,6 +26,7 @@ import pyarrow.compute as pc
 
 from penstock.text import one_line
 from penstock_server import arrow
+from penstock_server.importing.inputs import Input, on_disk, open_file, open_text
 from penstock_server.importing.schema import ImportRefused
 from penstock_server.recipes.infer import ANSWERS
 
@@ -38,20 +40,21 @@ _MAX_ROW_BYTES = 16 << 20  # of CSV and JSON; memory must be bounded
 class Reader(Protocol):
     """Reader of all files of one format, or of one format family."""
 
-    def schemas(self) -> Mapping[Path, pa.Schema]:
+    def schemas(self) -> Mapping[Input, pa.Schema]:
         """Return the columns and types of each file. Raises ImportRefused."""
 
-    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+    def tables(self, path: Input, names: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of a file in portions, with these columns if the file has them. Raises ImportRefused."""
 
 
 @contextmanager
-def refusing(path: Path) -> Iterator[None]:
+def refusing(path: Input) -> Iterator[None]:
     """Turn errors of reading a file into ImportRefused."""
     try:
         yield
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else one_line(error)
+        # To strerror, pyarrow adds the path and more.
+        reason = os.strerror(error.errno) if error.errno and isinstance(path, Path) else error.strerror or one_line(error)
         raise ImportRefused(
             f"{error.filename or path} cannot be read: {reason}. Check the path, or copy the file again."
         ) from error
@@ -61,9 +64,9 @@ def refusing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Input) -> Iterator[str]:
     """Yield the lines of a text file, which may be compressed. Raises ImportRefused: a line is not UTF-8."""
-    with pa.input_stream(str(path)) as stream:
+    with open_text(path) as stream:
         for number, line in enumerate(io.BufferedReader(stream), 1):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -98,14 +101,14 @@ class CsvReader:
     in .tsv and a comma in .csv. `quoting`: quotes within quotes are doubled, escaped by a backslash, or plain characters.
     """
 
-    def __init__(self, paths: Sequence[Path], delimiter: str | None, quoting: Quoting, text: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[Input], delimiter: str | None, quoting: Quoting, text: Sequence[str]) -> None:
         self._paths, self._delimiter, self._quoting = paths, delimiter, quoting
         self._text = {*_ALWAYS_TEXT, *text}
         csv.field_size_limit(_MAX_ROW_BYTES)
 
-    def schemas(self) -> Mapping[Path, pa.Schema]:
+    def schemas(self) -> Mapping[Input, pa.Schema]:
         """Read all files, and return the columns of each."""
-        headers: dict[Path, list[str]] = {}
+        headers: dict[Input, list[str]] = {}
         fitting: dict[str, list[pa.DataType]] = {}
         for path in self._paths:
             headers[path] = []
@@ -117,15 +120,15 @@ class CsvReader:
         types = {name: [*known, pa.string()][0] for name, known in fitting.items()}
         return {path: pa.schema([(name, types[name]) for name in header]) for path, header in headers.items()}
 
-    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+    def tables(self, path: Input, names: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of a file, with all fields as text."""
         for table in self._texts(path):
             yield table.select([name for name in table.column_names if name in names])
 
-    def _texts(self, path: Path) -> Iterator[pa.Table]:
+    def _texts(self, path: Input) -> Iterator[pa.Table]:
         delimiter = self._delimiter or ("\t" if ".tsv" in path.name.lower() else ",")
         line = 1
-        with refusing(path), pa.input_stream(str(path)) as raw:
+        with refusing(path), open_text(path) as raw:
             try:
                 stream = io.TextIOWrapper(raw, "utf-8-sig", newline="")
                 rows = csv.reader(stream, delimiter=delimiter, strict=True, **_QUOTING[self._quoting])
@@ -188,22 +191,28 @@ class JsonReader:
     Values of different kinds make the column JSON. Columns in `text` keep their JSON as text; a string keeps its characters.
     """
 
-    def __init__(self, paths: Sequence[Path], text: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[Input], text: Sequence[str]) -> None:
         self._paths, self._text = paths, text
         self._columns: dict[str, str] = {}  # DuckDB's type of each
         self._database = duckdb.connect(config={"threads": 2})
         self._database.execute("SET enable_progress_bar = false")  # it would be printed on stdout
 
-    def schemas(self) -> Mapping[Path, pa.Schema]:
+    def schemas(self) -> Mapping[Input, pa.Schema]:
         """Read all files, and return their columns."""
         # Grouped first: json_group_structure keeps memory for every row. Ordered, so that fields keep the order of the lines.
-        query = (
-            f"SELECT json_group_structure(json) FROM (SELECT any_value(json) AS json, min(line) AS line FROM "
-            f"(SELECT json, row_number() OVER () AS line FROM read_ndjson_objects($1, "
-            f"maximum_object_size={_MAX_ROW_BYTES})) GROUP BY json_structure(json) ORDER BY line)"
+        add_kinds = (
+            f"INSERT INTO kinds SELECT any_value(json) FROM (SELECT json, row_number() OVER () AS line FROM "
+            f"read_ndjson_objects($1, maximum_object_size={_MAX_ROW_BYTES})) GROUP BY json_structure(json) ORDER BY min(line)"
         )
         try:
-            structure = json.loads(self._database.execute(query, [[*map(_name, self._paths)]]).fetchall()[0][0] or "{}")
+            self._database.execute("CREATE TEMP TABLE kinds (json JSON)")
+            # Files of this machine are read together. An object is copied here, so there is one at a time.
+            for _, group in groupby(self._paths, lambda path: None if isinstance(path, Path) else path):
+                with ExitStack() as copies:
+                    names = [_name(copies.enter_context(_copied(path))) for path in group]
+                    self._database.execute(add_kinds, [names])
+            query = "SELECT json_group_structure(json) FROM (SELECT json FROM kinds ORDER BY rowid)"
+            structure = json.loads(self._database.execute(query).fetchall()[0][0] or "{}")
             if not isinstance(structure, dict):
                 self._check_objects()
                 structure = {}  # every object is empty
@@ -215,27 +224,28 @@ class JsonReader:
         schema = pa.schema([(name, type_) for name, (_, type_) in columns.items()])
         return dict.fromkeys(self._paths, schema)
 
-    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+    def tables(self, path: Input, names: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of a file, in the types of `schemas`."""
         chosen = [name for name in names if name in self._columns] or names[:1]  # without a column DuckDB reads no rows
         values = ", ".join(_quoted(name) + (f" ->> '$' AS {_quoted(name)}" if name in self._text else "") for name in chosen)
         options: dict[str, Any] = {"format": "newline_delimited", "records": "true", "maximum_object_size": _MAX_ROW_BYTES}
-        try:
-            rows = self._database.read_json(
-                _name(path), columns={name: self._columns.get(name, "JSON") for name in chosen}, **options
-            )
-            num_rows = 0
-            for batch in rows.project(values).to_arrow_reader(256):
-                yield pa.Table.from_batches([batch])
-                num_rows += batch.num_rows
-        except duckdb.Error as error:
-            raise ImportRefused(f"{path} cannot be imported: {_first_line(error)}. Nothing was written.") from error
-        # Not of compressed files: another pass over one takes 12 to 20 % of the import, and over others 3 to 6 %.
-        if path.suffix.lower() not in (".gz", ".zst") and num_rows != (num_lines := _num_lines(path)):
-            raise ImportRefused(
-                f"{path} has {num_lines:,} lines that are not blank, but {num_rows:,} rows were read. Nothing was written. If "
-                f"the file changed meanwhile, import it again; otherwise split it into smaller files."
-            )
+        with _copied(path) as copy:
+            try:
+                rows = self._database.read_json(
+                    _name(copy), columns={name: self._columns.get(name, "JSON") for name in chosen}, **options
+                )
+                num_rows = 0
+                for batch in rows.project(values).to_arrow_reader(256):
+                    yield pa.Table.from_batches([batch])
+                    num_rows += batch.num_rows
+            except duckdb.Error as error:
+                raise ImportRefused(f"{path} cannot be imported: {_first_line(error)}. Nothing was written.") from error
+            # Not of compressed files: another pass over one takes 12 to 20 % of the import, and over others 3 to 6 %.
+            if path.suffix.lower() not in (".gz", ".zst") and num_rows != (num_lines := _num_lines(copy)):
+                raise ImportRefused(
+                    f"{path} has {num_lines:,} lines that are not blank, but {num_rows:,} rows were read. Nothing was written. "
+                    f"If the file changed meanwhile, import it again; otherwise split it into smaller files."
+                )
 
     def _check_objects(self) -> None:
         """Raise ImportRefused if a line is not a JSON object, with its number."""
@@ -250,6 +260,15 @@ class JsonReader:
                             f"{path}, line {number:,}: {one_line(error)}. Nothing was written. Each line must be one JSON "
                             f"object: correct the line."
                         ) from error
+
+
+@contextmanager
+def _copied(path: Input) -> Iterator[Path]:
+    """Yield a file of this machine, which DuckDB needs; see `on_disk`. Raises ImportRefused: it cannot be copied."""
+    with ExitStack() as copies:
+        with refusing(path):
+            copy = copies.enter_context(on_disk(path))
+        yield copy
 
 
 def _num_lines(path: Path) -> int:
@@ -308,10 +327,10 @@ class Columns(NamedTuple):
 class ColumnarReader:
     """Files that state their types; `open_file` opens one."""
 
-    def __init__(self, paths: Sequence[Path], open_file: Callable[[Path], AbstractContextManager[Columns]]) -> None:
+    def __init__(self, paths: Sequence[Input], open_file: Callable[[Input], AbstractContextManager[Columns]]) -> None:
         self._paths, self._open_file = paths, open_file
 
-    def schemas(self) -> Mapping[Path, pa.Schema]:
+    def schemas(self) -> Mapping[Input, pa.Schema]:
         """Return the schema of each file."""
         schemas = {}
         for path in self._paths:
@@ -319,7 +338,7 @@ class ColumnarReader:
                 schemas[path] = file.schema
         return schemas
 
-    def tables(self, path: Path, names: Sequence[str]) -> Iterator[pa.Table]:
+    def tables(self, path: Input, names: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of a file."""
         with refusing(path), self._open_file(path) as file:
             chosen = [name for name in file.schema.names if name in names]
@@ -328,10 +347,10 @@ class ColumnarReader:
 
 
 @contextmanager
-def open_arrow(path: Path) -> Iterator[Columns]:
-    """Open an Arrow IPC file, such as Feather, or a stream, memory-mapped."""
-    with pa.memory_map(str(path)) as mapped:
-        yield arrow_columns(mapped)
+def open_arrow(path: Input) -> Iterator[Columns]:
+    """Open an Arrow IPC file, such as Feather, or a stream."""
+    with open_file(path) as file:
+        yield arrow_columns(file)
 
 
 def arrow_columns(file: pa.NativeFile) -> Columns:
@@ -349,10 +368,13 @@ def arrow_columns(file: pa.NativeFile) -> Columns:
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[Columns]:
+def open_parquet(path: Input) -> Iterator[Columns]:
     """Open a Parquet file, to be read page by page: row groups may have any size."""
-    # As a file: pyarrow takes a path such as s3:x for a URI.
-    with pa.OSFile(str(path)) as opened, arrow.open_parquet(opened, buffer_size=1 << 20, pre_buffer=False) as file:
+    # As a file: pyarrow takes a path such as s3:x for a URI. Reads of an object fetch a buffer of a column each.
+    with (
+        pa.OSFile(str(path)) if isinstance(path, Path) else path.opened() as opened,
+        arrow.open_parquet(opened, buffer_size=1 << 20, pre_buffer=False) as file,
+    ):
 
         def batches(names: Sequence[str]) -> Iterator[pa.RecordBatch]:
             num_rows = 0

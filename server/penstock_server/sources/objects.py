@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from errno import EEXIST
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -93,6 +94,14 @@ class ObjectStore(Source):
         """Write an object, in place of another if there is one. Returns True. Raises PermissionError, Retryable."""
         self._translated(lambda: obstore.put(self._opened(), key, content, use_multipart=False))
         return True
+
+    def upload(self, key: str, path: Path) -> None:
+        """Write the content of a file as an object, in parts. Raises PermissionError, Retryable."""
+        self._translated(lambda: obstore.put(self._opened(), key, path))
+
+    def copy(self, key: str, other: str) -> None:
+        """Have the store copy an object. Raises FileNotFoundError, PermissionError, Retryable."""
+        self._translated(lambda: obstore.copy(self._opened(), key, other))
 
     def delete(self, key: str) -> None:
         """Remove an object. Raises FileNotFoundError, PermissionError, Retryable."""

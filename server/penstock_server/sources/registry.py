@@ -47,7 +47,7 @@ class Sources:
         """Return the root of a source. Raises DatasetInvalid: the URL is not valid."""
         with self._lock:
             if url not in self._opened:
-                self._opened[url] = _open(url, self._metrics)
+                self._opened[url] = open_source(url, self._metrics)
             return RemoteFolder(self._opened[url])
 
     def root(self, url: str) -> RemoteRoot:
@@ -67,7 +67,8 @@ class Sources:
             source.close()
 
 
-def _open(url: str, metrics: Metrics) -> Source:
+def open_source(url: str, metrics: Metrics) -> Source:
+    """Return the source at a URL; nothing is requested yet. Raises DatasetInvalid: the URL is not valid."""
     scheme = url.partition("://")[0].lower()
     if "@" in url.split("/")[2] and scheme != "hf":
         raise DatasetInvalid(

@@ -80,8 +80,8 @@ class Source(ABC):
         return [*self._threads.map(lambda bounds: self.read(key, stat, *bounds), ranges)]
 
     def attempt(self, request: Callable[[], T]) -> T:
-        """Return the result of a request; tries again, after a random pause that grows, for some seconds."""
-        began, pause = time.monotonic(), _MIN_PAUSE_SECONDS
+        """Return the result of a request. After a failure, it tries again for some seconds, with random pauses that grow."""
+        failed_at, pause = float("inf"), _MIN_PAUSE_SECONDS
         while True:
             while (wait := self._pause_until - time.monotonic()) > 0:
                 time.sleep(wait * random.uniform(1, 1.2))
@@ -91,7 +91,8 @@ class Source(ABC):
                 return result
             except Retryable as error:
                 self._metrics.source_requests.labels("throttled" if error.is_throttled else "failed").inc()
-                if time.monotonic() - began > _RETRY_SECONDS:
+                failed_at = min(failed_at, time.monotonic())
+                if time.monotonic() - failed_at > _RETRY_SECONDS:
                     raise OSError(EIO, f"{self.url} does not respond as expected: {error}") from None
                 delay = pause * random.uniform(0.5, 1.5)
                 if error.is_throttled:

@@ -13,6 +13,7 @@ from penstock_server.sources.stats import FileStat
 TAIL_BYTES = 64 << 10  # most footers are shorter; pyarrow reads as much
 _PART_BYTES = 8 << 20  # of one request: several at a time are faster, and a failed one is soon repeated
 _MAX_WINDOWS = 16
+_MIN_AHEAD_BYTES, _MAX_AHEAD_BYTES = 1 << 20, 64 << 20  # of a file that is read from its start to its end
 _MAX_FETCHED_BYTES = 256 << 20  # of a row group
 _GAP_BYTES = 1 << 20  # bytes between two ranges that take less time than another request
 
@@ -20,13 +21,14 @@ _GAP_BYTES = 1 << 20  # bytes between two ranges that take less time than anothe
 class RemoteFile(RawIOBase):
     """A version of an object, as a binary file for reading. Raises what Source.read raises.
 
-    After `fetch_all` of too many bytes, a read fetches a window. The most recent windows are kept: each column reads on.
+    After `fetch_all` of too many bytes, or `read_ahead`, a read fetches a window. The most recent windows are kept: each column
+    reads on.
     """
 
     def __init__(self, path: RemotePath, stat: FileStat) -> None:
         super().__init__()
         self.path, self.stat = path, stat
-        self._window = self._at = 0
+        self._window = self._max_window = self._at = 0
         self._starts = list[int]()  # ascending, of the parts
         self._parts = dict[int, memoryview]()
         self._windows = list[int]()  # starts of the parts that may be dropped, the oldest first
@@ -44,7 +46,11 @@ class RemoteFile(RawIOBase):
         if sum(stop - start for start, stop in wanted) <= _MAX_FETCHED_BYTES:
             self.fetch(wanted)
         else:
-            self._window = _PART_BYTES
+            self._window = self._max_window = _PART_BYTES
+
+    def read_ahead(self) -> None:
+        """Let reads fetch windows that grow, for a file that is read to its end."""
+        self._window, self._max_window = _MIN_AHEAD_BYTES, _MAX_AHEAD_BYTES
 
     def fetch_tail(self) -> None:
         """Fetch the end of the object, which has the footer of most."""
@@ -87,14 +93,17 @@ class RemoteFile(RawIOBase):
             yield piece
 
     def _fetch_window(self, start: int, stop: int) -> memoryview:
-        body = self.path.source.read(self.path.key, self.stat, start, stop)
-        self._windows.append(start)
-        while len(self._windows) > _MAX_WINDOWS:
+        wanted = [*_in_parts(start, stop)]
+        bodies = self.path.source.read_many(self.path.key, self.stat, wanted)
+        while self._windows and len(self._windows) + len(wanted) > _MAX_WINDOWS:
             oldest = self._windows.pop(0)
             self._starts.remove(oldest)
             del self._parts[oldest]
-        self._keep(start, body)
-        return body
+        for (begin, _), body in zip(wanted, bodies, strict=True):
+            self._windows.append(begin)
+            self._keep(begin, body)
+        self._window = min(2 * self._window, self._max_window)
+        return bodies[0]
 
     def _keep(self, start: int, body: memoryview) -> None:
         if start not in self._parts:
