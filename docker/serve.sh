@@ -1,6 +1,7 @@
 #!/bin/sh
-# Serves /data, or a generated sample if /data is empty. PENSTOCK_DATA is the folder's name on the host, if the user gave one.
-# An empty folder is then an error, unless PENSTOCK_SAMPLE=yes. With PENSTOCK_SAMPLE=no, an empty folder is always an error.
+# Serves the URLs in PENSTOCK_DATA_DIR if it is set. Otherwise it serves /data, or a generated sample if /data is empty.
+# PENSTOCK_DATA is the folder's name on the host, if the user gave one. An empty folder is then an error, unless
+# PENSTOCK_SAMPLE=yes. With PENSTOCK_SAMPLE=no, an empty folder is always an error.
 set -eu
 # The first start makes tokens: one for people, one for the demo's trainer, and one for Prometheus. The latter two are in volumes
 # of their own, so that their containers see no other token.
@@ -32,6 +33,9 @@ if [ -n "${PENSTOCK_TOKENS:-}" ]; then
     else
         echo "callers need a token: penstock token create NAME makes one in this container"
     fi
+fi
+if [ -n "${PENSTOCK_DATA_DIR:-}" ]; then
+    exec penstock serve
 fi
 if ! [ -e /data ]; then
     echo "there is no /data: mount a folder of datasets there, -v FOLDER:/data:ro, or an empty one for a sample" >&2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import time
@@ -25,14 +26,15 @@ class Compose:
     """The project under a name and on a port of its own, over one data folder."""
 
     def __init__(self, data: Path, tokenizer: str = "", sample: str = "") -> None:
-        port, prometheus_port, grafana_port = (_free_port() for _ in range(3))
-        self.url, self.prometheus_url, self.grafana_url = (
-            f"http://127.0.0.1:{port}" for port in (port, prometheus_port, grafana_port)
+        port, replica_port, prometheus_port, grafana_port = (_free_port() for _ in range(4))
+        self.url, self.replica_url, self.prometheus_url, self.grafana_url = (
+            f"http://127.0.0.1:{port}" for port in (port, replica_port, prometheus_port, grafana_port)
         )
         self._environment = {
             "COMPOSE_PROJECT_NAME": f"penstock-test-{port}", "PENSTOCK_PORT": str(port), "PENSTOCK_DATA": str(data),
             "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_CACHE_BYTES": "300MB",
-            "PENSTOCK_SAMPLE": sample, "PENSTOCK_PROMETHEUS_PORT": str(prometheus_port),
+            "PENSTOCK_SAMPLE": sample, "PENSTOCK_REPLICA_PORT": str(replica_port),
+            "PENSTOCK_PROMETHEUS_PORT": str(prometheus_port),
             "PENSTOCK_GRAFANA_PORT": str(grafana_port),
         }  # fmt: skip
         if subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode != 0:
@@ -55,16 +57,19 @@ class Compose:
             ["docker", "inspect", "-f", template, container], capture_output=True, text=True, check=True
         ).stdout.strip()  # fmt: skip
 
-    def json(self, path: str) -> Any:
+    def get(self, path: str, url: str = "") -> httpx.Response:
+        address = f"{url or self.url}{path}"
         token = self("exec", "-T", "server", "cat", "/var/lib/penstock/token").strip()
-        assert httpx.get(f"{self.url}{path}").status_code == 401
-        headers = {"Authorization": f"Bearer {token}"}
-        return httpx.get(f"{self.url}{path}", headers=headers, timeout=60).json()  # what is cold takes seconds
+        assert httpx.get(address).status_code == 401
+        return httpx.get(address, headers={"Authorization": f"Bearer {token}"}, timeout=60)  # what is cold takes seconds
 
-    def wait_until(self, template: str, expected: str) -> None:
+    def json(self, path: str, url: str = "") -> Any:
+        return self.get(path, url).json()
+
+    def wait_until(self, template: str, expected: str, service: str = "server") -> None:
         deadline = time.monotonic() + 180
-        while self.inspect("server", template) != expected:
-            assert time.monotonic() < deadline, self("logs", "server")
+        while self.inspect(service, template) != expected:
+            assert time.monotonic() < deadline, self("logs", service)
             time.sleep(0.5)
 
 
@@ -93,7 +98,8 @@ def composed(data: Path, tokenizer: str = "", sample: str = "") -> Iterator[Comp
     try:
         yield compose
     finally:
-        compose("--profile", "demo", "--profile", "monitoring", "down", "--volumes")
+        profiles = [word for name in ("demo", "monitoring", "s3") for word in ("--profile", name)]
+        compose(*profiles, "down", "--volumes")
 
 
 @pytest.fixture
@@ -150,6 +156,25 @@ def test_compose_monitoring_scrapes_the_server_and_has_a_dashboard(project: Comp
     until(lambda: answers(f"{project.grafana_url}/api/datasources/proxy/uid/penstock-prometheus/api/v1/query"), 180)
     page = httpx.get(f"{project.grafana_url}/api/dashboards/uid/penstock", timeout=60).json()
     assert page["dashboard"]["title"] == "Penstock"
+
+
+def test_compose_serves_from_an_object_store_and_shares_its_work_there(project: Compose) -> None:
+    project("--profile", "s3", "up", "--detach", "--build")
+    project.wait_until("{{.State.Health.Status}}", "healthy", "replica-1")
+    batch = "/v1/datasets/stories/epochs/0/ranks/0/batches/0?packing=concat&format=json"
+    urls = project.replica_url, project.url
+    until(lambda: all(project.get(batch, url).status_code == 200 for url in urls), 180)  # they count tokens
+    far, near = (project.json(batch, url)["samples"] for url in urls)
+    assert far == near
+    metrics = project.get("/metrics", project.replica_url).text
+    read, written = (
+        float(re.findall(rf"^penstock_{name} (\S+)", metrics, re.MULTILINE)[0])
+        for name in ("source_bytes_total", 'store_requests_total{outcome="written"}')
+    )
+    assert min(read, written) > 0
+    assert project("exec", "-T", "objects", "id", "-u").strip() == "10001"
+    usage = project("exec", "-T", "replica-1", "penstock", "store", "usage", "--store", "s3://penstock/store")
+    assert not usage.startswith("0 objects"), usage
 
 
 def test_compose_names_a_missing_data_folder(data: Path) -> None:
