@@ -45,7 +45,7 @@ def page(results: Results, picture: str) -> str:
         "",
         "## Loaders",
         "",
-        *_markdown([_LOADER_HEAD, *map(_loader_row, results.by_speed())]),
+        *markdown([_LOADER_HEAD, *map(_loader_row, results.by_speed())]),
         "",
         " ".join(results.settings),
         "Figures are medians. CPU is that of the trainer's process and its loader workers; the server's is separate. First "
@@ -59,7 +59,7 @@ def page(results: Results, picture: str) -> str:
         *_not_first(results),
     ]
     if results.ratios:
-        lines += ["", "## Penstock against its limits", "", *_markdown([_RATIO_HEAD, *map(_ratio_row, results.ratios)])]
+        lines += ["", "## Penstock against its limits", "", *markdown([_RATIO_HEAD, *map(_ratio_row, results.ratios)])]
         lines += [""] + [f"- {ratio.what}: {ratio.note}." for ratio in results.ratios if ratio.note]
     if results.planning:
         lines += ["", "## Planning", "", *(f"- {line}" for line in results.planning)]
@@ -152,7 +152,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _markdown(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def markdown(rows: Sequence[tuple[str, ...]]) -> list[str]:
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 

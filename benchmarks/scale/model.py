@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 MIB = 1 << 20
@@ -17,7 +15,8 @@ class Costs:
     """Core seconds of each piece of work, as calibrate.py measures them.
 
     request, batch, sample, byte    the server's, for a range of batches whose blocks are mapped
-    client_request, client_byte     those of the simulated ranks that validate.py runs
+    client_request, client_byte     those of the light ranks that validate.py runs
+    turnaround                      seconds from a request to its response over loopback, without the work of both
     stored_byte                     a block from the shared store into the cache, per byte
     decoded_byte                    a block of ids from zstd Parquet into the cache, per byte
     token                           text from Parquet into the cache, per token
@@ -29,6 +28,7 @@ class Costs:
     byte: float
     client_request: float
     client_byte: float
+    turnaround: float
     stored_byte: float
     decoded_byte: float
     token: float
@@ -36,14 +36,6 @@ class Costs:
     def serve(self, num_batches: int, num_samples: int, nbytes: int) -> float:
         """Return the core seconds of one request."""
         return self.request + self.batch * num_batches + self.sample * num_samples + self.byte * nbytes
-
-    def write(self, path: Path, machine: list[str]) -> None:
-        path.write_text(json.dumps({"machine": machine, "core_seconds": asdict(self)}, indent=1) + "\n")
-
-    @classmethod
-    def read(cls, path: Path) -> Costs:
-        """Return the costs that `write` saved."""
-        return cls(**json.loads(path.read_text())["core_seconds"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +134,7 @@ class Outcome:
     """What a simulation counted. Amounts are of all ranks or replicas until the end.
 
     wait_fraction         share of the time after `warm_seconds` in which the ranks wait for a batch
+    served_per_second     bytes of batches after `warm_seconds`
     start_seconds         time until the first step begins
     start_wait_seconds    waits before `warm_seconds`
     served_bytes          bytes of batches that ranks received
@@ -152,6 +145,7 @@ class Outcome:
     """
 
     wait_fraction: float
+    served_per_second: float
     start_seconds: float
     start_wait_seconds: float
     num_steps: int

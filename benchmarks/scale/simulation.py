@@ -320,6 +320,7 @@ class _Simulation:
             self._request(rank)
         clock.run(scenario.warm_seconds)
         start_wait, links = self._waited(), [link for each in self._replicas for link in (each.sent, each.received)]
+        received = sum(self._received)
         sent, busy = [link.busy_seconds for link in links], sum(each.busy_seconds for each in self._cores)
         clock.run(scenario.seconds)
         measured = scenario.seconds - scenario.warm_seconds
@@ -327,6 +328,7 @@ class _Simulation:
         served = sum(self._received)
         return Outcome(
             wait_fraction=(self._waited() - start_wait) / measured,
+            served_per_second=(served - received) * job.step_bytes / measured,
             start_seconds=self._began_at,
             start_wait_seconds=start_wait,
             num_steps=self._num_begun,

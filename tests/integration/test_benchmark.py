@@ -20,6 +20,8 @@ from generate import write_corpus
 from processes import ProcessFailed
 from ratios.training_step import Size, compare
 from results import Loader
+from scale.model import Job
+from scale.ranks import measure
 from support.processes import Fork
 from support.servers import ROOT, Serve, Server
 
@@ -86,3 +88,15 @@ def test_benchmark_load_gives_each_rank_batches(corpus: Corpus, server: Server) 
     assert told["num_batches"] >= 20
     assert told["fewest_batches"] >= 1
     assert corpus.num_samples >= 20 * BATCH_SIZE
+
+
+def test_light_ranks_take_what_the_simulation_says_of_real_servers(corpus: Corpus, serve: Serve) -> None:
+    servers = [serve(corpus.parquet) for _ in range(2)]
+    job = Job(num_ranks=6, batch_size=4, seq_len=1024, step_seconds=0.02, token_bytes=2, prefetch_bytes=1 << 17)
+    addresses = [server.url for server in servers]
+    run = measure(addresses, "tokens", job, warm_seconds=0.5, seconds=1.0, range_steps=None, server_pids=[])
+    assert 5 < run.num_steps <= 1.1 / job.step_seconds
+    assert abs(run.served_bytes - run.num_steps * job.num_ranks * job.step_bytes) <= job.num_ranks * 2 * job.prefetch_bytes
+    assert 0 <= run.wait_fraction <= 1
+    for server in servers:
+        assert re.search(r"^penstock_batches_total\S* [1-9]", server.get("/metrics").text, re.MULTILINE)

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from scale.calibrate import fit
 from scale.model import MIB, Blocks, Costs, Death, Job, Replicas, Scenario, Store
+from scale.report import Results, draw, page
 from scale.simulation import simulate
+from scale.sizes import Size
+from scale.validate import Point
 
 COSTS = Costs(
     request=1e-3,
@@ -14,6 +19,7 @@ COSTS = Costs(
     byte=1e-9,
     client_request=1e-4,
     client_byte=1e-10,
+    turnaround=1e-4,
     stored_byte=1e-9,
     decoded_byte=4e-9,
     token=1e-6,
@@ -106,3 +112,45 @@ def test_a_seed_names_an_outcome() -> None:
 def test_a_cache_must_hold_the_windows_in_use() -> None:
     window = JOB.window * JOB.seq_len * JOB.token_bytes
     assert window <= simulate(STORED).disk_bytes <= 3 * window
+
+
+def test_costs_are_found_from_the_seconds_of_ranges() -> None:
+    rows = [(1, 1, 128), (1, 64, 8192), (1, 16, 131_072), (1, 1, 65_536)]
+    costs = (5e-4, 2e-5, 1e-9)
+    seconds = [sum(cost * amount for cost, amount in zip(costs, row, strict=True)) for row in rows]
+    assert fit(rows, seconds) == pytest.approx(costs)
+    assert fit([(1, 1), (1, 2), (1, 3)], [3.0, 2.0, 1.0])[1] == 0  # no cost is negative
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    outcome = simulate(CACHED)
+    size = Size(
+        num_ranks=8,
+        place="text",
+        num_replicas=2,
+        cores=4,
+        disk_bytes=1e9,
+        run_hours=100.0,
+        num_gets=1e6,
+        num_puts=1e6,
+        outcome=outcome,
+    )
+    point = Point(
+        num_ranks=8,
+        num_replicas=1,
+        pace=0.0,
+        measured_bytes=1e8,
+        simulated_bytes=1.1e8,
+        own_cores_bytes=2e8,
+        measured_waits=0.5,
+        simulated_waits=0.4,
+    )
+    points = [point, replace(point, num_replicas=2), replace(point, pace=0.6)]
+    results = Results(machine={"validate": ["A machine."]}, costs=COSTS, points=points, sizes=[size])
+    results.write(tmp_path / "results.json")
+    assert Results.read(tmp_path / "results.json") == results
+    text = page(results, "results.png")
+    assert "differs from the measured one by 10%" in text
+    assert "| 8 | text | 100 h | 8 |" in text
+    draw(results, tmp_path / "results.png")
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
