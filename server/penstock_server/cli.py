@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from penstock_server.settings import MAX_CONNECTIONS, Settings, SettingsError, c
 if TYPE_CHECKING:
     from penstock_server.catalog.catalog import Catalog
     from penstock_server.catalog.dataset import OpenSnapshot
+    from penstock_server.prepare import Runner
 
 # The service itself is imported by the command that runs it: `penstock --help` and the client's commands must not take the
 # two seconds that it needs.
@@ -110,12 +112,23 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "prepare",
         help="count and tokenize datasets ahead of time",
         description="Counts and caches the tokens of every dataset below DATA_DIR, so that no run waits for them. After "
-        "a stop it resumes. Takes the environment variables of serve, too.",
+        "a stop it resumes. With --store it fills the store. Several machines may share that work: by --index and --of, or by "
+        "--ray. Takes the environment variables of serve, too.",
     )
     _add_settings(prepare)
     _add_dataset(prepare)
     also = "also pack for best_fit with this seq_len"
     prepare.add_argument("--pack-seq-len", metavar="SEQ_LEN", type=int, action="append", default=[], help=also)
+    prepare.add_argument("--index", type=whole_number, metavar="I", help="be worker I of those that --of names, from 0")
+    prepare.add_argument("--of", type=whole_number, metavar="N", help="number of workers that share --store and its work")
+    prepare.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="run on the Ray cluster at ADDRESS (default: RAY_ADDRESS, or a new one)",
+    )
+    prepare.add_argument("--dry-run", action="store_true", help="only print what is to do, and the time that it takes")
     set_run(prepare, _prepare, Problem, only_prints=False)
 
     store = commands.add_parser("store", help="show and clean a store that servers share")
@@ -230,20 +243,39 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _prepare(arguments: argparse.Namespace) -> int:
     if wrong := [length for length in arguments.pack_seq_len if not 1 <= length <= MAX_SEQ_LEN]:
         raise CommandError(f"--pack-seq-len must be a seq_len from 1 to {MAX_SEQ_LEN:,}, not {wrong[0]}")
+    if (arguments.index is None) != (arguments.of is None) or (arguments.of is not None and arguments.index >= arguments.of):
+        raise CommandError("--index and --of belong together: workers 0 to N - 1 of N")
     settings, _, datasets, failed = _open(arguments)
+    if not settings.store and ((arguments.of or 1) > 1 or arguments.ray is not None):
+        raise CommandError("several machines need a store that all of them reach. Give --store, or set PENSTOCK_STORE.")
     from penstock_server.catalog.warnings import warn
-    from penstock_server.prepare import NotKept, prepare
+    from penstock_server.prepare import NotKept, plan, prepare
 
     warn(partial(complain, "prepare"), settings.data_dir, datasets)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the claims and attempts
+    run = _runner(arguments, settings)
     for dataset in datasets:
         try:
-            for line in prepare(dataset, arguments.pack_seq_len):
-                report(line)
+            with _reporting(settings.store) if settings.store else nullcontext():
+                lines = plan(dataset, arguments.of) if arguments.dry_run else prepare(dataset, arguments.pack_seq_len, run)
+                for line in lines:
+                    report(line)
         except NotKept as loss:
             failed.append(f"{loss}")
         except Problem as problem:
             failed.append(f"{problem} What is done is kept; run the command again to go on.")
     return _status("prepare", failed)
+
+
+def _runner(arguments: argparse.Namespace, settings: Settings) -> Runner:
+    """Return what makes the units of a dataset: this process, alone or as one of several, or a Ray cluster."""
+    if arguments.ray is not None:
+        from penstock_server.cluster.on_ray import run_on_ray
+
+        return partial(run_on_ray, arguments.ray, settings)
+    from penstock_server.cluster.worker import run_here
+
+    return partial(run_here, index=arguments.index, of=arguments.of)
 
 
 def _open(arguments: argparse.Namespace) -> tuple[Settings, Catalog, list[OpenSnapshot], list[str]]:

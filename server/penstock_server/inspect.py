@@ -33,6 +33,8 @@ def inspect(opened: OpenSnapshot, rows: range, console: Console, num_lines: int)
     yield f"  splits: {_splits(opened.snapshot)}"
     facts = describe_dataset(opened)
     yield f"  {_sizes(facts)}"
+    if prepared := facts["prepared"]:
+        yield f"  prepared: the store has {counted(prepared['row_groups'], 'row group')} and all counts"
     if facts["tokens"]:
         told = {"row": facts["row_tokens"], "prompt": facts["prompt_tokens"], "response": facts["response_tokens"]}
         yield from (f"  {line}" for line in lengths_told({name: tokens for name, tokens in told.items() if tokens}))
@@ -52,6 +54,8 @@ def _splits(snapshot: Snapshot) -> str:
 
 def _sizes(facts: Mapping[str, Any]) -> str:
     tokens = "tokens not counted yet: penstock prepare does"
+    if facts["prepared"]:
+        tokens = counted(facts["tokens"], "token")
     if splits := facts["splits"]:
         held_out = {split: counts["rows"] for split, counts in splits.items() if split != "train"}
         tokens = f"{counted(facts['tokens'], 'token')}; {rows_held_out(held_out)}"

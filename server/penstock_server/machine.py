@@ -27,8 +27,11 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Return the cores of this process by affinity, or by the CPU quota of its control groups if less; at least 1."""
-    limits = [_machine_cores()]
+    """Return the cores of this process by affinity, or by the CPU quota of its control groups if less; at least 1.
+
+    PENSTOCK_CORES lowers them, for processes that share a machine without such limits, as tasks of Ray do.
+    """
+    limits = [_machine_cores(), *map(int, filter(str.isdigit, [os.environ.get("PENSTOCK_CORES", "")]))]
     for version, group in _groups("cpu", root):
         if version == 2:
             quota, _, period = _read(group / "cpu.max").partition(" ")

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from penstock_server.batches.samples import Origin
 from penstock_server.blocks.quarantine import BadGroup, Quarantined
+from penstock_server.index.index import Prepared
 
 described = with_config(ConfigDict(use_attribute_docstrings=True))  # a docstring below a field is its description
 
@@ -121,6 +122,8 @@ class DatasetInfo(_Schema):
     """Bytes of all blocks in the cache; an estimate until they are counted."""
     index: IndexInfo
     """How many blocks are counted."""
+    prepared: Prepared | None
+    """What `penstock prepare --store` has written at its end; null until then. The server neither counts nor decodes then."""
     bad_rows: BadRowsInfo
     """Rows that cannot be used."""
     cache: CacheInfo

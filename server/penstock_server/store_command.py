@@ -10,8 +10,19 @@ from penstock.text import counted
 from penstock_server.blocks.shared import SharedStore
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.dataset import FOOTERS
+from penstock_server.cluster.worker import ATTEMPT_SUFFIX
+from penstock_server.index.index import MANIFEST
+from penstock_server.index.row_lengths import UNIT_SUFFIX
 
-_KINDS = {".block": "blocks", ".lengths": "counts of tokens", ".index": "counts and packings", FOOTERS: "notes of footers"}
+_KINDS = {
+    ".block": "blocks",
+    ".lengths": "counts of tokens",
+    ".index": "counts and packings",
+    UNIT_SUFFIX: "counts of row groups",
+    MANIFEST: "manifests",
+    ATTEMPT_SUFFIX: "attempts to make row groups",
+    FOOTERS: "notes of footers",
+}
 
 
 def usage(shared: SharedStore) -> Iterator[str]:
@@ -31,7 +42,7 @@ def collect(shared: SharedStore, catalog: Catalog, now: datetime, age: timedelta
     needed, num_kept, sizes = needed_names(catalog), 0, list[int]()
     for name, size, written_at in shared.objects():
         is_named_by_content = any(name.endswith(suffix) for suffix in _KINDS) and not name.endswith(FOOTERS)
-        if not is_named_by_content or name.partition("-")[0] in needed or now - written_at < age:
+        if not is_named_by_content or name.rpartition("/")[2].partition("-")[0] in needed or now - written_at < age:
             num_kept += 1
             continue
         sizes.append(size)
@@ -50,7 +61,8 @@ def needed_names(catalog: Catalog) -> set[str]:
         for opened in map(state.find, fingerprints):
             snapshot, of = opened.snapshot, opened.blocks.names
             firsts = snapshot.begins_of_groups(range(snapshot.num_blocks))
-            names |= {of.of_group(snapshot.block(first)) for first in firsts}
+            groups = [*map(snapshot.block, firsts)]
+            names |= {name for group in groups for name in (of.of_group(group), of.of_unit(group))}
             names |= {of.of_shard(shard) for shard in range(len(snapshot.shards))}
             names.add(of.of_all)
     return names

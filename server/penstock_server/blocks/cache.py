@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
@@ -343,12 +343,22 @@ class Maps:
 
     def write(self, key: str, batch: pa.RecordBatch) -> int:
         """Stores a block. Returns its bytes, or 0 if the cache does not keep it."""
-        stream = _Pieces()
-        with pa.ipc.new_stream(stream, batch.schema) as writer:
-            writer.write_batch(batch)
+        pieces = _pieces(batch)
         if self.shared:
-            self.shared.put(f"{key}{SUFFIX}", stream.pieces)
-        return sum(map(len, stream.pieces)) if self._store(key, stream.pieces) else 0
+            self.shared.put(f"{key}{SUFFIX}", pieces)
+        return sum(map(len, pieces)) if self._store(key, pieces) else 0
+
+    def share(self, shared: SharedStore, key: str, make: Callable[[], pa.RecordBatch]) -> Block:
+        """Returns a block that the shared store has from then on: from there, from the cache, or made. Raises OSError."""
+        name = f"{key}{SUFFIX}"
+        if (body := shared.get(name)) is not None:
+            return _parse(pa.py_buffer(body))
+        if (content := self.cache.read(key)) is not None:
+            shared.write(name, [content])
+            return _parse(content)
+        batch = make()
+        shared.write(name, _pieces(batch))
+        return Block.of(batch)
 
     def _store(self, key: str, pieces: Sequence[Piece]) -> bool:
         try:
@@ -366,7 +376,7 @@ class Maps:
         if content.size:  # otherwise the kernel reads up to megabytes around each row, and evicts pages that others need
             _advise(content.address, content.size, mmap.MADV_RANDOM)
         try:
-            block = Block.of(pa.ipc.open_stream(content).read_next_batch())
+            block = _parse(content)
         except MemoryError:
             raise
         except (pa.ArrowException, KeyError, StopIteration) as error:
@@ -399,6 +409,17 @@ class Maps:
             with self._lock:
                 keys = list(self._open)
             self._close([key for key in keys if not self.cache.has(key)])  # removed by another process
+
+
+def _parse(content: pa.Buffer) -> Block:
+    return Block.of(pa.ipc.open_stream(content).read_next_batch())
+
+
+def _pieces(batch: pa.RecordBatch) -> list[Piece]:
+    stream = _Pieces()
+    with pa.ipc.new_stream(stream, batch.schema) as writer:
+        writer.write_batch(batch)
+    return stream.pieces
 
 
 class _Pieces(RawIOBase):

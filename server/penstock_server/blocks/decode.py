@@ -70,6 +70,10 @@ class BlockNames:
         """Returns the name of a block's row group."""
         return _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._shared])
 
+    def of_unit(self, address: BlockAddress) -> str:
+        """Returns a name for the tokens and splits of the blocks of one row group."""
+        return _digest([self.of_group(address), self._snapshot.validation])
+
     def of_shard(self, shard: int) -> str:
         """Returns a name for the tokens and splits of one shard's blocks."""
         blocks = self._snapshot.blocks_of_shard(shard)

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from functools import cached_property, partial
 from itertools import islice
 
 import numpy as np
+import pyarrow as pa
 
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.cache import SPARE
 from penstock_server.blocks.decode import RowGroupReader
 from penstock_server.blocks.quarantine import Quarantine
+from penstock_server.blocks.shared import SharedStore
 from penstock_server.blocks.store import Asked, BlockStore
-from penstock_server.catalog.snapshot import Snapshot
+from penstock_server.catalog.snapshot import BlockAddress, Snapshot
 from penstock_server.machine import map_ordered, num_cores
+from penstock_server.monitoring.stages import StageClock
 from penstock_server.order.arrays import IntArray, by_value, distinct
 from penstock_server.recipes import encode
 from penstock_server.recipes.recipe import Rows
@@ -43,6 +46,7 @@ class Blocks:
         self._snapshot, self._store = snapshot, store
         self._reader = RowGroupReader(snapshot, store.footers)
         self.names, self.cache, self.ahead, self.shared = self._reader.names, store.cache, store.ahead, store.shared
+        self.num_threads = store.num_threads
         self.quarantine = Quarantine(snapshot)
         self._correction: float | None = None  # factor on the estimate from the footers; None before `sample`
 
@@ -94,6 +98,21 @@ class Blocks:
             ahead = (*indices[number : number + _LOADED_TOGETHER], *islice(next_groups, max(0, num_groups - 1)))
             requested |= {other: self.request([other])[0] for other in ahead if other not in requested}
             yield self._wait(index, requested.pop(index))
+
+    def share(self, shared: SharedStore, group: int) -> Iterator[Block]:
+        """Yields the blocks of a row group, each after the shared store has it; one at a time is in memory.
+
+        Raises what RowGroupReader raises, and OSError of the store.
+        """
+        addresses = [self._snapshot.block(index) for index in self._snapshot.blocks_of_group(group)]
+        with closing(self._reader.blocks(addresses[0])) as decoded:
+
+            def make(at: BlockAddress) -> pa.RecordBatch:
+                parts = next(parts for other, parts in decoded if other.number == at.number)
+                return self._reader.encode_block(parts, at, StageClock("decode"))
+
+            for at in addresses:
+                yield self._store.maps.share(shared, self.names.of(at.index), partial(make, at))
 
     def of_split(self, index: int, block: Block, split: str) -> Block:
         """Returns the rows of one split in the block at an index; picked rows are of the split already."""
@@ -150,9 +169,12 @@ class Blocks:
         self._correction = taken / max(1.0, predicted)
 
     @cached_property
-    def tokens_per_second(self) -> float:
-        """Measures how fast all threads make blocks, from some rows of a few blocks. Raises what `get` raises."""
-        with_rows, num_tokens, spent = np.flatnonzero(self._snapshot.rows_per_block), 0, 0.0
+    def rates(self) -> tuple[float, float]:
+        """Measured tokens, and bytes of columns, per second that all threads make into blocks, from some rows of a few blocks.
+
+        Raises what `get` raises.
+        """
+        with_rows, num_tokens, num_bytes, spent = np.flatnonzero(self._snapshot.rows_per_block), 0, 0.0, 0.0
         for index in with_rows[np.unique(np.linspace(0, len(with_rows) - 1, _SAMPLED_BLOCKS, dtype=np.int64))].tolist():
             at, began_at = self._snapshot.block(index), time.perf_counter()
             rows = self._reader.block(at)
@@ -162,9 +184,11 @@ class Blocks:
                 self._reader.encode(taken, at)  # not measured: it may start the processes that tokenize
             began_at = time.perf_counter()
             block = Block.of(self._reader.encode(taken, at))
-            spent += decoding * len(taken.numbers) / max(1, len(rows.numbers)) + time.perf_counter() - began_at
+            share = len(taken.numbers) / max(1, len(rows.numbers))
+            spent += decoding * share + time.perf_counter() - began_at
             num_tokens += sum(int(feature.tokens.lengths.sum()) for feature in block.features.values())
-        return max(1.0, num_tokens / spent * self._store.num_threads)
+            num_bytes += float(self._snapshot.bytes_per_block[index]) * share
+        return max(1.0, num_tokens / spent * self._store.num_threads), max(1.0, num_bytes / spent * self._store.num_threads)
 
     def is_stored(self, index: int) -> bool:
         """Returns whether a block is in the cache."""

@@ -5,6 +5,8 @@ so an object is written once and never changes. Losing the store costs time, nev
 
 A claim is an object that says that a server makes the blocks of a row group. Its owner rewrites it every few seconds. A claim
 that has not changed for longer belongs to a dead server, by the clock of the one that waits. Without claims only work is lost.
+
+A preparation needs to know what the store has. `write`, `has`, `names` and `ensure` repeat a failed request, and raise OSError.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from errno import ENOENT
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +32,7 @@ from penstock_server.sources.objects import SCHEMES, ObjectStore
 from penstock_server.sources.remote import Retryable
 
 T = TypeVar("T")
+SeenClaims = dict[str, tuple[bytes, float]]  # content of claims, and since when it is the same, in monotonic seconds
 log = logging.getLogger("penstock.store")
 
 _CLAIM = ".claim"
@@ -36,10 +40,11 @@ _THREADS = 16  # they wait for the network
 _PENDING = 32  # objects that wait to be written, of some megabytes each
 _RENEW_SECONDS, _CLAIM_SECONDS, _POLL_SECONDS = 5.0, 20.0, 0.5
 _PAUSE_SECONDS = 30.0  # after a failure, in which no request is made
+_PATIENT_SECONDS = 600.0  # of preparations, which no request waits for
 
 
 class SharedStore:
-    """Objects by name, at a URL or in a folder. Only `objects` and `remove` raise errors of the store.
+    """Objects by name, at a URL or in a folder. Only methods that say so raise errors of the store.
 
     Raises DatasetInvalid: the URL is not valid.
     """
@@ -114,20 +119,31 @@ class SharedStore:
             except RuntimeError:  # the server stops
                 self._release(key, written)
 
+    def release(self, name: str) -> None:
+        """End a claim of this process now."""
+        self._release(f"{name}{_CLAIM}", [])
+
     def wait(self, name: str, is_done: Callable[[], bool]) -> None:
         """Wait until the work that another server has claimed is done, or its claim has ended or is dead."""
-        key, seen, since = f"{name}{_CLAIM}", b"", time.monotonic()
-        while not is_done():
-            content = self._attempt(lambda: bytes(self._objects.get(key)))
-            if content is None:
-                return
-            if content != seen:
-                seen, since = content, time.monotonic()
-            elif time.monotonic() - since > _CLAIM_SECONDS:
-                log.warning("the server that makes %s/%s does not respond; its work is taken over", self.place, name)
-                self._attempt(lambda: self._objects.delete(key))
-                return
+        seen: SeenClaims = {}
+        while not is_done() and self.is_claimed(name, seen):
             time.sleep(_POLL_SECONDS)
+
+    def is_claimed(self, name: str, seen: SeenClaims) -> bool:
+        """Return whether a live server claims work; ends the claim of a dead one. `seen` is what earlier calls have seen."""
+        key, now = f"{name}{_CLAIM}", time.monotonic()
+        content = self._attempt(lambda: bytes(self._objects.get(key)))
+        if content is None:
+            return False
+        before, since = seen.get(name, (b"", now))
+        if content != before:
+            seen[name] = content, now
+        elif now - since > _CLAIM_SECONDS:
+            log.warning("the server that makes %s/%s does not respond; its work is taken over", self.place, name)
+            del seen[name]
+            self._attempt(lambda: self._objects.delete(key))
+            return False
+        return True
 
     def fetch_files(self, paths: Iterable[Path]) -> None:
         """Copy the files of these names to their paths, several at a time; those that the store has and the machine lacks."""
@@ -139,6 +155,26 @@ class SharedStore:
     def map(self, function: Callable[[str], T], names: Iterable[str]) -> list[T]:
         """Return the results of a function that reads from the store, for several names at a time."""
         return [*self._threads.map(function, names)]
+
+    def write(self, name: str, pieces: Iterable[Piece], *, replaces: bool = False) -> bool:
+        """Write a file now, unless the store has it, or in its place. Return whether it was written. Raises OSError."""
+        content, write = sealed(pieces, name), self._objects.replace if replaces else self._objects.create
+        is_written = self._objects.attempt(lambda: write(name, content), _PATIENT_SECONDS)
+        self._metrics.store_requests.labels("written" if is_written else "known").inc()
+        return is_written
+
+    def has(self, name: str) -> bool:
+        """Return whether the store has a file. Raises OSError."""
+        return self._objects.attempt(lambda: self._objects.has(name), _PATIENT_SECONDS)
+
+    def names(self, folder: str) -> set[str]:
+        """Return the names of all files in a folder of the store, without the folder. Raises OSError."""
+        return {name.removeprefix(f"{folder}/") for name, _, _ in self._objects.entries(folder)}
+
+    def ensure(self, paths: Iterable[Path]) -> None:
+        """Write the sealed files of this machine that the store lacks. Raises OSError, Damaged."""
+        for _ in self._threads.map(self._ensure, paths):
+            pass
 
     def objects(self) -> Iterator[tuple[str, int, datetime]]:
         """Yield the name, the bytes and the time of the last write of each object. Raises OSError."""
@@ -162,6 +198,13 @@ class SharedStore:
         self._threads.shutdown(wait=True)
         self._objects.close()
 
+    def _ensure(self, path: Path) -> None:
+        if not self.has(path.name):
+            body = map_sealed(path)
+            if body is None:
+                raise OSError(ENOENT, "it could not be stored", str(path))
+            self.write(path.name, [body])
+
     def _put(self, name: str, content: bytes, replaces: bool) -> None:
         write = self._objects.replace if replaces else self._objects.create
         is_new = self._attempt(lambda: write(name, content))
@@ -175,8 +218,9 @@ class SharedStore:
     def _release(self, key: str, written: list[Future[None]]) -> None:
         wait(written)
         with self._claiming:
-            self._claims.discard(key)
-            self._attempt(lambda: self._objects.delete(key))
+            if key in self._claims:
+                self._claims.discard(key)
+                self._attempt(lambda: self._objects.delete(key))
 
     def _renew(self) -> None:
         while not self._closed.wait(_RENEW_SECONDS):

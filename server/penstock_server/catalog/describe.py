@@ -40,7 +40,8 @@ def describe_dataset(opened: OpenSnapshot) -> DatasetInfo:
     index.lengths.read()  # report the counts of `penstock prepare` although no request needed them yet
     lengths = index.lengths.get() if index.lengths.is_ready else None
     splits, told = (_splits(lengths, snapshot), lengths.quantiles) if lengths else (None, {})
-    tokens = lengths.per_block("all").sums()[1] if lengths else None
+    prepared = index.prepared
+    tokens = lengths.per_block("all").sums()[1] if lengths else prepared["tokens"] if prepared else None
     return {
         "name": opened.name,
         "rows": snapshot.num_rows,
@@ -60,6 +61,7 @@ def describe_dataset(opened: OpenSnapshot) -> DatasetInfo:
             "blocks": snapshot.num_blocks,
             "seconds_left": index.lengths.seconds_left,
         },
+        "prepared": prepared,
         "bad_rows": {
             "known": quarantine.num_bad_rows,
             "on_bad_row": snapshot.recipe.on_bad_row,

@@ -42,7 +42,7 @@ class Counting(Generic[T]):
     ) -> None:
         self.num_done = 0
         self.total = total
-        self._what, self._make, self._files = what, make, files
+        self._what, self._make, self.files = what, make, files
         self._lock = threading.Lock()
         self._made: list[T] = []
         self._thread: threading.Thread | None = None
@@ -88,7 +88,7 @@ class Counting(Generic[T]):
     @property
     def num_files_done(self) -> int:
         """Number of files of the result up to the first missing one: another process may be making them."""
-        return sum(1 for _ in takewhile(os.path.exists, self._files()))
+        return sum(1 for _ in takewhile(os.path.exists, self.files()))
 
     @property
     def is_ready(self) -> bool:
@@ -103,7 +103,7 @@ class Counting(Generic[T]):
     @property
     def is_stored(self) -> bool:
         """Whether all files of the result exist."""
-        return all(map(os.path.exists, self._files()))
+        return all(map(os.path.exists, self.files()))
 
     def read(self) -> None:
         """Reads the result if it is stored, without counting. `get` raises what stops that."""
@@ -122,7 +122,7 @@ class Counting(Generic[T]):
 
     def mark_used(self) -> None:
         """Sets the mtime of the result's files to now, so that cleanup does not remove them."""
-        for path in self._files():
+        for path in self.files():
             with suppress(OSError):  # not made yet, could not be stored, or the folder became read-only
                 os.utime(path)
 

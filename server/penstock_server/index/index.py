@@ -4,12 +4,15 @@ rows per block        from the footers; with a filter or a split, from the colum
 row lengths           from the tokens of every block; for concat, best_fit, split rows and length buckets; with the bytes of
                       each block in the cache
 bins                  from the row lengths; for best_fit
+
+A shared store has the same files, and after a preparation a manifest, which is written once, last.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,11 +21,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
 
 from penstock.text import counted
 from penstock_server.blocks.cache import PACKED
 from penstock_server.blocks.loader import Blocks
+from penstock_server.blocks.shared import SharedStore
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.files import read_sealed, write_sealed
 from penstock_server.index.counting import Counting, build_lock
@@ -34,12 +41,30 @@ from penstock_server.recipes.split import Selection
 
 _FORMAT = 4
 _SUFFIX = ".index"
+MANIFEST = ".manifest"  # suffix in the shared store
+_MANIFEST_SECONDS = 5.0
 _FORGET_SECONDS = 30 * 86_400.0
 _BINS_KEPT = 16  # in memory, of one snapshot
 # Packing takes a second of CPU for a million parts. More parts than these mean that seq_len is too short for the documents.
 _FEW_PARTS, _SHORTEST_PARTS = 1 << 20, 64
 _PART_BYTES = 20  # on the disk, at most
 _packing = threading.Lock()
+
+
+@with_config(ConfigDict(use_attribute_docstrings=True))
+class Prepared(TypedDict):
+    """A snapshot whose blocks and counts are all in the shared store: what its manifest says."""
+
+    row_groups: int
+    """Number of row groups."""
+    rows: int
+    """Rows that the filter keeps, including bad rows."""
+    tokens: int
+    """Tokens of these rows."""
+    bad_rows: int
+    """Rows that cannot be used."""
+    blocks_bytes: int
+    """Bytes of all blocks."""
 
 
 class Index:
@@ -52,6 +77,8 @@ class Index:
         self.lengths = Counting(f"the tokens of {name}", num_blocks, self._count_lengths, of_shards)
         self.rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows, lambda: [self._path("rows")])
         self._bins = OrderedDict[tuple[int, str], Counting[PackedPools]]()
+        self._prepared: Prepared | None = None
+        self._ask_at = 0.0  # for the manifest
         self._lock = threading.Lock()
 
     def rows_per_block(self, split: str) -> IntArray:
@@ -116,7 +143,7 @@ class Index:
                 make = partial(self._count_bins, split, seq_len)
                 what = f"the samples that the documents of {self._name} fill"
                 self._bins[seq_len, split] = Counting(
-                    what, self._snapshot.num_blocks, make, lambda: [self._bins_path(split, seq_len)]
+                    what, self._snapshot.num_blocks, make, lambda: [self.bins_path(split, seq_len)]
                 )
                 self._drop_bins()
             self._bins.move_to_end((seq_len, split))
@@ -127,6 +154,38 @@ class Index:
         idle = [key for key, counting in self._bins.items() if not counting.is_running][:-1]  # without the new one
         for key in idle[: max(0, len(self._bins) - _BINS_KEPT)]:
             del self._bins[key]
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """The manifest of the snapshot in the shared store; None without one. Then it asks again after some seconds."""
+        shared, now = self._blocks.shared, time.monotonic()
+        if self._prepared is None and shared and now >= self._ask_at:
+            self._ask_at = now + _MANIFEST_SECONDS
+            body = shared.get(self._manifest_name)
+            self._prepared = None if body is None else msgpack.unpackb(body)
+        return self._prepared
+
+    def share(self, shared: SharedStore) -> None:
+        """Writes the counts in memory to the shared store, then the manifest, which says that the snapshot is prepared.
+
+        Raises OSError: the store fails, or a file of counts could not be stored here.
+        """
+        shared.ensure(path for counting in self._countings if counting.is_ready for path in counting.files())
+        lengths = self.lengths.get()
+        rows, tokens, bad_rows = lengths.per_block("all").sums()
+        manifest: Prepared = {
+            "row_groups": len(self._snapshot.blocks_per_group),
+            "rows": rows,
+            "tokens": tokens,
+            "bad_rows": bad_rows,
+            "blocks_bytes": int(lengths.bytes_per_block.sum()),
+        }
+        shared.write(self._manifest_name, [msgpack.packb(manifest)])
+        self._ask_at = 0.0
+
+    @property
+    def _manifest_name(self) -> str:
+        return f"{self._blocks.names.of_all}-{_FORMAT}{MANIFEST}"
 
     @property
     def num_counted(self) -> int:
@@ -187,7 +246,7 @@ class Index:
         starts = self._snapshot.pools.starts
         lengths = self.row_lengths(split)
         num_parts = self._num_parts(split, seq_len)
-        path, cache = self._bins_path(split, seq_len), self._blocks.cache
+        path, cache = self.bins_path(split, seq_len), self._blocks.cache
 
         def pack_all() -> Iterator[Bins]:
             for start, stop in pairwise(starts.tolist()):
@@ -231,7 +290,8 @@ class Index:
             )
         return num_parts
 
-    def _bins_path(self, split: str, seq_len: int) -> Path:
+    def bins_path(self, split: str, seq_len: int) -> Path:
+        """Returns the path of the file with the bins of a packing."""
         return self._path(f"{PACKED.strip('-')}-{split}-{seq_len}")
 
     def _path(self, name: str) -> Path:

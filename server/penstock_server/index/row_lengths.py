@@ -4,16 +4,17 @@ A file holds, little-endian: the rows of each block of the shard, int64 [num_blo
 int64 [num_blocks]; one word per row, uint32 [num_rows]; if rows have prompts, the tokens of each prompt, uint32 [num_rows]. A
 word is the row's tokens, 0 for a bad row; its highest bit is set for rows that the hash holds out for validation.
 A new snapshot reuses the files of unchanged shards, and an interrupted count resumes after the last complete shard.
+
+A preparation writes a file of the same layout for each row group to the shared store. The file of a shard is joined from these.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from penstock_server.blocks.block import Block
 from penstock_server.blocks.loader import Blocks
-from penstock_server.catalog.snapshot import Snapshot
+from penstock_server.catalog.snapshot import BlockAddress, Snapshot
 from penstock_server.files import read_sealed, write_sealed
 from penstock_server.index.counting import build_lock
 from penstock_server.machine import num_cores
@@ -31,6 +32,8 @@ from penstock_server.order.packing import SplitRows
 from penstock_server.recipes.split import Selection, is_selected, is_validation
 
 SUFFIX = ".lengths"
+UNITS, UNIT_SUFFIX = "units", ".unit"  # folder and suffix of the counts of row groups in the shared store
+_COLUMNS = ("block_bytes", "words", "prompts")
 _FORMAT = 3  # of the files: after a change, every shard is counted again
 _REMEMBERED = 16  # sums, each 8 or 24 bytes per block
 _VALIDATION = np.uint32(1 << 31)
@@ -56,6 +59,30 @@ class ShardLengths:
     block_bytes: IntArray
     words: npt.NDArray[np.uint32]
     prompts: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of_blocks(cls, snapshot: Snapshot, blocks: Iterable[Block]) -> ShardLengths:
+        """Counts blocks, one after the other."""
+        num_rows, block_bytes, words, prompts = [], [], [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
+        for block in blocks:
+            num_rows.append(block.num_rows)
+            block_bytes.append(block.nbytes)
+            words.append(_words(block, snapshot.validation))
+            if snapshot.recipe.has_prompts:
+                prompts.append(block.prompt_lengths(np.arange(block.num_rows)).astype(np.uint32))
+        starts = starts_of(np.array(num_rows, np.int64))
+        return cls(starts, np.array(block_bytes, np.int64), np.concatenate(words), np.concatenate(prompts))
+
+    @classmethod
+    def joined(cls, parts: Sequence[ShardLengths]) -> ShardLengths:
+        """Joins the counts of the row groups of a shard."""
+        starts = starts_of(np.concatenate([np.diff(part.starts) for part in parts]))
+        return cls(starts, *(np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS))
+
+    def pieces(self) -> list[bytes]:
+        """Returns the content of a file of these counts."""
+        of_blocks = np.array([np.diff(self.starts), self.block_bytes], "<i8")
+        return [of_blocks.tobytes(), *(column.astype("<u4").tobytes() for column in (self.words, self.prompts))]
 
 
 class Counts(NamedTuple):
@@ -193,16 +220,19 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
     shards = []
     for together in _counted_together(snapshot):
         with build_lock(*(paths[number] for number in together)):
-            known = {number: in_use.get(paths[number]) or _stored(snapshot, number, paths[number]) for number in together}
+            known = {
+                number: in_use.get(paths[number])
+                or _stored(snapshot, number, paths[number])
+                or _joined(snapshot, blocks, number, paths[number])
+                for number in together
+            }
             missing = [index for number in together if not known[number] for index in snapshot.blocks_of_shard(number)]
             with closing(blocks.each(missing)) as loaded:
                 for number in together:
                     indices = snapshot.blocks_of_shard(number)
-                    shard = known[number] or _count_shard(
-                        snapshot, number, paths[number], islice(loaded, len(indices)), advance
-                    )
-                    if blocks.shared and not known[number]:
-                        blocks.shared.put_file(paths[number])
+                    if (shard := known[number]) is None:
+                        counted = ShardLengths.of_blocks(snapshot, _advancing(indices, loaded, advance))
+                        shard = _keep(snapshot, blocks, number, paths[number], counted)
                     if shard.words.nbytes + shard.prompts.nbytes <= _SMALL_BYTES:
                         shard = replace(shard, words=shard.words.copy(), prompts=shard.prompts.copy())
                     shards.append(in_use.setdefault(paths[number], shard))
@@ -231,25 +261,40 @@ def _stored(snapshot: Snapshot, shard: int, path: Path) -> ShardLengths | None:
     return read_sealed(path, partial(_parse, len(snapshot.blocks_of_shard(shard)), snapshot.recipe.has_prompts))
 
 
-def _count_shard(
-    snapshot: Snapshot, shard: int, path: Path, blocks: Iterable[Block], advance: Callable[[int], None]
-) -> ShardLengths:
-    """Counts and stores the row lengths of a shard from its blocks; maps the file if it was stored."""
-    num_rows, block_bytes, words, prompts = [], [], [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
-    for done, block in enumerate(blocks, start=snapshot.blocks_of_shard(shard).start + 1):
-        num_rows.append(block.num_rows)
-        block_bytes.append(block.nbytes)
-        words.append(_words(block, snapshot.validation))
-        if snapshot.recipe.has_prompts:
-            prompts.append(block.prompt_lengths(np.arange(block.num_rows)).astype(np.uint32))
-        advance(done)
-    counted = ShardLengths(
-        starts_of(np.array(num_rows, np.int64)), np.array(block_bytes, np.int64), np.concatenate(words), np.concatenate(prompts)
-    )
-    of_rows = (column.astype("<u4").tobytes() for column in (counted.words, counted.prompts))
-    pieces = [np.array([num_rows, block_bytes], "<i8").tobytes(), *of_rows]
-    write_sealed(path, pieces, "it is counted again after a restart")
+def _advancing(indices: range, blocks: Iterator[Block], advance: Callable[[int], None]) -> Iterator[Block]:
+    """Yields a block for each index, and calls `advance` after it."""
+    for index in indices:
+        yield next(blocks)
+        advance(index + 1)
+
+
+def _keep(snapshot: Snapshot, blocks: Blocks, shard: int, path: Path, counted: ShardLengths) -> ShardLengths:
+    """Stores the counts of a shard, also for other servers; maps the file if it was stored."""
+    write_sealed(path, counted.pieces(), "it is counted again after a restart")
+    if blocks.shared:
+        blocks.shared.put_file(path)
     return _stored(snapshot, shard, path) or counted
+
+
+def unit_name(blocks: Blocks, first: BlockAddress) -> str:
+    """Returns the name of the counts of a row group in the folder UNITS of the shared store, by the group's first block."""
+    return f"{blocks.names.of_unit(first)}-{_FORMAT}{UNIT_SUFFIX}"
+
+
+def _joined(snapshot: Snapshot, blocks: Blocks, shard: int, path: Path) -> ShardLengths | None:
+    """Joins and stores the counts that a preparation has left for each row group of a shard; None without all of them."""
+    shared, firsts = blocks.shared, snapshot.begins_of_groups(snapshot.blocks_of_shard(shard))
+    addresses = [*map(snapshot.block, firsts)]
+    names = [f"{UNITS}/{unit_name(blocks, first)}" for first in addresses]
+    if not shared or not names or (body := shared.get(names[0])) is None:
+        return None
+    parts = []
+    for first, content in zip(addresses, [body, *shared.map(shared.get, names[1:])], strict=True):
+        num_blocks = int(snapshot.blocks_per_group[first.group])
+        if content is None or (part := _parse(num_blocks, snapshot.recipe.has_prompts, content)) is None:
+            return None
+        parts.append(part)
+    return _keep(snapshot, blocks, shard, path, ShardLengths.joined(parts))
 
 
 def _words(block: Block, validation: float) -> npt.NDArray[np.uint32]:

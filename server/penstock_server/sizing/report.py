@@ -176,7 +176,7 @@ def _prepare(plan: Plan, tokens_per_second: int | None) -> PrepareInfo:
         else:
             num_tokens = int(member.index.bytes_per_block().sum()) // np.dtype(member.snapshot.token_dtype).itemsize
         total += num_tokens
-        seconds += num_tokens / (tokens_per_second or member.blocks.tokens_per_second)
+        seconds += num_tokens / (tokens_per_second or member.blocks.rates[0])
     return {
         "tokens": total,
         "tokens_per_second": tokens_per_second or total / seconds,

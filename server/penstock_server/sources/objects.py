@@ -47,13 +47,13 @@ class ObjectStore(Source):
             for found in chunk:
                 yield found["path"], FileStat(found["size"], version=found["e_tag"] or found["version"] or "")
 
-    def _chunks(self) -> Iterator[Any]:
+    def _chunks(self, prefix: str | None = None) -> Iterator[Any]:
         chunks, last = None, None
 
         def next_chunk() -> Any:
             nonlocal chunks
             if chunks is None:  # at first, and after a failure: an iterator that failed just ends
-                chunks = obstore.list(self._opened(), offset=last, chunk_size=_LISTED_TOGETHER)
+                chunks = obstore.list(self._opened(), prefix, offset=last, chunk_size=_LISTED_TOGETHER)
             try:
                 return self._translated(lambda: next(chunks, None))
             except BaseException:
@@ -85,9 +85,20 @@ class ObjectStore(Source):
             return False
         return True
 
-    def entries(self) -> Iterator[tuple[str, int, datetime]]:
-        """Yield the key, the bytes and the time of the last write of each object, in any order. Raises OSError."""
-        for chunk in self._chunks():
+    def has(self, key: str) -> bool:
+        """Return whether an object exists. Raises PermissionError, Retryable."""
+        try:
+            self._translated(lambda: obstore.head(self._opened(), key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def entries(self, prefix: str | None = None) -> Iterator[tuple[str, int, datetime]]:
+        """Yield the key, the bytes and the time of the last write of each object, in any order. Raises OSError.
+
+        `prefix` is a folder of keys; None is all.
+        """
+        for chunk in self._chunks(prefix):
             yield from ((found["path"], found["size"], found["last_modified"]) for found in chunk)
 
     def replace(self, key: str, content: bytes) -> bool:

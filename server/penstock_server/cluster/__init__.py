@@ -1,0 +1,1 @@
+"""Preparation by several machines: units that any of them makes, workers that share a store, and tasks of Ray."""

@@ -1,0 +1,209 @@
+"""Worker: makes units as one of several processes that share a store, and nothing else.
+
+It makes its own share first, in threads, then what the others have not begun. A claim keeps two from making the same unit. At
+the end it makes one unit at a time: those whose worker died, those that failed before, and those that take another one long.
+
+An attempt is written to the store before it begins, and removed after a success. So a unit that kills its process does not kill
+it forever: with three attempts it has failed. A unit with an attempt runs alone, or its neighbours would count as killers, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+
+from penstock_server.blocks.shared import SeenClaims
+from penstock_server.cluster.units import MAX_ATTEMPTS, Failure, Units
+from penstock_server.problems import Problem
+
+ATTEMPTS, ATTEMPT_SUFFIX = "attempts", ".attempt"  # folder and suffix in the store
+_POLL_SECONDS = 2.0
+_PAUSE_SECONDS = 10.0  # of a thread, after an error that may pass
+_REFRESH_SECONDS, _LISTING_SHARE = 60.0, 50  # a list of a million units takes a thousand requests
+_WATCHED = 32  # units of others, at the end
+_LONG_SECONDS = 60.0  # then a unit of another worker is made a second time
+_KILLED = "its process ended in each attempt, as when it takes too much memory"
+
+
+class Attempts:
+    """Attempts at units, in the store. Methods raise OSError."""
+
+    def __init__(self, units: Units) -> None:
+        self._units, self._shared = units, units.shared
+
+    def begin(self, unit: int) -> int | None:
+        """Write the next attempt and return its number, from 1; None if the unit has failed."""
+        numbers = range(1, MAX_ATTEMPTS + 1)
+        return next((number for number in numbers if self._shared.write(self._name(unit, number), [])), None)
+
+    def fail(self, unit: int, number: int, reason: str) -> None:
+        """Write why an attempt failed."""
+        self._shared.write(self._name(unit, number), [reason.encode()], replaces=True)
+
+    def reason(self, unit: int) -> str:
+        """Return why a unit has failed."""
+        bodies = [self._shared.get(self._name(unit, number)) for number in range(MAX_ATTEMPTS, 0, -1)]
+        return next((bytes(body).decode() for body in bodies if body), _KILLED)
+
+    def remove(self, unit: int, numbers: range) -> None:
+        """Remove attempts at a unit."""
+        for number in numbers:
+            self._shared.remove(self._name(unit, number))
+
+    def forget(self) -> None:
+        """Remove all attempts, so that units that have failed are tried again."""
+        stems = {name.rpartition(".")[0] for name in self._units.names}
+        for name in self._shared.names(ATTEMPTS):
+            if name.rpartition("-")[0] in stems:
+                self._shared.remove(f"{ATTEMPTS}/{name}")
+
+    def _name(self, unit: int, number: int) -> str:
+        return f"{ATTEMPTS}/{self._units.names[unit].rpartition('.')[0]}-{number}{ATTEMPT_SUFFIX}"
+
+
+class Worker:
+    """Worker `index` of `of`."""
+
+    def __init__(self, units: Units, index: int, of: int) -> None:
+        self._units, self._shared, self._attempts = units, units.shared, Attempts(units)
+        self._index, self._of = index, of
+        self._done, self._failed = units.done(), dict[int, str]()
+        self._running = dict[int, int]()  # number of the attempt at each unit of this process
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._error: BaseException | None = None
+        self._longest_seconds = 0.0  # that a unit took
+
+    def run(self, advance: Callable[[int], None]) -> list[Failure]:
+        """Make units until each is done or has failed; calls `advance` with the number done. Returns the failures.
+
+        Raises OSError: the store fails. Raises SnapshotGone.
+        """
+        try:
+            units = iter(self._in_turn())
+            self._run_in_threads(self._units.num_threads, lambda: self._make_all(units), advance)
+            self._run_in_threads(1, self._make_rest, advance)
+        finally:
+            self._stop()
+        return [Failure(self._units.place(unit), reason) for unit, reason in sorted(self._failed.items())]
+
+    def _run_in_threads(self, num_threads: int, work: Callable[[], None], advance: Callable[[int], None]) -> None:
+        # Daemons: Ctrl-C and SIGTERM need not wait for a unit.
+        threads = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        refresh_at = time.monotonic() + _REFRESH_SECONDS
+        while any(thread.is_alive() for thread in threads) and not self._stopped.wait(_POLL_SECONDS / 4):
+            if self._of > 1 and (began_at := time.monotonic()) > refresh_at:
+                self._refresh()
+                refresh_at = time.monotonic() + max(_REFRESH_SECONDS, _LISTING_SHARE * (time.monotonic() - began_at))
+            advance(len(self._done))
+        if self._error:
+            raise self._error
+        advance(len(self._done))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+            self._stopped.set()
+
+    def _in_turn(self) -> Iterator[int]:
+        """Yield the units of this worker, then those of the others, of the next one first."""
+        for turn in range(self._of):
+            if turn == 1:
+                self._refresh()
+            yield from range((self._index + turn) % self._of, len(self._units), self._of)
+
+    def _refresh(self) -> None:
+        self._done |= self._units.done()
+
+    def _make_all(self, units: Iterator[int]) -> None:
+        while not self._stopped.is_set():
+            with self._lock:
+                unit = next(units, None)
+            if unit is None:
+                return
+            if unit not in self._done:
+                with self._shared.claimed(self._units.claim(unit)) as is_ours:
+                    if is_ours:
+                        self._try(unit, is_alone=False)
+
+    def _make_rest(self) -> None:
+        seen: SeenClaims = {}
+        since = dict[int, float]()  # when another worker was first seen to make a unit
+        while not self._stopped.is_set() and (watched := [*islice(self._left(), _WATCHED)]):
+            is_idle = True
+            for unit in watched:
+                if self._units.is_done(unit):
+                    self._done.add(unit)
+                    continue
+                claim, now = self._units.claim(unit), time.monotonic()
+                is_long = now - since.setdefault(unit, now) > max(_LONG_SECONDS, 2 * self._longest_seconds)
+                if not self._shared.is_claimed(claim, seen):
+                    is_long = False
+                elif not is_long:
+                    continue
+                with self._shared.claimed(f"{claim}-again" if is_long else claim) as is_ours:
+                    if is_ours:
+                        is_idle = False
+                        self._try(unit, is_alone=True, is_second=is_long)
+                        since.pop(unit)
+            if is_idle:
+                self._stopped.wait(_POLL_SECONDS)
+
+    def _left(self) -> Iterator[int]:
+        for turn in range(self._of):
+            units = range((self._index + turn) % self._of, len(self._units), self._of)
+            yield from (unit for unit in units if unit not in self._done and unit not in self._failed)
+
+    def _try(self, unit: int, *, is_alone: bool, is_second: bool = False) -> None:
+        """Make a unit that this worker has claimed. If it was tried before, only if it `is_alone`.
+
+        With `is_second`, another worker makes it, too, and may yet succeed.
+        """
+        if self._units.is_done(unit):
+            self._done.add(unit)
+            return
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            number = self._attempts.begin(unit)
+            if number:
+                self._running[unit] = number
+        if number is None and not is_second:
+            self._failed[unit] = self._attempts.reason(unit)
+        elif number and number > 1 and not is_alone:
+            self._attempts.remove(unit, range(number, number + 1))
+        elif number:
+            began_at = time.monotonic()
+            error = self._units.try_to_make(unit)
+            self._longest_seconds = max(self._longest_seconds, time.monotonic() - began_at)
+            if error:
+                self._attempts.fail(unit, number, f"{error}" if isinstance(error, Problem) else f"{error!r}")
+            else:
+                self._attempts.remove(unit, range(1, number + 1))
+                self._done.add(unit)
+            if isinstance(error, Problem) and error.status == 503:
+                self._stopped.wait(_PAUSE_SECONDS)
+        self._running.pop(unit, None)
+
+    def _stop(self) -> None:
+        """Remove the attempts and claims of this process: an interrupted unit has not failed."""
+        with self._lock:
+            self._stopped.set()
+        for unit, number in list(self._running.items()):
+            with suppress(OSError):
+                self._attempts.remove(unit, range(number, number + 1))
+            self._shared.release(self._units.claim(unit))
+
+
+def run_here(units: Units, advance: Callable[[int], None], index: int | None = None, of: int | None = None) -> list[Failure]:
+    """Make units in this process; see Worker.run. Without an index it is the only worker, and tries failed units again."""
+    if index is None or of is None:
+        Attempts(units).forget()
+        index, of = 0, 1
+    return Worker(units, index, of).run(advance)

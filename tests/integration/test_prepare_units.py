@@ -1,0 +1,345 @@
+"""`penstock prepare --store`: the same objects whatever makes them; a lost worker costs its unfinished row groups alone."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import cycle, islice
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock_server.blocks import shared as shared_module
+from penstock_server.blocks.shared import SharedStore
+from penstock_server.blocks.store import BlockStore
+from penstock_server.catalog.catalog import open_catalog
+from penstock_server.catalog.dataset import OpenSnapshot
+from penstock_server.cluster import worker
+from penstock_server.cluster.units import Failure, Units
+from penstock_server.cluster.worker import Worker, run_here
+from penstock_server.monitoring.metrics import Metrics
+from penstock_server.prepare import prepare
+from support.corpora import write, write_shards, write_tokenizer
+from support.processes import Fork, until
+from support.servers import Serve, penstock
+
+NUM_SHARDS, NUM_GROUPS = 4, 24
+Objects = dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("units") / "data"
+    return write_texts(folder, 25)
+
+
+def write_texts(folder: Path, group_rows: int) -> Path:
+    """A dataset of four shards of six row groups each."""
+    words = islice(cycle(["the quick brown fox ", "jumps over "]), NUM_GROUPS * group_rows)
+    texts = [f"{row} " + word * (1 + row % 30) for row, word in enumerate(words)]
+    size = len(texts) // NUM_SHARDS
+    shards = [texts[start : start + size] for start in range(0, len(texts), size)]
+    write_shards(folder / "texts", "text", shards, type_=pa.string(), row_group_size=group_rows)
+    (folder / "texts" / "penstock.toml").write_text('tokenizer = "../tokenizer.json"')
+    write_tokenizer(folder / "tokenizer.json")
+    return folder
+
+
+def arguments(data: Path, tmp_path: Path, store: str, *flags: str | Path) -> list[str | Path]:
+    """Those of a worker with a cache of its own."""
+    cache = tmp_path / f"cache-{time.monotonic_ns()}"
+    return ["prepare", data, "--store", tmp_path / store, "--cache-dir", cache, *flags]
+
+
+def run(data: Path, tmp_path: Path, store: str, *flags: str | Path) -> subprocess.CompletedProcess[str]:
+    return penstock(*arguments(data, tmp_path, store, *flags))
+
+
+def objects(store: Path) -> Objects:
+    """All objects but claims, by name."""
+    paths = [path for path in store.rglob("*") if path.is_file() and path.suffix != ".claim"]
+    return {str(path.relative_to(store)): path.read_bytes() for path in paths}
+
+
+def fill(store: Path, content: Objects) -> None:
+    for name, body in content.items():
+        (store / name).parent.mkdir(parents=True, exist_ok=True)
+        (store / name).write_bytes(body)
+
+
+def num_units(store: Path) -> int:
+    return len(list((store / "units").glob("*.unit")))
+
+
+@pytest.fixture(scope="module")
+def expected(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    """What one process writes."""
+    folder = tmp_path_factory.mktemp("expected")
+    done = run(data, folder, "store", "--pack-seq-len", "64")
+    assert done.returncode == 0, done.stderr
+    told = re.search(r"texts: 600 rows, ([\d,]+) tokens, 0 bad rows", done.stdout)
+    assert told
+    assert f"texts: prepared in {folder / 'store'}: 24 row groups, {told[1]} tokens, " in done.stdout
+    found = objects(folder / "store")
+    kinds = [name.rpartition(".")[2] for name in found]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"block": 24, "unit": 24, "lengths": 4, "index": 4, "manifest": 1}
+    return found
+
+
+class Opened:
+    """The dataset, opened in this process with an empty cache and a store."""
+
+    def __init__(self, data: Path, tmp_path: Path, store: str = "store", dataset: str = "texts") -> None:
+        self.blocks = BlockStore(tmp_path / f"cache-{time.monotonic_ns()}", shared=tmp_path / store)
+        self.snapshot: OpenSnapshot = open_catalog(data, None, self.blocks)[dataset].latest
+        assert self.blocks.shared
+        self.shared: SharedStore = self.blocks.shared
+        self.units = Units(self.snapshot, self.shared)
+
+    def outcomes(self) -> dict[str, float]:
+        samples = (sample for metric in self.blocks.metrics.store_requests.collect() for sample in metric.samples)
+        return {sample.labels["outcome"]: sample.value for sample in samples if sample.name.endswith("_total")}
+
+
+@pytest.fixture
+def opened(data: Path, tmp_path: Path) -> Iterator[Opened]:
+    opened = Opened(data, tmp_path)
+    yield opened
+    opened.blocks.close()
+
+
+def nothing(_: int) -> None:
+    pass
+
+
+def test_counts_in_the_store_are_those_without_one(data: Path, expected: Objects, tmp_path: Path) -> None:
+    assert penstock("prepare", data, "--cache-dir", tmp_path, "--pack-seq-len", "64").returncode == 0
+    counts = {name: content for name, content in expected.items() if name.endswith((".block", ".lengths", ".index"))}
+    assert {name: (tmp_path / name).read_bytes() for name in counts} == counts
+
+
+def test_counts_of_prompts_are_joined(tmp_path: Path) -> None:
+    columns = {"prompt": [[7] * n for n in range(1, 101)], "response": [[8] * (1 + n % 3) for n in range(100)]}
+    write(tmp_path / "data" / "pairs", "validation = 0.2", columns, columns, row_group_size=30)
+    assert penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache").returncode == 0
+    assert run(tmp_path / "data", tmp_path, "store").returncode == 0
+    lengths = {path.name: path.read_bytes() for path in (tmp_path / "store").glob("*.lengths")}
+    assert len(lengths) == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("*.lengths")} == lengths
+
+
+def test_three_workers_write_what_one_writes(data: Path, expected: Objects, tmp_path: Path) -> None:
+    def work(index: int) -> subprocess.CompletedProcess[str]:
+        return run(data, tmp_path, "store", "--pack-seq-len", "64", "--index", str(index), "--of", "3")
+
+    with ThreadPoolExecutor(3) as threads:
+        for done in threads.map(work, range(3)):
+            assert done.returncode == 0, done.stderr
+            assert "texts: prepared in " in done.stdout
+    assert objects(tmp_path / "store") == expected
+
+
+def test_joining_reads_no_block(opened: Opened, tmp_path: Path, expected: Objects) -> None:
+    assert run_here(opened.units, nothing) == []
+    for path in (tmp_path / "store").glob("*.block"):
+        path.unlink()
+    opened.snapshot.index.lengths.make(nothing)
+    opened.shared.flush()
+    lengths = {name: content for name, content in objects(tmp_path / "store").items() if name.endswith(".lengths")}
+    assert lengths == {name: content for name, content in expected.items() if name.endswith(".lengths")}
+
+
+def test_interrupted_preparation_costs_only_the_rest(data: Path, expected: Objects, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with closing(Fork(*arguments(data, tmp_path, "store"))) as process:
+        until(lambda: num_units(store) >= 3)
+        process.send_signal(signal.SIGTERM)
+        status, _, errors = process.communicate(60)
+    assert (status, errors) == (130, "penstock: stopped\n")
+    assert not [*store.glob("*.claim"), *store.glob("attempts/*")]
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_file()}
+    num_before = num_units(store)
+    assert num_before < NUM_GROUPS
+    again = Opened(data, tmp_path)
+    for _ in prepare(again.snapshot, [64]):
+        pass
+    again.blocks.close()
+    after = objects(store)
+    assert after == expected
+    num_attempts = NUM_GROUPS - num_before
+    assert again.outcomes()["written"] == len(after) - len(before) + num_attempts
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_prepared_snapshot_costs_a_request(data: Path, expected: Objects, tmp_path: Path) -> None:
+    fill(tmp_path / "store", expected)
+    opened = Opened(data, tmp_path)
+    [line] = prepare(opened.snapshot, [])
+    assert "24 row groups" in line
+    assert opened.outcomes() == {"hit": 1}
+    opened.blocks.close()
+
+
+def test_server_with_an_empty_cache_neither_counts_nor_decodes(
+    data: Path, expected: Objects, serve: Serve, tmp_path: Path
+) -> None:
+    fill(tmp_path / "store", expected)
+    server = serve(data, "--store", str(tmp_path / "store"))
+    facts = server.json("/v1/datasets/texts")
+    assert facts["prepared"].keys() == {"row_groups", "rows", "tokens", "bad_rows", "blocks_bytes"}
+    assert (facts["prepared"]["row_groups"], facts["prepared"]["rows"]) == (NUM_GROUPS, 600)
+    assert facts["tokens"] == facts["prepared"]["tokens"]
+    for packing in ("rows", "concat", "best_fit"):
+        answer = server.get(
+            "/v1/datasets/texts/epochs/0/ranks/0/batches/0", packing=packing, split="all", seq_len=64, batch_size=2
+        )
+        assert answer.status_code == 200, answer.text
+    metrics = server.get("/metrics").text
+    assert not re.search(r"^penstock_(decode|tokenize)_seconds_count\{", metrics, re.MULTILINE)
+    assert 'penstock_store_requests_total{outcome="written"}' not in metrics
+    inspected = penstock("inspect", data, "--store", tmp_path / "store", "--cache-dir", tmp_path / "cache").stdout
+    assert "  prepared: the store has 24 row groups and all counts\n" in inspected
+
+
+def test_dry_run_tells_what_is_to_do_and_writes_nothing(data: Path, expected: Objects, tmp_path: Path) -> None:
+    told = run(data, tmp_path, "store", "--dry-run", "--index", "0", "--of", "4").stdout
+    assert "texts: 24 row groups, 0 of them done; " in told
+    times = r"texts: [\d:]+ on this machine, or [\d:]+ on 4 such machines: about [\d.]+k tokens at [\d.]+\w? a second, "
+    assert re.search(times, told)
+    assert objects(tmp_path / "store") == {}
+    names = sorted(name for name in expected if name.endswith(".unit"))[:6]
+    fill(tmp_path / "store", {name: expected[name] for name in names})
+    assert "texts: 24 row groups, 6 of them done; " in run(data, tmp_path, "store", "--dry-run").stdout
+    cache = tmp_path / "cache"
+    penstock("prepare", data, "--cache-dir", cache)
+    assert penstock("prepare", data, "--cache-dir", cache, "--dry-run").stdout.startswith(
+        "texts: 24 row groups, 24 of them done"
+    )
+
+
+def test_garbage_collection_keeps_counts_and_manifests_of_snapshots(data: Path, expected: Objects, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    fill(store, expected)
+    names = (f"units/{'0' * 32}-3.unit", f"{'0' * 32}-4.manifest", f"attempts/{'0' * 32}-3-1.attempt")
+    fill(store, dict.fromkeys(names, b"x" * 1000))
+    assert "counts of row groups: 25, " in penstock("store", "usage", "--store", store).stdout
+    cleaned = penstock(
+        "store", "gc", data, "--store", store, "--cache-dir", tmp_path / "cache", "--older-than", "0", "--delete"
+    )
+    assert "3 objects of 3,000 bytes removed" in cleaned.stdout
+    assert objects(store) == expected
+
+
+def damage(path: Path, row_group: int) -> None:
+    """Damage the first page of a row group, whose footer stays whole."""
+    at = pq.read_metadata(path).row_group(row_group).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[at : at + 16] = b"\xff" * 16
+    path.write_bytes(content)
+
+
+def test_damaged_row_group_fails_after_three_attempts_and_the_rest_is_finished(tmp_path: Path) -> None:
+    data, store = write_texts(tmp_path / "data", 5), tmp_path / "store"
+    path = data / "texts" / "part-001.parquet"
+    whole = path.read_bytes()
+    damage(path, 2)
+    for index in "01":
+        done = run(data, tmp_path, "store", "--index", index, "--of", "2")
+        assert done.returncode == 1
+        assert "texts: 1 row group failed in each of 3 attempts. All others are done.\n" in done.stderr
+        assert "  row group 2 of part-001.parquet: texts: row group 2 of part-001.parquet cannot be read: " in done.stderr
+        assert len(list(store.glob("attempts/*"))) == 3
+    assert num_units(store) == NUM_GROUPS - 1
+    assert not list(store.glob("*.manifest"))
+    tried = {path: path.stat().st_mtime_ns for path in store.glob("attempts/*")}
+    assert run(data, tmp_path, "store").returncode == 1  # alone it tries again
+    assert all(path.stat().st_mtime_ns > before for path, before in tried.items())
+    path.write_bytes(whole)
+    assert run(data, tmp_path, "store").returncode == 0
+    assert len(list(store.glob("*.manifest"))) == 1
+
+
+def test_unit_of_a_dead_worker_is_made_again(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_module, "_CLAIM_SECONDS", 0.2)
+    monkeypatch.setattr(worker, "_POLL_SECONDS", 0.05)
+    opened.shared.write(f"{opened.units.claim(5)}.claim", [])
+    opened.shared.write(f"attempts/{opened.units.names[5].removesuffix('.unit')}-1.attempt", [])
+    assert Worker(opened.units, 1, 2).run(nothing) == []
+    assert opened.units.done() == set(range(NUM_GROUPS))
+    assert opened.shared.names("attempts") == set()
+
+
+def test_unit_that_ended_its_process_three_times_is_reported(opened: Opened) -> None:
+    stem = opened.units.names[7].removesuffix(".unit")
+    for number in (1, 2, 3):
+        opened.shared.write(f"attempts/{stem}-{number}.attempt", [])
+    [failure] = Worker(opened.units, 0, 2).run(nothing)
+    reason = "its process ended in each attempt, as when it takes too much memory"
+    assert failure == Failure("row group 1 of part-001.parquet", reason)
+    assert opened.units.done() == set(range(NUM_GROUPS)) - {7}
+
+
+def test_unit_that_takes_another_worker_long_is_made_twice(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(worker, "_LONG_SECONDS", 0.3)
+    monkeypatch.setattr(worker, "_POLL_SECONDS", 0.05)
+    other = SharedStore(tmp_path / "store", Metrics())
+    with other.claimed(opened.units.claim(9)) as is_ours:
+        assert is_ours
+        assert Worker(opened.units, 0, 2).run(nothing) == []
+        assert opened.units.is_done(9)
+    other.close()
+
+
+def test_failing_store_ends_the_worker(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_module, "_PATIENT_SECONDS", 0.0)
+
+    def fail(*_: object, **__: object) -> bool:
+        raise PermissionError(13, "the store answered 403")
+
+    monkeypatch.setattr(opened.shared._objects, "create", fail)
+    with pytest.raises(PermissionError, match="the store answered 403"):
+        Worker(opened.units, 0, 1).run(nothing)
+
+
+@pytest.mark.slow
+def test_killed_worker_is_replaced_by_the_others(tmp_path: Path) -> None:
+    data = write_texts(tmp_path / "data", 200)
+    assert run(data, tmp_path, "expected").returncode == 0
+    first, second = (arguments(data, tmp_path, "store", "--index", index, "--of", "2") for index in "01")
+    with closing(Fork(*first)) as killed, closing(Fork(*second)) as left:
+        until(lambda: num_units(tmp_path / "store") >= 4)
+        killed.kill()
+        status, out, errors = left.communicate(120)
+    assert status == 0, errors
+    assert "texts: prepared in " in out
+    assert objects(tmp_path / "store") == objects(tmp_path / "expected")
+
+
+@pytest.mark.slow
+def test_row_that_kills_its_process_fails_alone(tmp_path: Path) -> None:
+    """Its neighbours, which die with it at first, are finished."""
+    data = write_texts(tmp_path / "data", 5)
+    kills = "''.join(batch['text'].to_pylist()).startswith('40 ')"
+    code = f"import os\n\n\ndef clean(batch):\n    if {kills}:\n        os.kill(os.getpid(), 9)\n    return batch\n"
+    (data / "texts" / "clean.py").write_text(code)
+    with (data / "texts" / "penstock.toml").open("a") as recipe:
+        recipe.write('\ntransform = "clean:clean"\n')
+    flags = ("--allow-transforms", "--index", "0", "--of", "1")
+    statuses = []
+    while True:
+        done = run(data, tmp_path, "store", *flags)
+        statuses.append(done.returncode)
+        if done.returncode != -signal.SIGKILL:
+            break
+    assert statuses == [-signal.SIGKILL] * 3 + [1]
+    assert "row group 2 of part-001.parquet: its process ended in each attempt" in done.stderr
+    assert num_units(tmp_path / "store") == NUM_GROUPS - 1
