@@ -94,20 +94,20 @@ class Contest:
         if not peer.serve:
             yield []
             return
-        with serving(self._command(loader, peer, "serve"), environment=_environment(self.corpus.folder)) as server:
+        with serving(self._command(loader, peer, "serve"), environment=environment_of(self.corpus.folder)) as server:
             yield ["--address", server.address, "--server-pid", str(server.pid)]
 
     def _ask(self, loader: Loader, peer: Peer, verb: str, *flags: str, timeout_seconds: float) -> dict[str, Any]:
         command = [*self._command(loader, peer, verb), *flags]
-        out = run(command, timeout_seconds=timeout_seconds, environment=_environment(self.corpus.folder))
+        out = run(command, timeout_seconds=timeout_seconds, environment=environment_of(self.corpus.folder))
         told: dict[str, Any] = json.loads(out.splitlines()[-1])
         return told
 
     def _command(self, loader: Loader, peer: Peer, verb: str) -> list[str]:
-        return [str(_python(peer.environment)), str(_HERE / "loader.py"), verb, loader.key, str(self.corpus.folder)]
+        return [str(interpreter(peer.environment)), str(_HERE / "loader.py"), verb, loader.key, str(self.corpus.folder)]
 
 
-def _python(environment: str) -> Path:
+def interpreter(environment: str) -> Path:
     """Return the interpreter of an environment. Raises ProcessFailed: the environment does not exist."""
     folders = {"peers": _HERE / ".venv", "mosaicml": _HERE / ".venv-mosaicml"}
     if environment == "product":
@@ -117,7 +117,7 @@ def _python(environment: str) -> Path:
     return path
 
 
-def _environment(work: Path) -> Mapping[str, str]:
+def environment_of(work: Path) -> Mapping[str, str]:
     """Return an environment in which libraries use neither the internet nor the user's home."""
     (home := work / "home").mkdir(exist_ok=True)
     return {

@@ -3,6 +3,7 @@
     python benchmarks/loader.py prepare|serve PEER CORPUS
     python benchmarks/loader.py check PEER CORPUS --workers N [--address A] --samples N
     python benchmarks/loader.py time PEER CORPUS --workers N [--address A --server-pid P] --seconds S --warm-up S
+    python benchmarks/loader.py pass PEER CORPUS --workers N [--address A | --url URL]
 
 The last printed line is the result, as JSON.
 """
@@ -35,11 +36,12 @@ _KEPT_SECONDS = 0.25  # between batches that are kept, and checked after the tim
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("prepare", "serve", "check", "time"))
+    parser.add_argument("verb", choices=("prepare", "serve", "check", "time", "pass"))
     parser.add_argument("peer")
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--address", default="")
+    parser.add_argument("--url", default="")
     parser.add_argument("--server-pid", type=int, default=0)
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0)
@@ -50,7 +52,7 @@ def main() -> None:
     peer = load(asked.peer)
     corpus = corpora.Corpus.open(asked.corpus)
     folder = asked.corpus / asked.peer
-    setup = Setup(folder=folder, corpus=corpus, num_workers=asked.workers, address=asked.address)
+    setup = Setup(folder=folder, url=asked.url, corpus=corpus, num_workers=asked.workers, address=asked.address)
     if asked.verb == "serve":
         assert peer.serve
         peer.serve(corpus, folder)
@@ -60,6 +62,8 @@ def main() -> None:
             result = _prepare(peer, corpus, folder)
         elif asked.verb == "check":
             result = asdict(check(peer.batches(setup), corpus, asked.samples))
+        elif asked.verb == "pass":
+            result = first_pass(peer.batches(setup), corpus)
         else:
             for path in [folder] if any(folder.iterdir()) else [corpus.parquet, corpus.tokens_file]:
                 corpora.warm(path)
@@ -74,6 +78,19 @@ def main() -> None:
     end_below(os.getpid())
     # Skip the cleanup of libraries at exit: it is not measured, and some of them never finish.
     os._exit(status)
+
+
+def first_pass(batches: Iterator[Tensor], corpus: corpora.Corpus) -> dict[str, Any]:
+    """Consume as many batches as the corpus has. Return the seconds, and those until the first batch."""
+    began = time.perf_counter()
+    kept = [next(batches)]
+    first = time.perf_counter() - began
+    for _, batch in zip(range(corpus.num_samples // corpora.BATCH_SIZE - 1), batches, strict=False):
+        kept[1:] = [batch]
+    took = time.perf_counter() - began
+    for batch in kept:
+        check_batch(batch, corpus)
+    return {"seconds": took, "first_batch_seconds": first}
 
 
 def timed(

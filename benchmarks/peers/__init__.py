@@ -44,11 +44,13 @@ class Setup:
     """How a loader is to be made.
 
     folder       what `prepare` wrote
+    url          where an object store has the same, for a loader that must read from there; "" otherwise
     num_workers  its processes beside the trainer
     address      of its server, if it has one
     """
 
     folder: Path
+    url: str
     corpus: Corpus
     num_workers: int
     address: str

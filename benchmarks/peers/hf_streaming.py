@@ -20,7 +20,8 @@ def prepare(corpus: Corpus, folder: Path) -> None:
 def batches(setup: Setup) -> Iterator[Tensor]:
     import datasets
 
-    paths = [str(path) for path in sorted(setup.corpus.parquet.rglob("*.parquet"))]
+    parquet = setup.corpus.parquet
+    paths = [f"{setup.url or parquet}/{path.relative_to(parquet)}" for path in sorted(parquet.rglob("*.parquet"))]
     data = datasets.load_dataset("parquet", data_files=paths, split="train", streaming=True)
     data = data.shuffle(seed=SEED, buffer_size=SHUFFLE_BUFFER).with_format("torch")
     workers = setup.num_workers

@@ -35,7 +35,12 @@ def batches(setup: Setup) -> Iterator[torch.Tensor]:
     import litdata
 
     tokens = litdata.TokensLoader(block_size=SEQ_LEN)
-    data = litdata.StreamingDataset(str(setup.folder), item_loader=tokens, shuffle=True, drop_last=True, seed=SEED)
+    if setup.url:
+        from litdata.streaming import downloader
+
+        downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it has no setting for a store without TLS
+    place = setup.url or str(setup.folder)
+    data = litdata.StreamingDataset(place, item_loader=tokens, shuffle=True, drop_last=True, seed=SEED)
     workers = setup.num_workers
     loader = litdata.StreamingDataLoader(data, batch_size=BATCH_SIZE, num_workers=workers, persistent_workers=workers > 0)
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import mkdtemp
 
 import torch
 from torch.utils.data import DataLoader
@@ -39,7 +40,9 @@ def batches(setup: Setup) -> Iterator[torch.Tensor]:
     from streaming.base.util import clean_stale_shared_memory
 
     clean_stale_shared_memory()
-    data = StreamingDataset(local=str(setup.folder), shuffle=True, shuffle_seed=SEED, batch_size=BATCH_SIZE)
+    # What it downloads goes to an empty folder.
+    local = mkdtemp() if setup.url else str(setup.folder)
+    data = StreamingDataset(remote=setup.url or None, local=local, shuffle=True, shuffle_seed=SEED, batch_size=BATCH_SIZE)
     workers = setup.num_workers
     loader = DataLoader(data, batch_size=BATCH_SIZE, drop_last=True, num_workers=workers, persistent_workers=workers > 0)
     while True:

@@ -13,7 +13,7 @@ from statistics import median
 
 NAMES = (
     *("static", "tls", "first_batch", "cold_parquet", "cold_text", "cold_start"),
-    *("packings", "ranks", "memory", "training_step"),
+    *("packings", "ranks", "memory", "object_store", "training_step"),
 )
 
 

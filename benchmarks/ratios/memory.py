@@ -10,6 +10,7 @@ import shutil
 import threading
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import data
 from corpus import BATCH_SIZE, SEQ_LEN
@@ -40,21 +41,28 @@ def measure(scale: Scale) -> list[Ratio]:
 
 def _most_bytes(scale: Scale, times: int) -> float:
     folder, cache = scale.work / f"memory-{times}", scale.work / "memory-cache"
-    for left_over in (folder, cache):
-        shutil.rmtree(left_over, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     try:
         for shard in sorted((data.corpus(scale).parquet / "tokens").glob("*.parquet")):
             for number in range(times):
                 copy = folder / "tokens" / f"{shard.stem}-{number}.parquet"
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 os.link(shard, copy)
-        with penstock(folder, cache) as server, closing(_Watch(server.pid)) as watch:
+        return most_bytes(folder, cache)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def most_bytes(place: Path | str, cache: Path) -> float:
+    """Return the server's anonymous memory at most, in a first epoch with an empty cache."""
+    shutil.rmtree(cache, ignore_errors=True)
+    try:
+        with penstock(place, cache) as server, closing(_Watch(server.pid)) as watch:
             for _ in RemoteDataset(server.address, "tokens", batch_size=BATCH_SIZE, seq_len=SEQ_LEN, tensors=["input_ids"]):
                 pass
         return watch.most_bytes
     finally:
-        for path in (folder, cache):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 class _Watch:
