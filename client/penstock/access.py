@@ -98,7 +98,7 @@ class Access:
         """Return the scheme of the Authorization header, its credentials and their source; "" without a token."""
         if self._token:
             return "Bearer", self._token, "token="
-        if login := self.logins.get(server):
+        if login := self.logins.get(server.partition("#")[0]):
             return "Basic", b64encode(login.encode()).decode(), "the address"
         if token := os.environ.get("PENSTOCK_TOKEN"):
             return "Bearer", _checked(token, "PENSTOCK_TOKEN"), "PENSTOCK_TOKEN"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -13,22 +12,20 @@ from typing import Any
 from urllib.parse import urlencode
 
 from penstock import wire
-from penstock.access import Access, split_login
+from penstock.access import Access
 from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
 from penstock.http import Buffers, HttpClient
 from penstock.responses import TransientError, parse_json
 from penstock.row_lengths import RowLength
+from penstock.servers import Servers, parse_servers
 from penstock.spec import Spec
-from penstock.transport import Servers, Transport
+from penstock.transport import Transport
 from penstock.waits import NOTHING, Reporter
 from penstock.wire.names import batches_path, dataset_path
 from penstock.wire.report import Report
 
 _LENGTHS_SECONDS = 1.0
 _SAMPLED_ROWS = 64
-_ADDRESS = re.compile(
-    r"https?://(?:[\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[\da-f:.%]+\])(?::(\d{1,5}))?(?:/[!-~]*)?", re.ASCII | re.IGNORECASE
-)
 _CACHE = "Perhaps a cache between client and server ignores the query."
 
 
@@ -75,6 +72,7 @@ class Client:
         dataset: str,
         *,
         rank: int,
+        world_size: int = 1,
         retry_seconds: float,
         access: Access | None = None,
     ) -> None:
@@ -82,16 +80,19 @@ class Client:
             raise SpecError(f"dataset must be a name (a folder a/b is the dataset a.b), not {dataset!r}", ("dataset",))
         self.dataset = dataset
         self._access = access or Access()
-        self._addresses = _addresses(servers, self._access)
-        self._servers = Servers(self._addresses, rank)  # kept here so that epochs share which servers fail
+        self._addresses = parse_servers(servers, self._access)
+        self._rank, self._world_size = rank, world_size
+        self._servers = self._new_servers()  # kept here so that epochs share which servers fail
         self._buffers = Buffers()  # kept here so that epochs share their memory
         self.unreported = NOTHING
-        self._rank = rank
         self._retry_seconds = retry_seconds
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of another process: clock times of the servers' health mean nothing on another machine."""
-        return {**self.__dict__, "_servers": Servers(self._addresses, self._rank), "_unreported": (0, NOTHING)}
+        return {**self.__dict__, "_servers": self._new_servers(), "_unreported": (0, NOTHING)}
+
+    def _new_servers(self) -> Servers:
+        return Servers(self._addresses, self._rank, self._world_size, access=self._access)
 
     @property
     def unreported(self) -> Report:
@@ -131,7 +132,7 @@ class Client:
     def resolve(self, spec: Spec) -> Resolved:
         """Resolve every parameter of a spec. Raises the PenstockError that fits the failure."""
         # All ranks ask the same server for the latest snapshot: another server may lag by some seconds.
-        servers = self._servers if spec.snapshot else Servers(self._addresses)
+        servers = self._servers if spec.snapshot else Servers(self._addresses, access=self._access)
         target = f"{dataset_path(self.dataset)}/spec?{_query_of(spec)}"
         retry_seconds, access = self._retry_seconds, self._access
         with closing(Transport(servers, retry_seconds=retry_seconds, first_contact=True, access=access)) as transport:
@@ -250,31 +251,3 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
     if not is_same or (asked.mix and asked.mixed() != resolved.spec.mixed()):
         raise WireError(f"the response is for other parameters. {_CACHE}")
     return resolved
-
-
-def _addresses(servers: str | Sequence[str], access: Access) -> tuple[str, ...]:
-    """Normalize and deduplicate server addresses; http:// may be omitted. `access` gets the names and tokens in them."""
-    addresses = dict[str, None]()
-    for text in (servers,) if isinstance(servers, str) else servers:
-        address, login = split_login(text.strip().rstrip("/"))
-        address = address if "://" in address else f"http://{address}"
-        if not is_address(address):
-            raise _not_addresses(address)
-        addresses[address] = None
-        if login:
-            access.logins[address] = login
-    if not addresses:
-        raise _not_addresses(servers)
-    return tuple(addresses)
-
-
-def _not_addresses(given: object) -> SpecError:
-    return SpecError(f'servers must be addresses such as "http://localhost:8000", not {given!r}', ("servers",))
-
-
-def is_address(text: str) -> bool:
-    """Whether a text is a server address: a socket can be opened to it, and a path appended to it."""
-    match = _ADDRESS.fullmatch(text)
-    if not match or {"?", "#", "@"} & {*text}:
-        return False
-    return match[1] is None or 0 < int(match[1]) < 1 << 16

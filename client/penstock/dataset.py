@@ -61,8 +61,8 @@ _ENDLESS = MAX_COUNT  # epochs
 class RemoteDataset(IterableDataset[Batch]):
     """The batches of one rank and epoch, fetched from Penstock servers ahead of the training loop.
 
-    servers            address of a server, "http://host:8000" or "host:8000", or a list of servers that hold the same data;
-                       https://NAME:TOKEN@host has a token, too
+    servers            address of a server, "http://host:8000" or "host:8000", or of several that hold the same data: a list, a
+                       range "host-{0..3}:8000", or a name with several IPs; https://NAME:TOKEN@host has a token, too
     dataset            its name on the server
     rank, world_size   which slice of the epoch; default: from torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
     epochs             a number, or "endless": an iteration goes from epoch to epoch, and the next one goes on at the batch
@@ -192,7 +192,9 @@ class RemoteDataset(IterableDataset[Batch]):
         self._rank_was_found = rank is None
         name_rank(self._rank, self._world_size)
         access = Access(token, ca=ca, cert=cert)
-        self._client = Client(servers, dataset, rank=self._rank, retry_seconds=retry_seconds, access=access)
+        self._client = Client(
+            servers, dataset, rank=self._rank, world_size=self._world_size, retry_seconds=retry_seconds, access=access
+        )
         self._prefetch_bytes = prefetch_bytes
         given |= {"world_size": self._world_size, "pad": pad if isinstance(pad, str) else str(plain(pad))}
         requested = Spec(**given, mix=spell_mix(mix) if isinstance(mix, Mapping) else mix)

@@ -57,10 +57,13 @@ _HEADERS = {
 class HttpClient:
     """GETs, one at a time, over connections that stay open between them.
 
+    A server is a URL. Its fragment, as in https://data:8000#10.0.0.7, is the IP to connect to; the Host header and the
+    certificate have the name. A server may be silent for `silence_seconds`; a lookup of its name takes as long as the system's
+    resolver allows.
+
     A body of known length goes into the memory that `allocate(nbytes)` returns. The default reuses memory once no view of it
-    is left. A server may be silent for `silence_seconds`; a lookup of its name takes as long as the system's resolver allows.
-    Each request carries the report of `reporter`, which learns what the client does, and the token of `access`. No redirect is
-    followed, so no other host gets the token.
+    is left. Each request carries the report of `reporter`, which learns what the client does, and the token of `access`. No
+    redirect is followed, so no other host gets the token.
 
     Other threads may call `interrupt`. A fork must not use or close its parent's client.
 
@@ -102,7 +105,7 @@ class HttpClient:
             WireError: the body does not match the checksum sent with it.
             PenstockError: the subclass that fits the refusal.
         """
-        url = server + target.partition("?")[0]
+        url = server.partition("#")[0] + target.partition("?")[0]
         response: HTTPResponse | None = None
         self.status = 0
         try:
@@ -220,7 +223,8 @@ class HttpClient:
         if server not in self._routes:
             self._routes[server] = _route_to(server, self._access)
         connection = self._routes[server].connection(timeout=min(_CONNECT_SECONDS, self._silence_seconds))
-        connection.connect()
+        if connection.sock is None:
+            connection.connect()
         opened: socket.socket = connection.sock
         self.certificate = (opened.getpeercert() or {}) if isinstance(opened, ssl.SSLSocket) else {}
         opened.settimeout(self._silence_seconds)
@@ -341,8 +345,16 @@ def _route_to(server: str, access: Access) -> _Route:
     address, name = urlsplit(server), proxy_of(server)
     is_tls = address.scheme == "https"
     connect = partial(HTTPSConnection, context=access.tls_context()) if is_tls else HTTPConnection
+
+    def to_ip(timeout: float) -> HTTPConnection:
+        connection = connect(*_host_and_port(address), timeout=timeout)
+        opened = socket.create_connection((address.fragment, connection.port), timeout)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sock = access.tls_context().wrap_socket(opened, server_hostname=connection.host) if is_tls else opened
+        return connection
+
     if name is None:
-        return _Route(partial(connect, *_host_and_port(address)), address.path, {})
+        return _Route(to_ip if address.fragment else partial(connect, *_host_and_port(address)), address.path, {})
     proxy = urlsplit(getproxies()[name.removesuffix("_PROXY").lower()])
     try:
         host, port = _host_and_port(proxy)

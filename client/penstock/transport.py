@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from random import uniform
 from typing import TypeVar
@@ -15,6 +15,7 @@ from penstock.errors import PenstockError, ServerUnavailable, WireError
 from penstock.http import HttpClient
 from penstock.logs import StatusLine, log
 from penstock.responses import BlocksNotReady, Busy, Denied, IndexNotReady, TransientError
+from penstock.servers import Servers
 from penstock.text import counted, printable_lines
 from penstock.waits import Reporter
 
@@ -25,9 +26,6 @@ _MAX_DELAY_SECONDS = 10.0
 # A server that reads or tokenizes reports it every two seconds: see BlocksNotReady. A server that sends nothing for 30 s hangs.
 _READ_SECONDS = 30.0
 _STUCK_SECONDS = 120.0  # of preparation without progress, before the next server is tried
-_AWAY_SECONDS = 30.0  # before a rank tries its home server again; doubled after each failed try
-_MAX_AWAY_SECONDS = 300.0
-_DRAIN_SECONDS = 10.0  # that a server which will stop comes last: less than a rank stays away from home
 _QUIET_SECONDS = 10.0  # between log lines of one kind: otherwise a network that flips bits would log each failure
 _BAR_WIDTH = 20
 
@@ -112,7 +110,7 @@ class Transport:
                         failures[server] = alive
                 except (TransientError, PenstockError) as failure:
                     failures[server] = failure
-                if sum(isinstance(failure, PenstockError) for failure in failures.values()) == len(self._servers):
+                if all(isinstance(failures.get(address), PenstockError) for address in self._servers.addresses):
                     raise _refusal(failures)
             left = deadline - time.monotonic()
             if is_last or (failures and left <= 0):
@@ -186,8 +184,8 @@ class Transport:
                 next_server = self._servers.failed(server, getattr(failure, "after_seconds", 0.0))
                 self._log.failed(server, failure, next_server)
             raise
-        is_back_home = not self._http.is_draining and self._servers.answered(server)
-        self._log.answered(server, is_back_home=is_back_home)
+        is_preferred = not self._http.is_draining and self._servers.answered(server)
+        self._log.answered(server, is_preferred=is_preferred)
         self._leave_draining(server)
         return result
 
@@ -247,91 +245,6 @@ def _refusal(failures: Mapping[str, Exception]) -> Exception:
     return type(first)(f"all {len(failures)} servers refuse.\n{lines}")
 
 
-class Servers:
-    """Addresses in the order that one rank tries them, and the health of each.
-
-    The home of rank r is address r modulo the number of addresses. If a home is down, its ranks spread over the others, and
-    try it again after a while.
-    """
-
-    def __init__(self, addresses: Sequence[str], rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        home = rank % len(addresses)
-        others = [*addresses[home + 1 :], *addresses[:home]]
-        first = rank // len(addresses) % max(len(others), 1)
-        self.addresses = (addresses[home], *others[first:], *others[:first])
-        self.current = self.home
-        self._clock = clock
-        self._not_before = dict.fromkeys(self.addresses, 0.0)
-        self._last_until = dict.fromkeys(self.addresses, 0.0)
-        self._away_seconds = _AWAY_SECONDS
-        self._return_at = math.inf
-
-    @property
-    def home(self) -> str:
-        """The address that this rank prefers while it answers."""
-        return self.addresses[0]
-
-    def __len__(self) -> int:
-        return len(self.addresses)
-
-    def to_try(self, *, also_busy: bool = False) -> list[str]:
-        """Return the addresses to try now, each once, in order, without those whose Retry-After has not passed.
-
-        If the home server failed a while ago, it comes first, to find out whether it is back. Servers that will stop come last.
-        """
-        now = self._clock()
-        return [address for address in self._in_order(now) if also_busy or self._not_before[address] <= now]
-
-    def seconds_until_ready(self) -> float:
-        """Return the seconds until an address may be asked; 0 for now."""
-        return max(0.0, min(self._not_before.values()) - self._clock())
-
-    def leave_alone(self, address: str, seconds: float) -> None:
-        """Record that an address requests no retry for `seconds`."""
-        self._not_before[address] = self._clock() + seconds
-
-    def failed(self, address: str, after_seconds: float = 0.0) -> str:
-        """Record that an address failed and requests no retry for `after_seconds`. Return the next address."""
-        now = self._clock()
-        self.leave_alone(address, after_seconds)
-        if any(until > now for until in self._last_until.values()):
-            self._last_until[address] = now + _DRAIN_SECONDS  # after those that will stop, but still answer
-        if address == self.home:
-            self._return_at = math.inf  # until another server has answered
-        if address == self.current:
-            self.current = self.addresses[(self.addresses.index(address) + 1) % len(self)]
-        return self.current
-
-    def leave(self, address: str) -> str:
-        """Record an answer of a server that will stop: the others come first for a while. Return the next address."""
-        now = self._clock()
-        self._not_before[address] = 0.0
-        if self._last_until[address] <= now:
-            self._last_until[address] = now + _DRAIN_SECONDS
-        if address == self.home:
-            self._return_at = math.inf  # until another server has answered
-        self.current = self._in_order(now)[0]
-        return self.current
-
-    def answered(self, address: str) -> bool:
-        """Record an answer; the address becomes the current one. Return whether the rank came back home."""
-        is_back_home = address == self.home != self.current and self._return_at < math.inf
-        self.current = address
-        self._not_before[address] = self._last_until[address] = 0.0
-        if address == self.home:
-            self._away_seconds, self._return_at = _AWAY_SECONDS, math.inf
-        elif self._return_at == math.inf:
-            # Ranks that lost their home together must not come back to it together.
-            self._return_at = self._clock() + self._away_seconds * uniform(0.5, 1.5)
-            self._away_seconds = min(2 * self._away_seconds, _MAX_AWAY_SECONDS)
-        return is_back_home
-
-    def _in_order(self, now: float) -> list[str]:
-        first = self.home if now >= self._return_at else self.current
-        order = [first, *(address for address in self.addresses if address != first)]
-        return sorted(order, key=lambda address: until if (until := self._last_until[address]) > now else 0.0)
-
-
 class RetryLog:
     """Log of one transport: a line for each stage of an outage, and a progress bar while a server prepares data.
 
@@ -356,15 +269,15 @@ class RetryLog:
         """Log that all servers failed, with their failures."""
         self._log_once("all failed", f"no server has answered ({_reasons(failures)}); {self._retrying}")
 
-    def answered(self, server: str, *, is_back_home: bool) -> None:
-        """Log the end of an outage: a server answered."""
+    def answered(self, server: str, *, is_preferred: bool) -> None:
+        """Log the end of an outage: a server answered. Log also that the rank prefers it to the last one."""
         self.end_bar()
         if self._stages:
             _log(f"{server} answers after {counted(self._num_failures, 'failed attempt')}")
             self._stages.clear()
         self._num_failures = 0
-        if is_back_home:
-            self._log("home", f"{server} answers again: back to it")
+        if is_preferred:
+            self._log("preferred", f"{server} is ready: going on with it")
 
     def leaving(self, server: str, next_server: str) -> None:
         """Log that a server will stop, and which one is asked next."""

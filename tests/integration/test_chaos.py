@@ -15,12 +15,14 @@ import httpx
 import pyarrow as pa
 import pytest
 
+import penstock.servers
 import penstock.transport
 from penstock import RemoteDataset, ServerUnavailable, SnapshotGone
+from penstock.servers import by_preference
 from support.chaos import KINDS, ChaosProxy, Kind
 from support.corpora import write_numbered, write_shards
 from support.recorded import contents
-from support.servers import Serve, Server, pages
+from support.servers import Serve, Server, pages, rank_that_prefers
 
 NUM_ROWS = 400
 AWAY = "http://127.0.0.1:9"
@@ -42,7 +44,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.transport, "_FIRST_DELAY_SECONDS", 0.001)
     monkeypatch.setattr(penstock.transport, "_MAX_DELAY_SECONDS", 0.005)
     monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 1.0)
-    monkeypatch.setattr(penstock.transport, "_AWAY_SECONDS", 0.1)
+    monkeypatch.setattr(penstock.servers, "_LOOK_SECONDS", 0.1)
 
 
 def write_docs(data: Path, factor: int) -> Path:
@@ -117,14 +119,16 @@ def test_epoch_is_unchanged_when_two_servers_fail_and_a_third_is_down(server: Se
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_client_skips_a_server_with_other_data(server: Server, foreign: Server, rank: int) -> None:
-    """Rank 1 has it for its home; what the latest snapshot is all ranks ask the first server."""
-    expected = [*map(contents, dataset(server.url, rank=rank, world_size=2))]
-    data = dataset(server.url, foreign.url, rank=rank, world_size=2)
-    assert [*map(contents, data)] == expected
-    assert (data.stats().num_retries > 0) == (rank == 1)
-    assert [*map(contents, dataset(foreign.url, server.url, rank=rank, world_size=2))] != expected
-    again = dataset(foreign.url, server.url, rank=rank, world_size=2, snapshot=data.snapshot)
-    assert [*map(contents, again)] == expected
+    """One of the two ranks prefers it. All ranks ask the server that rank 0 prefers for the latest snapshot."""
+    urls = (server.url, foreign.url)
+    for url in urls:
+        alone = dataset(url, rank=rank, world_size=2)
+        expected = [*map(contents, alone)]
+        data = dataset(*urls, rank=rank, world_size=2, snapshot=alone.snapshot)
+        assert [*map(contents, data)] == expected
+        assert (data.stats().num_retries > 0) == (by_preference(urls, rank, 2)[0] != url)
+        if by_preference(urls, 0, 1)[0] == url:
+            assert dataset(*urls, rank=rank, world_size=2).snapshot == alone.snapshot
 
 
 def test_client_skips_and_reports_a_cache_that_ignores_the_query(server: Server) -> None:
@@ -133,15 +137,18 @@ def test_client_skips_and_reports_a_cache_that_ignores_the_query(server: Server)
     with pages(lambda path: (200, httpx.get(server.url + path, params=asked_before).content)) as cache:
         with pytest.raises(ServerUnavailable, match=r"for other parameters\. Perhaps a cache"):
             RemoteDataset(cache, "docs", seed=1, retry_seconds=0, **asked_before)  # type: ignore[arg-type]
-        data, expected = dataset(cache, server.url, seed=1), [*map(contents, dataset(server.url, seed=1))]
+        rank = rank_that_prefers(cache, server.url)
+        data = dataset(cache, server.url, seed=1, rank=rank, world_size=rank + 1)
+        expected = [*map(contents, dataset(server.url, seed=1, rank=rank, world_size=rank + 1))]
         deadline = time.monotonic() + 60
-        while not data.stats().num_corrupted:  # until it has tried its home again
+        while not data.stats().num_corrupted:  # until it has tried the cache again
             assert time.monotonic() < deadline
             assert [*map(contents, data)] == expected
 
 
 def test_unknown_snapshot_is_refused_with_the_reason_of_each_server(server: Server, foreign: Server) -> None:
-    with pytest.raises(SnapshotGone, match=rf"all 2 servers refuse.\n{server.url}: .*\n{foreign.url}: snapshot no-such"):
+    one, other = by_preference((server.url, foreign.url), 0, 1)
+    with pytest.raises(SnapshotGone, match=rf"all 2 servers refuse.\n{one}: .*\n{other}: snapshot no-such"):
         dataset(server.url, foreign.url, snapshot="no-such")
 
 
@@ -162,21 +169,23 @@ def test_epoch_is_unchanged_by_rolling_restarts(server: Server, twin: Server) ->
 
 
 def test_client_leaves_a_stopped_server_and_returns_to_it(
-    server: Server, serve: Serve, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, twin: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: its kernel still accepts connections."""
     monkeypatch.setattr(penstock.transport, "_READ_SECONDS", 0.5)
     expected = [*map(contents, dataset(server.url))]
-    with serve(data_dir) as frozen:
-        data = dataset(frozen.url, server.url, prefetch_bytes=1)
-        seen = []
+    frozen, other = sorted((server, twin), key=lambda each: each.url != by_preference((server.url, twin.url), 0, 1)[0])
+    data = dataset(frozen.url, other.url, prefetch_bytes=1)
+    seen = []
+    try:
         for number, batch in enumerate(map(contents, data)):
             seen.append(batch)
             if number in (10, 60):
                 os.kill(frozen.pid, signal.SIGSTOP)
             if number == 40:
                 os.kill(frozen.pid, signal.SIGCONT)
-                time.sleep(0.5)  # it comes home, and loses it once more
+                time.sleep(0.5)  # the rank returns to it, and loses it once more
+    finally:
         os.kill(frozen.pid, signal.SIGCONT)
     assert seen == expected
     assert data.stats().num_retries >= 1

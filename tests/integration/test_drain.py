@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-import time
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from penstock import RemoteDataset
 from support.corpora import write_numbered
 from support.processes import until
+from support.ranks import Rank, go_on
 from support.recorded import contents
 from support.servers import Serve
 
@@ -66,46 +65,17 @@ def test_ctrl_c_stops_without_a_drain(serve: Serve, data: Path, processes: str) 
         assert server.stop(signal.SIGINT) == ""
 
 
-class Rank:
-    """A loop in a thread, until it is told to end. `seen` are its batches."""
-
-    def __init__(self, rank: int, servers: list[str]) -> None:
-        self.data = endless(rank, servers)
-        self.seen: list[bytes] = []
-        self.is_over = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for batch in self.data:
-            self.seen.append(contents(batch))
-            if self.is_over:
-                return
-            time.sleep(0.02)
-
-    def end(self) -> None:
-        self.is_over = True
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-
 def endless(rank: int, servers: list[str]) -> RemoteDataset:
     return RemoteDataset(
         servers, "numbers", batch_size=5, seq_len=8, rank=rank, world_size=NUM_RANKS, epochs="endless", prefetch_bytes=1 << 10
     )
 
 
-def go_on(ranks: list[Rank]) -> None:
-    """Wait until each rank has made some steps more."""
-    before = [len(rank.seen) for rank in ranks]
-    until(lambda: all(len(rank.seen) > past + 5 for rank, past in zip(ranks, before, strict=True)))
-
-
 @pytest.mark.slow
 def test_rolling_restart_of_two_servers_fails_no_request(serve: Serve, data: Path, caplog: pytest.LogCaptureFixture) -> None:
     flags = ("--drain-seconds", "2.5")
     with serve(data, *flags) as one, serve(data, *flags) as other:
-        ranks = [Rank(rank, [one.url, other.url]) for rank in range(NUM_RANKS)]
+        ranks = [Rank(endless(rank, [one.url, other.url])) for rank in range(NUM_RANKS)]
         try:
             for server in (one, other):
                 go_on(ranks)

@@ -21,8 +21,9 @@ from tokenizers import Tokenizer
 from penstock import RemoteDataset, Spec
 from penstock.cli.batch_view import SampleView, view
 from penstock.cli.connection import get_json
+from penstock.servers import Servers
 from penstock.text import counted
-from penstock.transport import Servers, Transport
+from penstock.transport import Transport
 from penstock.wire.names import batches_path
 from support.chat_templates import CHATML
 from support.corpora import write, write_numbered, write_pairs, write_text, write_tokenizer

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -31,6 +32,7 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 
 from penstock import wire
+from penstock.servers import by_preference
 from penstock_server.api.admission import InFlight
 from penstock_server.app import create_app
 from penstock_server.blocks.store import BlockStore
@@ -48,11 +50,11 @@ ROOT = Path(__file__).parents[2]
 class Server:
     """Serves a folder until it is stopped or killed. `start` again takes the same port."""
 
-    def __init__(self, data_dir: Path | str, cache_dir: Path, *flags: str) -> None:
+    def __init__(self, data_dir: Path | str, cache_dir: Path, *flags: str, port: int = 0) -> None:
         self._uploaded = Uploaded(data_dir) if SOURCE == "s3" and isinstance(data_dir, Path) else None
         data = self._uploaded.url if self._uploaded else data_dir
         self._arguments: list[str | Path] = ["serve", data, "--cache-dir", cache_dir, "--drain-seconds", "0", *flags]
-        self._port = 0
+        self._port = port
         self._client = httpx.Client(timeout=60, verify=False)  # to read certificates would take longer than many a test
         self.start()
 
@@ -67,9 +69,9 @@ class Server:
                 raise AssertionError(f"the server did not start:\n{self.greeting}{errors}")
             self.greeting += line
         self.pid = self._process.pid
-        [(scheme, port)] = re.findall(r"at (https?)://[^:]+:(\d+)$", self.greeting, re.MULTILINE)[:1]
+        [(scheme, host, port)] = re.findall(r"at (https?)://([^:]+):(\d+)$", self.greeting, re.MULTILINE)[:1]
         self._port = int(port)
-        self.url = f"{scheme}://127.0.0.1:{self._port}"
+        self.url = f"{scheme}://{host if host.startswith('127.') else '127.0.0.1'}:{self._port}"
 
     def kill(self) -> None:
         """SIGKILL: no chance to say goodbye."""
@@ -164,6 +166,11 @@ def response(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
 def problem(slug: str, status: int, *headers: str) -> bytes:
     body = {"type": f"urn:penstock:problem:{slug}", "status": status, "detail": f"this is {slug}"}
     return response(json.dumps(body).encode(), f"{status} No", *headers)
+
+
+def rank_that_prefers(*servers: str) -> int:
+    """A rank that tries the servers in this order."""
+    return next(rank for rank in count() if by_preference(servers, rank, 1) == servers)
 
 
 @contextmanager

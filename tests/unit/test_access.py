@@ -25,7 +25,8 @@ from penstock.access import Access
 from penstock.client import Client
 from penstock.http import HttpClient
 from penstock.responses import UnexpectedServer
-from penstock.transport import Servers, Transport
+from penstock.servers import Servers
+from penstock.transport import Transport
 from support.certificates import HOST, Authority
 from support.processes import put_result
 from support.servers import pages, response

@@ -294,6 +294,18 @@ def test_proxy_gets_the_whole_url_and_its_password(monkeypatch: pytest.MonkeyPat
     assert b"Proxy-Authorization: Basic " + b64encode(b"me:se cret") in lines
 
 
+def test_fragment_is_the_ip_of_connections_and_no_part_of_a_request(client: HttpClient) -> None:
+    heard = list[bytes]()
+    place, thread = _answered_once(response(b"", "404 No"), heard)
+    port = place.rpartition(":")[2]
+    with pytest.raises(UnexpectedServer, match=rf"^http://name.invalid:{port}/base/path answered 404"):
+        client.get(f"http://name.invalid:{port}/base#127.0.0.1", "/path?step=1")
+    thread.join()
+    lines = heard[0].split(b"\r\n")
+    assert lines[0] == b"GET /base/path?step=1 HTTP/1.1"
+    assert f"Host: name.invalid:{port}".encode() in lines
+
+
 def test_https_goes_through_a_tunnel_of_the_proxy(monkeypatch: pytest.MonkeyPatch, client: HttpClient) -> None:
     heard = list[bytes]()
     place, thread = _answered_once(response(b"", "407 Proxy Authentication Required"), heard)

@@ -10,23 +10,23 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from weakref import ref
 
 import pytest
 
+import penstock.servers
 import penstock.transport
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, VersionMismatch, WireError
 from penstock.http import HttpClient
 from penstock.responses import IndexNotReady
-from penstock.transport import RetryLog, Servers, Transport
+from penstock.servers import Servers
+from penstock.transport import RetryLog, Transport
 from support.processes import without_process
-from support.servers import pages, problem, response, server
+from support.servers import pages, problem, rank_that_prefers, response, server
 
 AWAY = "http://127.0.0.1:9"
-NAMES = ["a", "b", "c"]
 DRAINING = "Penstock-Draining: true"
 CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
 
@@ -52,11 +52,13 @@ def named(name: bytes) -> Answer:
 
 
 def opened(*servers: str, retry_seconds: float = 20.0, first_contact: bool = False) -> closing[Transport]:
-    return closing(Transport(Servers(servers), retry_seconds=retry_seconds, first_contact=first_contact))
+    """Tries the servers in this order."""
+    ordered = Servers(servers, rank_that_prefers(*servers))
+    return closing(Transport(ordered, retry_seconds=retry_seconds, first_contact=first_contact))
 
 
-def get(*servers: str, retry_seconds: float = 20.0, rank: int = 0) -> tuple[bytes, int]:
-    with closing(Transport(Servers(servers, rank), retry_seconds=retry_seconds)) as transport:
+def get(*servers: str, retry_seconds: float = 20.0) -> tuple[bytes, int]:
+    with opened(*servers, retry_seconds=retry_seconds) as transport:
         return transport.get("/path", bytes), transport.num_retries
 
 
@@ -301,20 +303,21 @@ def test_get_waits_for_a_busy_server_though_another_refuses() -> None:
         assert get(busy, other, retry_seconds=5)[0] == b"here"
 
 
-def test_rank_comes_home_when_the_home_server_answers_again(
+def test_rank_returns_to_the_server_that_it_prefers_once_that_is_ready(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(penstock.transport, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.servers, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.servers, "_GLANCE_SECONDS", 60.0)
     answers = [(500, b"")]
     with pages(lambda _: answers[-1]) as home, pages(named(b"away")) as away:
-        servers, given = Servers([home, away]), []
+        servers, given = Servers([home, away], rank_that_prefers(home, away)), []
         for turn in range(4):
             with closing(Transport(servers, retry_seconds=9)) as transport:
                 given.append((transport.get("/", bytes), transport.num_retries))
             if turn == 1:
                 answers.append((200, b"home"))
-    assert given == [(b"away", 1), (b"away", 1), (b"home", 0), (b"home", 0)]
-    assert caplog.text.count(f"{home} answers again: back to it") == 1
+    assert given == [(b"away", 1), (b"away", 0), (b"home", 0), (b"home", 0)]
+    assert caplog.text.count(f"{home} is ready: going on with it") == 1
 
 
 def test_transport_leaves_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,139 +420,6 @@ def test_log_and_error_name_the_request_of_each_attempt(caplog: pytest.LogCaptur
     assert f" (request {ids[0]}); trying again" in caplog.text
 
 
-# Servers
-
-
-@pytest.mark.parametrize("num_servers", [1, 2, 3, 5])
-def test_ranks_are_spread_evenly_also_when_a_server_is_lost(num_servers: int) -> None:
-    names = [str(n) for n in range(num_servers)]
-    orders = [Servers(names, rank).addresses for rank in range(num_servers * max(num_servers - 1, 1) * 4)]
-    assert all(sorted(order) == names for order in orders)
-    assert [order[0] for order in orders[:num_servers]] == names
-    for lost in names:
-        for place in range(min(num_servers, 2)):
-            homeless = Counter(order[place] for order in orders if place == 0 or order[0] == lost)
-            assert len(set(homeless.values())) == 1
-            assert len(homeless) == num_servers - place
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def asks_home(servers: Servers) -> bool:
-    return servers.to_try()[0] == servers.home
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(penstock.transport, "uniform", lambda low, high: (low + high) / 2)
-    return Clock()
-
-
-def test_turn_begins_with_the_server_that_answered(clock: Clock) -> None:
-    servers = Servers(NAMES, 1, clock)
-    assert servers.to_try() == ["b", "c", "a"]
-    assert servers.failed("b") == "c"
-    servers.answered("c")
-    assert servers.to_try() == ["c", "b", "a"]
-    assert [servers.failed("c"), servers.failed("a"), servers.failed("b")] == ["a", "b", "c"]
-
-
-def test_turn_leaves_out_servers_until_their_retry_after_has_passed(clock: Clock) -> None:
-    servers = Servers(NAMES, 0, clock)
-    servers.failed("a", 5.0)
-    assert servers.to_try() == ["b", "c"]
-    assert servers.seconds_until_ready() == 0
-    servers.leave_alone("b", 2.0)
-    servers.leave_alone("c", 3.0)
-    assert servers.to_try() == []
-    assert servers.seconds_until_ready() == 2
-    assert servers.to_try(also_busy=True) == ["b", "a", "c"]
-    clock.now += 3
-    assert servers.to_try() == ["b", "c"]
-    servers.answered("a")
-    assert servers.to_try() == ["a", "b", "c"]
-
-
-def test_servers_that_will_stop_come_last_for_a_while(clock: Clock) -> None:
-    servers = Servers(NAMES, 0, clock)
-    assert servers.leave("a") == "b"
-    clock.now += 1
-    assert servers.leave("b") == "c"
-    servers.answered("c")
-    assert servers.to_try() == ["c", "a", "b"]
-    clock.now += 1
-    servers.failed("a")  # it has stopped
-    assert servers.to_try() == ["c", "b", "a"]
-    clock.now += 12
-    assert servers.to_try() == ["c", "a", "b"]
-    assert servers.leave("c") == "a"
-    assert not servers.answered("a")  # not worth another line in the log
-    assert servers.to_try() == ["a", "b", "c"]
-
-
-def test_rank_returns_to_a_home_that_stopped_after_a_while(clock: Clock) -> None:
-    servers = Servers(NAMES, 0, clock)
-    servers.leave("a")
-    servers.answered("b")
-    clock.now += 29
-    assert not asks_home(servers)
-    clock.now += 1
-    assert asks_home(servers)
-    assert servers.answered("a")
-
-
-def test_home_is_tried_less_and_less_often_while_it_fails(clock: Clock) -> None:
-    servers = Servers(NAMES, 0, clock)
-    servers.failed("a")
-    clock.now += 1000
-    assert not asks_home(servers)  # until another server has answered
-    waits = []
-    for _ in range(6):
-        servers.failed("a")
-        servers.answered("b")
-        began = clock.now
-        while not asks_home(servers):
-            clock.now += 1
-        waits.append(clock.now - began)
-    assert waits == [30, 60, 120, 240, 300, 300]
-    servers.answered("a")
-    servers.failed("a")
-    servers.answered("c")
-    clock.now += 30
-    assert asks_home(servers)
-
-
-def test_failure_of_another_server_does_not_delay_the_return_home(clock: Clock) -> None:
-    servers = Servers(NAMES, 0, clock)
-    servers.failed("a")
-    servers.answered("b")
-    clock.now += 29
-    servers.failed("b")
-    servers.answered("c")
-    clock.now += 1
-    assert asks_home(servers)
-
-
-def test_ranks_that_lost_their_home_together_return_at_different_times() -> None:
-    clock = Clock()
-    lost = [Servers(NAMES, 0, clock) for _ in range(100)]
-    for servers in lost:
-        servers.failed("a")
-        servers.answered("b")
-    clock.now += 15
-    assert not any(asks_home(servers) for servers in lost)
-    clock.now += 15
-    assert 10 < sum(asks_home(servers) for servers in lost) < 90
-    clock.now += 15.1
-    assert all(asks_home(servers) for servers in lost)
-
-
 # Log
 
 
@@ -582,5 +452,5 @@ def test_progress_bar_is_drawn_and_cleared(monkeypatch: pytest.MonkeyPatch, caps
     retry_log.progress(IndexNotReady("about 40 s left", after_seconds=1.0, share=0.5))
     assert "[##########..........]" in (drawn := capsys.readouterr().err)
     assert "50% about 40 s left" in drawn
-    retry_log.answered("http://a", is_back_home=False)
+    retry_log.answered("http://a", is_preferred=False)
     assert capsys.readouterr().err == "\r\x1b[K"

@@ -13,13 +13,14 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from penstock.access import Access
-from penstock.client import decode_object, is_address
+from penstock.client import decode_object
 from penstock.errors import AccessDenied, PenstockError, ServerUnavailable, SpecError, WireError
 from penstock.http import HttpClient, by_proxy
 from penstock.responses import TransientError
+from penstock.servers import Servers, is_address
 from penstock.spec import Spec
 from penstock.text import listed
-from penstock.transport import Servers, Transport
+from penstock.transport import Transport
 from penstock.wire.names import DATASETS, dataset_path
 
 RETRY_SECONDS = 2.0  # a user waits: long enough for a hiccup, too short for a restart

@@ -16,7 +16,8 @@ from penstock import __version__, wire
 from penstock.cli import connection, doctor
 from penstock.cli.doctor import Check, check_bandwidth, check_cache, check_datasets, check_machine, checks
 from penstock.client import Steps
-from penstock.transport import Servers, Transport
+from penstock.servers import Servers
+from penstock.transport import Transport
 from support.servers import pages
 
 
