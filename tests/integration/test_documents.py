@@ -44,6 +44,8 @@ GUARD = [
 COMPOSED = ("docker compose", "export PENSTOCK_TOKEN=$(docker compose")
 SERVE_STORE = "penstock serve s3://my-bucket/corpus"
 SHARE_STORE = f"{SERVE_STORE} --store s3://my-bucket/penstock"
+FILL_STORE = SHARE_STORE.replace("serve", "prepare")
+WORKERS = [f"{FILL_STORE}{flags}" for flags in (" --dry-run", " --index 0 --of 2", " --index 1 --of 2", "")]
 IN_A_CLUSTER = ("docker build --target", "penstock token create trainer --tokens", "kubectl create secret", "helm install")
 RUN_ELSEWHERE = ("make demo", "make test", *COMPOSED, *IN_A_CLUSTER)  # by .ci/run, tests/docker and tests/unit/test_helm.py
 
@@ -101,6 +103,7 @@ def test_documented_commands_are_all_tested() -> None:
         SERVE_HUB,
         SERVE_STORE,
         SHARE_STORE,
+        *WORKERS,
         *GUARD,
         *curls,
         *asking(),
@@ -124,6 +127,15 @@ def test_documented_address_of_an_object_store_is_served(sample: Path, serve: Se
     server = serve(*SHARE_STORE.split()[2:])
     server.get("/v1/datasets/stories/spec", packing="concat", seq_len=32, batch_size=2)  # counts tokens, which takes all blocks
     until(lambda: any(obstore.list(object_store(bucket), "penstock").collect()))
+
+
+def test_documented_preparation_fills_the_store(sample: Path, tmp_path: Path) -> None:
+    client = object_store("my-bucket")
+    for path in sample.rglob("*.*"):
+        obstore.put(client, f"corpus/{path.relative_to(sample)}", path.read_bytes())
+    told = [run(line, tmp_path) for line in WORKERS]
+    assert "stories: 24 row groups, 0 of them done; 7.7 MB of columns to read\n" in told[0]
+    assert all("stories: prepared in s3://my-bucket/penstock: 24 row groups" in each for each in told[1:])
 
 
 def test_documented_import_makes_a_dataset(sample: Path, serve: Serve, tmp_path: Path) -> None:

@@ -9,11 +9,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import cycle, islice
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from penstock_server.blocks import shared as shared_module
@@ -26,56 +23,16 @@ from penstock_server.cluster.units import Failure, Units
 from penstock_server.cluster.worker import Worker, run_here
 from penstock_server.monitoring.metrics import Metrics
 from penstock_server.prepare import prepare
-from support.corpora import write, write_shards, write_tokenizer
+from support.corpora import write
 from support.processes import Fork, until
 from support.servers import Serve, penstock
-
-NUM_SHARDS, NUM_GROUPS = 4, 24
-Objects = dict[str, bytes]
+from support.units import NUM_GROUPS, Objects, add_transform, arguments, damage, fill, num_units, objects, run, write_texts
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("units") / "data"
     return write_texts(folder, 25)
-
-
-def write_texts(folder: Path, group_rows: int) -> Path:
-    """A dataset of four shards of six row groups each."""
-    words = islice(cycle(["the quick brown fox ", "jumps over "]), NUM_GROUPS * group_rows)
-    texts = [f"{row} " + word * (1 + row % 30) for row, word in enumerate(words)]
-    size = len(texts) // NUM_SHARDS
-    shards = [texts[start : start + size] for start in range(0, len(texts), size)]
-    write_shards(folder / "texts", "text", shards, type_=pa.string(), row_group_size=group_rows)
-    (folder / "texts" / "penstock.toml").write_text('tokenizer = "../tokenizer.json"')
-    write_tokenizer(folder / "tokenizer.json")
-    return folder
-
-
-def arguments(data: Path, tmp_path: Path, store: str, *flags: str | Path) -> list[str | Path]:
-    """Those of a worker with a cache of its own."""
-    cache = tmp_path / f"cache-{time.monotonic_ns()}"
-    return ["prepare", data, "--store", tmp_path / store, "--cache-dir", cache, *flags]
-
-
-def run(data: Path, tmp_path: Path, store: str, *flags: str | Path) -> subprocess.CompletedProcess[str]:
-    return penstock(*arguments(data, tmp_path, store, *flags))
-
-
-def objects(store: Path) -> Objects:
-    """All objects but claims, by name."""
-    paths = [path for path in store.rglob("*") if path.is_file() and path.suffix != ".claim"]
-    return {str(path.relative_to(store)): path.read_bytes() for path in paths}
-
-
-def fill(store: Path, content: Objects) -> None:
-    for name, body in content.items():
-        (store / name).parent.mkdir(parents=True, exist_ok=True)
-        (store / name).write_bytes(body)
-
-
-def num_units(store: Path) -> int:
-    return len(list((store / "units").glob("*.unit")))
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +74,21 @@ def opened(data: Path, tmp_path: Path) -> Iterator[Opened]:
 
 def nothing(_: int) -> None:
     pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--index", "0"], "--index and --of belong together: workers 0 to N - 1 of N"),
+        (["--index", "2", "--of", "2"], "--index and --of belong together: workers 0 to N - 1 of N"),
+        (["--index", "0", "--of", "2"], "several machines need a store that all of them reach."),
+        (["--ray"], "several machines need a store that all of them reach."),
+    ],
+)
+def test_wrong_flags_are_refused(data: Path, tmp_path: Path, flags: list[str], message: str) -> None:
+    done = penstock("prepare", data, "--cache-dir", tmp_path, *flags)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"penstock prepare: {message}")
 
 
 def test_counts_in_the_store_are_those_without_one(data: Path, expected: Objects, tmp_path: Path) -> None:
@@ -237,14 +209,6 @@ def test_garbage_collection_keeps_counts_and_manifests_of_snapshots(data: Path, 
     assert objects(store) == expected
 
 
-def damage(path: Path, row_group: int) -> None:
-    """Damage the first page of a row group, whose footer stays whole."""
-    at = pq.read_metadata(path).row_group(row_group).column(0).data_page_offset
-    content = bytearray(path.read_bytes())
-    content[at : at + 16] = b"\xff" * 16
-    path.write_bytes(content)
-
-
 def test_damaged_row_group_fails_after_three_attempts_and_the_rest_is_finished(tmp_path: Path) -> None:
     data, store = write_texts(tmp_path / "data", 5), tmp_path / "store"
     path = data / "texts" / "part-001.parquet"
@@ -328,11 +292,7 @@ def test_killed_worker_is_replaced_by_the_others(tmp_path: Path) -> None:
 def test_row_that_kills_its_process_fails_alone(tmp_path: Path) -> None:
     """Its neighbours, which die with it at first, are finished."""
     data = write_texts(tmp_path / "data", 5)
-    kills = "''.join(batch['text'].to_pylist()).startswith('40 ')"
-    code = f"import os\n\n\ndef clean(batch):\n    if {kills}:\n        os.kill(os.getpid(), 9)\n    return batch\n"
-    (data / "texts" / "clean.py").write_text(code)
-    with (data / "texts" / "penstock.toml").open("a") as recipe:
-        recipe.write('\ntransform = "clean:clean"\n')
+    add_transform(data, "40 ", "os.kill(os.getpid(), 9)")
     flags = ("--allow-transforms", "--index", "0", "--of", "1")
     statuses = []
     while True:

@@ -65,6 +65,7 @@ function Plain({ one, name }) {
       <${Stat} name="tokens" value=${one.tokens == null ? html`<${Counted} of=${one} />` : num(one.tokens)} note=${one.tokens == null && "counted"} />
       <${Stat} name="shards" value=${num(one.shards)} note=${bytes(one.size_bytes)} />
       <${Stat} name="in the cache" value=${bytes(one.blocks_bytes)} note=${`when all ${num(one.blocks)} blocks are made`} />
+      ${one.prepared && html`<${Stat} name="in the store" value=${bytes(one.prepared.blocks_bytes)} note="prepared: all blocks and counts" />`}
       <${Stat} name="bad rows" value=${num(one.bad_rows.known)} note=${one.bad_rows.on_bad_row === "fail" ? "a batch with one fails" : "neighbours replace them"} />
     <//>
     <p><b>Recipe:</b> ${shown(one.recipe)}</p>
