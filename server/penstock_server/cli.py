@@ -254,6 +254,9 @@ def _prepare(arguments: argparse.Namespace) -> int:
     warn(partial(complain, "prepare"), settings.data_dir, datasets)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the claims and attempts
     run = _runner(arguments, settings)
+    if arguments.of:  # workers begin with different datasets, so that fewer wait at the end of each
+        first = arguments.index * len(datasets) // arguments.of
+        datasets = [*datasets[first:], *datasets[:first]]
     for dataset in datasets:
         try:
             with _reporting(settings.store) if settings.store else nullcontext():

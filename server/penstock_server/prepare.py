@@ -22,7 +22,7 @@ from penstock_server.problems import BadParameter
 
 Runner: TypeAlias = Callable[[Units, Callable[[int], None]], list[Failure]]  # calls its argument with the number of units done
 _MOST_FAILURES = 20
-_LINE_SECONDS, _LINE = 60.0, "{desc}{percentage:.0f}%, {n_fmt} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
+_LINE_SECONDS, _LINE = 60.0, "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
 
 
 class NotKept(Exception):
@@ -85,7 +85,7 @@ def _duration(seconds: float) -> str:
 def _fill_store(opened: OpenSnapshot, shared: SharedStore, seq_lens: list[int], run: Runner) -> Iterator[str]:
     """Make all units; then one process of those that prepare the snapshot joins the counts, packs, and writes the manifest."""
     name, index, units = opened.name, opened.index, Units(opened, shared)
-    if not index.prepared:
+    if not index.find_manifest():
         with _progress(f"{name}: preparing", len(units), "row group") as advance:
             failures = run(units, advance)
         if failures:
@@ -99,14 +99,14 @@ def _fill_store(opened: OpenSnapshot, shared: SharedStore, seq_lens: list[int], 
         if not is_ours:
             yield f"{name}: another process joins the counts of all row groups"
             shared.wait(opened.blocks.names.of_all, lambda: _is_prepared(opened, shared, seq_lens))
-    if facts := index.prepared:
+    if facts := index.find_manifest():
         told = f"{counted(facts['row_groups'], 'row group')}, {counted(facts['tokens'], 'token')}"
         yield f"{name}: prepared in {shared.place}: {told}, {size(facts['blocks_bytes'])}"
 
 
 def _is_prepared(opened: OpenSnapshot, shared: SharedStore, seq_lens: list[int]) -> bool:
     packings = [opened.index.bins_path(split, seq_len) for split, seq_len in _packings(opened, seq_lens)]
-    return bool(opened.index.prepared) and all(shared.has(path.name) for path in packings)
+    return bool(opened.index.find_manifest()) and all(shared.has(path.name) for path in packings)
 
 
 def _told(name: str, failures: list[Failure]) -> str:

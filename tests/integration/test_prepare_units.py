@@ -13,16 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from penstock_server import prepare as prepare_module
 from penstock_server.blocks import shared as shared_module
 from penstock_server.blocks.shared import SharedStore
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.cluster import worker
+from penstock_server.cluster.on_ray import make_unit
 from penstock_server.cluster.units import Failure, Units
 from penstock_server.cluster.worker import Worker, run_here
 from penstock_server.monitoring.metrics import Metrics
 from penstock_server.prepare import prepare
+from penstock_server.problems import SnapshotGone
+from penstock_server.settings import Settings
 from support.corpora import write
 from support.processes import Fork, until
 from support.servers import Serve, penstock
@@ -261,6 +265,26 @@ def test_unit_that_takes_another_worker_long_is_made_twice(
         assert Worker(opened.units, 0, 2).run(nothing) == []
         assert opened.units.is_done(9)
     other.close()
+
+
+def test_task_that_sees_other_data_is_refused(opened: Opened, data: Path, tmp_path: Path) -> None:
+    settings = Settings.read({"data_dir": str(data), "store": str(tmp_path / "store"), "cache_dir": str(tmp_path)}, {})
+    assert make_unit(settings, "texts", opened.units.fingerprint, 3) is None
+    assert opened.units.done() == {3}
+    with pytest.raises(SnapshotGone, match="snapshot .* on one machine and 0123456789abcdef on another. Wait until no file"):
+        make_unit(settings, "texts", "0123456789abcdef", 4)
+
+
+def test_progress_is_printed_without_a_terminal(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare_module, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(worker, "_POLL_SECONDS", 0.01)
+    for _ in prepare(opened.snapshot, []):
+        pass
+    printed = capsys.readouterr().out.splitlines()
+    told = r"texts: preparing: \d+%, \d+ of 24 row groups, +[\d.?]+ row groups/s, [\d:?]+ left"
+    assert re.fullmatch(told, printed[0])
 
 
 def test_failing_store_ends_the_worker(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

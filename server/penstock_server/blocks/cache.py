@@ -338,7 +338,8 @@ class Maps:
         """
         block = self._map(key, self.cache.read(key))
         if block is None and self.shared and (body := self.shared.get(f"{key}{SUFFIX}")) is not None:
-            block = self._map(key, self.cache.read(key) if self._store(key, [body]) else pa.py_buffer(body))
+            # Not kept without a file: thousands of blocks fit into the address space, not into memory.
+            block = (self._map(key, self.cache.read(key)) if self._store(key, [body]) else None) or _parse(pa.py_buffer(body))
         return block
 
     def write(self, key: str, batch: pa.RecordBatch) -> int:

@@ -9,10 +9,9 @@ from functools import cache
 from typing import Any
 
 from penstock.cli.output import CommandError
-from penstock_server.catalog.catalog import open_data
-from penstock_server.catalog.dataset import OpenSnapshot
+from penstock_server.catalog.catalog import Catalog, open_data
 from penstock_server.cluster.units import MAX_ATTEMPTS, Failure, Units
-from penstock_server.problems import SnapshotGone
+from penstock_server.problems import Problem, SnapshotGone
 from penstock_server.settings import Settings
 
 _AHEAD = 2  # tasks in flight for each core of the cluster, so that no core waits for the driver
@@ -32,13 +31,11 @@ def run_on_ray(address: str, settings: Settings, units: Units, advance: Callable
     except ModuleNotFoundError as error:
         raise CommandError("Ray is not installed: pip install 'penstock[ray]'") from error
     try:
-        ray.init(address or None)
+        if not ray.is_initialized():  # for the first of several datasets; Ray ends with this process
+            ray.init(address or None)
     except ConnectionError as error:
         raise CommandError(f"no Ray cluster responds at {address}: {error}") from error
-    try:
-        return _Driver(ray, settings, units).run(advance)
-    finally:
-        ray.shutdown()
+    return _Driver(ray, settings, units).run(advance)
 
 
 class _Driver:
@@ -91,7 +88,7 @@ class _Driver:
             self._waiting.append(unit)
             return
         except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, OSError | SnapshotGone):
+            if isinstance(error.cause, OSError | Problem | CommandError):
                 raise error.cause from None
             raise
         except self._ray.exceptions.RayError as error:  # its process died, perhaps for its memory
@@ -110,7 +107,10 @@ class _Driver:
 
 
 def make_unit(settings: Settings, dataset: str, fingerprint: str, unit: int) -> str | None:
-    """Make a unit in a process of Ray. Return the reason if it fails. Raises OSError, SnapshotGone."""
+    """Make a unit in a process of Ray. Return the reason if it fails.
+
+    Raises OSError: the store fails. Raises SnapshotGone, and the errors of data or settings that cannot be opened here.
+    """
     units = _opened(settings, dataset)
     if units.fingerprint != fingerprint:
         raise SnapshotGone(
@@ -121,9 +121,16 @@ def make_unit(settings: Settings, dataset: str, fingerprint: str, unit: int) -> 
     return None if error is None else str(error)
 
 
-@cache  # a process makes many units
+# A process makes many units, of several datasets.
+
+
+@cache
 def _opened(settings: Settings, dataset: str) -> Units:
-    opened: OpenSnapshot = open_data(settings)[dataset].latest
-    shared = opened.blocks.shared
-    assert shared
-    return Units(opened, shared)
+    opened = _catalog(settings)[dataset].latest
+    assert opened.blocks.shared
+    return Units(opened, opened.blocks.shared)
+
+
+@cache
+def _catalog(settings: Settings) -> Catalog:
+    return open_data(settings)

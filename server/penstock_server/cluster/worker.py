@@ -72,7 +72,7 @@ class Worker:
         self._index, self._of = index, of
         self._done, self._failed = units.done(), dict[int, str]()
         self._running = dict[int, int]()  # number of the attempt at each unit of this process
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._turn, self._stopped = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
         self._longest_seconds = 0.0  # that a unit took
 
@@ -95,7 +95,8 @@ class Worker:
         for thread in threads:
             thread.start()
         refresh_at = time.monotonic() + _REFRESH_SECONDS
-        while any(thread.is_alive() for thread in threads) and not self._stopped.wait(_POLL_SECONDS / 4):
+        while (alive := [thread for thread in threads if thread.is_alive()]) and not self._stopped.is_set():
+            alive[0].join(_POLL_SECONDS)
             if self._of > 1 and (began_at := time.monotonic()) > refresh_at:
                 self._refresh()
                 refresh_at = time.monotonic() + max(_REFRESH_SECONDS, _LISTING_SHARE * (time.monotonic() - began_at))
@@ -123,7 +124,7 @@ class Worker:
 
     def _make_all(self, units: Iterator[int]) -> None:
         while not self._stopped.is_set():
-            with self._lock:
+            with self._turn:
                 unit = next(units, None)
             if unit is None:
                 return
@@ -168,17 +169,15 @@ class Worker:
         if self._units.is_done(unit):
             self._done.add(unit)
             return
-        with self._lock:
-            if self._stopped.is_set():
-                return
-            number = self._attempts.begin(unit)
-            if number:
-                self._running[unit] = number
-        if number is None and not is_second:
-            self._failed[unit] = self._attempts.reason(unit)
-        elif number and number > 1 and not is_alone:
+        number = self._attempts.begin(unit)
+        if number is None:
+            if not is_second:
+                self._failed[unit] = self._attempts.reason(unit)
+            return
+        self._running[unit] = number
+        if self._stopped.is_set() or (number > 1 and not is_alone):
             self._attempts.remove(unit, range(number, number + 1))
-        elif number:
+        else:
             began_at = time.monotonic()
             error = self._units.try_to_make(unit)
             self._longest_seconds = max(self._longest_seconds, time.monotonic() - began_at)
@@ -193,8 +192,7 @@ class Worker:
 
     def _stop(self) -> None:
         """Remove the attempts and claims of this process: an interrupted unit has not failed."""
-        with self._lock:
-            self._stopped.set()
+        self._stopped.set()
         for unit, number in list(self._running.items()):
             with suppress(OSError):
                 self._attempts.remove(unit, range(number, number + 1))

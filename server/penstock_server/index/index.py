@@ -42,7 +42,7 @@ from penstock_server.recipes.split import Selection
 _FORMAT = 4
 _SUFFIX = ".index"
 MANIFEST = ".manifest"  # suffix in the shared store
-_MANIFEST_SECONDS = 5.0
+_MANIFEST_SECONDS = 60.0
 _FORGET_SECONDS = 30 * 86_400.0
 _BINS_KEPT = 16  # in memory, of one snapshot
 # Packing takes a second of CPU for a million parts. More parts than these mean that seq_len is too short for the documents.
@@ -157,10 +157,16 @@ class Index:
 
     @property
     def prepared(self) -> Prepared | None:
-        """The manifest of the snapshot in the shared store; None without one. Then it asks again after some seconds."""
-        shared, now = self._blocks.shared, time.monotonic()
-        if self._prepared is None and shared and now >= self._ask_at:
-            self._ask_at = now + _MANIFEST_SECONDS
+        """The manifest of the snapshot; without one, the shared store is asked once a minute."""
+        if time.monotonic() >= self._ask_at:
+            self.find_manifest()
+        return self._prepared
+
+    def find_manifest(self) -> Prepared | None:
+        """Returns the manifest of the snapshot from the shared store; None if it has none."""
+        shared = self._blocks.shared
+        if self._prepared is None and shared:
+            self._ask_at = time.monotonic() + _MANIFEST_SECONDS
             body = shared.get(self._manifest_name)
             self._prepared = None if body is None else msgpack.unpackb(body)
         return self._prepared
@@ -181,7 +187,6 @@ class Index:
             "blocks_bytes": int(lengths.bytes_per_block.sum()),
         }
         shared.write(self._manifest_name, [msgpack.packb(manifest)])
-        self._ask_at = 0.0
 
     @property
     def _manifest_name(self) -> str:
