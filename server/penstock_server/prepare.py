@@ -116,7 +116,7 @@ def _told(name: str, failures: list[Failure]) -> str:
     return (
         f"{name}: {counted(len(failures), 'row group')} failed in each of {MAX_ATTEMPTS} attempts. All others are done.\n"
         f"{reasons}{more}\n"
-        f"Fix the cause, then run penstock prepare without --index on one machine: it tries them again, and finishes."
+        f"Fix the cause, then run the command again without --index: it tries them again, and finishes."
     )
 
 

@@ -87,7 +87,8 @@ class Worker:
             self._run_in_threads(1, self._make_rest, advance)
         finally:
             self._stop()
-        return [Failure(self._units.place(unit), reason) for unit, reason in sorted(self._failed.items())]
+        failed = [unit for unit in sorted(self._failed) if not self._units.is_done(unit)]  # another one may have succeeded
+        return [Failure(self._units.place(unit), self._failed[unit]) for unit in failed]
 
     def _run_in_threads(self, num_threads: int, work: Callable[[], None], advance: Callable[[int], None]) -> None:
         # Daemons: Ctrl-C and SIGTERM need not wait for a unit.

@@ -187,6 +187,7 @@ class Index:
             "blocks_bytes": int(lengths.bytes_per_block.sum()),
         }
         shared.write(self._manifest_name, [msgpack.packb(manifest)])
+        self._prepared = manifest
 
     @property
     def _manifest_name(self) -> str:
