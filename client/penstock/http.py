@@ -143,7 +143,6 @@ class HttpClient:
         if checksum.startswith("sha-256=:") and checksum != content_digest(body):
             raise WireError(f"the answer of {url} was damaged on the way: it does not match its checksum")
         if response.status == 200:
-            self._access.was_accepted = True
             return body
         headers = {name.lower(): value for name, value in response.headers.items()}
         raise failure_of(url, response.status, headers, bytes(body), by_proxy(server), self._access.remedy(server))
@@ -371,7 +370,7 @@ def _route_to(server: str, access: Access) -> _Route:
                 f"NO_PROXY={address.hostname}.",
                 ("servers",),
             )
-        return _Route(partial(connect, host, port), server, headers)
+        return _Route(partial(connect, host, port), server.partition("#")[0], headers)
 
     def tunnel(timeout: float) -> HTTPConnection:
         connection = connect(host, port, timeout=timeout)

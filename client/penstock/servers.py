@@ -21,6 +21,7 @@ from penstock.http import HttpClient, proxy_of
 from penstock.responses import TransientError
 
 _LOOK_SECONDS = 20.0  # mean time between looks at DNS and at replicas that were down
+_MAX_AWAY_SECONDS = 300.0  # that a replica is left alone which is ready, but fails
 _GLANCE_SECONDS = 0.2  # that a request waits for a look; with a lost packet or a slow resolver, a look takes seconds
 _READY_SECONDS = 2.0  # that a replica may be silent before it counts as down
 _SPREAD_TOGETHER = 1024  # ranks: bounds the cost of by_preference
@@ -37,7 +38,8 @@ class Servers:
     such as "http://data:8000#10.0.0.7": a URL whose connections go to that IP.
 
     The rank asks the first replica in its order that is not down. A replica is down from a failure, or from its word that it
-    will stop, until it answers again. Replicas that are down come last, the one first that went down first.
+    will stop, until it is ready again. Replicas that are down come last, the one first that went down first. A replica that is
+    ready, but fails again before it has answered, is left alone for longer each time.
 
     A thread looks now and then whether DNS has other IPs, and whether a replica is ready that the rank prefers to its current
     one. New replicas are down until this thread has reached them, so no loop waits for one that is not there yet.
@@ -56,6 +58,7 @@ class Servers:
         self._name = addresses[0] if len(addresses) == 1 and _is_looked_up(addresses[0]) else None
         self.addresses = by_preference(addresses, rank, world_size)
         self._down_since = dict.fromkeys(self.addresses, 0.0)  # 0: not down
+        self._num_relapses = dict.fromkeys(self.addresses, 0)  # that a replica which was not down failed, since its last answer
         self._not_before = dict.fromkeys(self.addresses, 0.0)
         self._answered_last = self.addresses[0]
         self._look_at = 0.0
@@ -97,17 +100,24 @@ class Servers:
         self._not_before[address] = 0.0
         if not self._down_since.get(address):
             self._went_down(address)
+            self._num_relapses[address] = 0
         return self.current
 
     def answered(self, address: str) -> bool:
         """Record an answer. Return whether the rank prefers this replica to the one that answered before."""
         self._not_before[address] = self._down_since[address] = 0.0
+        self._num_relapses[address] = 0
+        now = self._clock()
+        for other in self.addresses:  # such as replicas that still count the tokens: this one has done that
+            if self._not_before[other] > now and not self._down_since[other]:
+                self._went_down(other)
         before, self._answered_last = self._answered_last, address
         order = self.addresses
         return {address, before} <= {*order} and order.index(address) < order.index(before)
 
     def _went_down(self, address: str) -> None:
         now = self._clock()
+        self._num_relapses[address] = self._num_relapses.get(address, 0) + (not self._down_since.get(address))
         self._down_since[address] = now
         if self._look_at <= now:
             self._look_at = _next_look(now)
@@ -121,27 +131,33 @@ class Servers:
         has_reason = self._name or (len(self) > 1 and self._down_since[self.addresses[0]])
         if has_reason and now >= self._look_at and not (self._thread and self._thread.is_alive()):
             self._look_at = _next_look(now)
-            self._thread = threading.Thread(target=self._look, name="penstock-look", daemon=True)
-            self._thread.start()
-            self._thread.join(_GLANCE_SECONDS)
+            self._thread = thread = threading.Thread(target=self._look, args=(now,), name="penstock-look", daemon=True)
+            with suppress(RuntimeError):  # no thread can be started now
+                thread.start()
+                thread.join(_GLANCE_SECONDS)
         seen, self._seen = self._seen, None
         if not seen:
             return
         if seen[0] != self.addresses:
             self._down_since = {address: self._down_since.get(address, now) for address in seen[0]}
             self._not_before = {address: self._not_before.get(address, 0.0) for address in seen[0]}
+            self._num_relapses = {address: self._num_relapses.get(address, 0) for address in seen[0]}
             self.addresses = seen[0]
         if seen[1]:
             self._down_since[seen[1]] = 0.0
 
-    def _look(self) -> None:
+    def _look(self, now: float) -> None:
         """Find the replicas, and one that is ready and preferred to all that are not down. Runs in the thread."""
-        replicas, down_since = self.addresses, self._down_since
+        replicas, down_since, num_relapses = self.addresses, self._down_since, self._num_relapses
         if self._name and (found := replicas_of(self._name)) and {*found} != {*replicas}:
             replicas = by_preference(found, self._rank, self._world_size)
         for address in replicas:
             if down_since.get(address) == 0:
                 break
+            # 0, 20, 60, 140, 300 seconds
+            away_seconds = min(_LOOK_SECONDS * (2 ** max(0, num_relapses.get(address, 0) - 1) - 1), _MAX_AWAY_SECONDS)
+            if now - down_since.get(address, 0.0) < away_seconds:
+                continue
             if is_ready(address, self._access):
                 self._seen = replicas, address
                 return
@@ -190,12 +206,9 @@ def replicas_of(address: str) -> tuple[str, ...]:
         found = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_STREAM)
     except OSError:
         return ()
-    # A host with an IPv4 and an IPv6 address is one replica.
-    for family in (socket.AF_INET, socket.AF_INET6):
-        ips = {place[0] for kind, *_, place in found if kind == family}
-        if len(ips) > 1:
-            return tuple(f"{address}#{ip}" for ip in ips)
-    return (address,)
+    # A host with an IPv4 and an IPv6 address is one replica. IPs of a family without a route come last (RFC 6724).
+    ips = {place[0] for family, *_, place in found if family == found[0][0]}
+    return tuple(f"{address}#{ip}" for ip in ips) if len(ips) > 1 else (address,)
 
 
 def is_ready(address: str, access: Access | None) -> bool:
@@ -232,6 +245,10 @@ def is_address(text: str) -> bool:
     """Whether a text is a server address: a socket can be opened to it, and a path appended to it."""
     match = _ADDRESS.fullmatch(text)
     if not match or {"?", "#", "@"} & {*text}:
+        return False
+    try:
+        urlsplit(text)
+    except ValueError:  # [abc] is no IPv6 address
         return False
     return match[1] is None or 0 < int(match[1]) < 1 << 16
 

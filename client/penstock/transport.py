@@ -111,7 +111,7 @@ class Transport:
                 except (TransientError, PenstockError) as failure:
                     failures[server] = failure
                 if all(isinstance(failures.get(address), PenstockError) for address in self._servers.addresses):
-                    raise _refusal(failures)
+                    raise _refusal({address: failures[address] for address in self._servers.addresses})
             left = deadline - time.monotonic()
             if is_last or (failures and left <= 0):
                 raise self._unavailable(failures)
@@ -202,6 +202,7 @@ class Transport:
         while True:
             try:
                 body = self._http.get(server, target, then=then)
+                self._access.was_accepted = True
                 self.num_bytes += len(body)
                 return decode(body)
             except BlocksNotReady as progress:

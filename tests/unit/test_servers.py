@@ -34,7 +34,7 @@ def names(number: int, prefix: str = "http://data") -> list[str]:
     "given",
     [
         "", " ", "ftp://a:1", "http://", "::1", "a:port", "a:65536", "a:0", "http://a..b:80", "a" * 64, [],
-        "a:1?x=1", "a:1/b#c", "http:/a:1", "http://http://a:1", "a b:1", "a:1 /b",
+        "a:1?x=1", "a:1/b#c", "http:/a:1", "http://[abc]:80", "http://http://a:1", "a b:1", "a:1 /b",
         "a-{0..}:1", "a-{3..0}:1", "a-{0..99999}:1", "a-{0..1}-{0..1}:1", ["a:1", "a-{1..0}:1"], "a:{65535..65536}",
     ],
 )  # fmt: skip
@@ -339,6 +339,35 @@ def test_replicas_that_will_stop_come_last_until_they_are_ready_again(network: N
     assert servers.answered(first) is False  # no other has answered since
 
 
+def test_replica_that_is_ready_but_fails_is_left_alone_for_longer_each_time(network: Network) -> None:
+    network.ready |= {*names(3)}
+    servers, first, *_ = asked(network)
+    failed_at = list[float]()
+    for _ in range(3600):
+        network.now += 1
+        for address in servers.to_try():
+            if address != first:
+                servers.answered(address)
+                break
+            servers.failed(address)
+            failed_at.append(network.now)
+    pauses = [after - before for before, after in pairwise(failed_at)]
+    assert 10 <= pauses[0] <= 32
+    assert all(300 <= pause <= 332 for pause in pauses[5:])
+    assert len(failed_at) < 20
+
+
+def test_replica_that_still_counts_comes_after_one_that_has_counted(network: Network) -> None:
+    servers, first, second, third = asked(network)
+    servers.leave_alone(first, 1.0)
+    servers.answered(second)
+    network.now += 2
+    assert servers.to_try() == [second, third, first]
+    network.ready.add(first)
+    network.now += 30
+    assert servers.to_try()[0] == first
+
+
 def test_return_to_a_preferred_replica_is_reported_once(network: Network) -> None:
     servers, first, second, _ = asked(network)
     servers.answered(first)
@@ -388,7 +417,8 @@ def records(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         (["::1", "127.0.0.1"], [NAME]),
         (["10.0.0.7", "10.0.0.7"], [NAME]),
         (["10.0.0.8", "10.0.0.7"], [replica(7), replica(8)]),
-        (["fd00::8", "fd00::7", "10.0.0.8", "10.0.0.7"], [replica(7), replica(8)]),
+        (["10.0.0.8", "10.0.0.7", "fd00::8", "fd00::7"], [replica(7), replica(8)]),
+        (["10.0.0.7", "fd00::8", "fd00::7"], [NAME]),
         (["fd00::8", "fd00::7"], [f"{NAME}#fd00::7", f"{NAME}#fd00::8"]),
     ],
 )

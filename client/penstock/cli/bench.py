@@ -107,7 +107,7 @@ def tensors(server: str, dataset: str, spec: Spec, rank: int, epoch: int) -> Sup
 
 def frames(server: str, dataset: str, spec: Spec, rank: int, epoch: int) -> Supply:
     """Supply frames that are fetched ahead and checked, without tensors. Raises what Client raises."""
-    client = Client(server, dataset, rank=rank, retry_seconds=_RETRY_SECONDS)
+    client = Client(server, dataset, rank=rank, world_size=spec.world_size, retry_seconds=_RETRY_SECONDS)
     resolved = client.resolve(spec)
     transports: list[Transport] = []
 
