@@ -65,10 +65,6 @@ def test_cores_are_those_of_the_container(
     assert num_cores(tmp_path) == cores
 
 
-@pytest.mark.parametrize(
-    ("cores", "memory", "processes", "threads"),
-    [(2, 512 << 20, 1, 2), (64, 4 << 30, 1, 16), (64, 1 << 40, 4, 16), (2, 1 << 30, 4, 1), (1, 1 << 20, 1, 1)],
-)
 def test_cores_are_lowered_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "_machine_cores", lambda: 8)
     for text, cores in (("3", 3), ("64", 8), ("0", 1), ("", 8), ("all", 8)):
@@ -76,6 +72,10 @@ def test_cores_are_lowered_by_the_environment(monkeypatch: pytest.MonkeyPatch, t
         assert num_cores(tmp_path) == cores
 
 
+@pytest.mark.parametrize(
+    ("cores", "memory", "processes", "threads"),
+    [(2, 512 << 20, 1, 2), (64, 4 << 30, 1, 16), (64, 1 << 40, 4, 16), (2, 1 << 30, 4, 1), (1, 1 << 20, 1, 1)],
+)
 def test_decode_threads_are_limited_by_cores_and_memory(
     monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, processes: int, threads: int
 ) -> None:
