@@ -196,25 +196,41 @@ def fetch_ranges(
 ) -> Generator[Sequence[Frame], None, None]:
     """Yield the frames of the steps of some epochs in order, in ranges that double from one frame up to `target_bytes`.
 
+    The largest ranges have n steps, and no range goes beyond a multiple of n; strided steps are counted by their stride. So a
+    job soon requests the ranges of other jobs, wherever it resumes. A cache between them and the server then has them.
+
     `fetch(steps, then)` returns the frames of `steps`, or only the first few, but at least one. If it returns all, the next
     call is for `then`; None after the last steps. Raises what `fetch` raises.
     """
-    size = following = 1  # the first batch comes alone, so that the loop starts at once
+    size = limit = largest = 1  # the first batch comes alone, so that the loop starts at once
     wanted: Iterator[Steps | None] = chain((epoch for epoch in epochs if len(epoch)), [None])
     for epoch, after in pairwise(wanted):
         assert epoch
-        start, stop = 0, len(epoch)
-        while start < stop:
-            end = min(start + size, stop)
-            then = epoch[end : end + following] if end < stop else after and after[:following]
-            frames = fetch(epoch[start:end], then)
+        while epoch:
+            steps = epoch[:size]
+            rest = epoch[size:] or after
+            then = rest and rest[: _range_size(rest, limit, largest)]
+            frames = fetch(steps, then)
             yield frames
-            start += len(frames)
-            largest = max(1, target_bytes * len(frames) // _nbytes(frames))
-            if start < end:  # the range is incomplete: begin with a small one again
-                size = following = min(len(frames), largest)
-            else:
-                size, following = following, min(2 * following, largest)
+            epoch = epoch[len(frames) :]
+            largest = _rounded(max(1, target_bytes * len(frames) // _nbytes(frames)))
+            if len(frames) < len(steps):  # the range is incomplete: begin with a small one again
+                limit = min(len(frames), largest)
+                size = _range_size(epoch, limit, largest)
+            elif then:
+                size, limit = len(then), min(2 * limit, largest)
+
+
+def _range_size(steps: Steps, limit: int, largest: int) -> int:
+    """Return the number of steps of the next range: see fetch_ranges."""
+    place = steps.numbers[0] // steps.numbers.step
+    return min(limit, largest - place % largest)
+
+
+def _rounded(number: int) -> int:
+    """Round down by an eighth at most: frames of different lengths must not change the largest range of each job."""
+    spare = max(0, number.bit_length() - 4)
+    return number >> spare << spare
 
 
 def _nbytes(frames: Sequence[Frame]) -> int:

@@ -284,6 +284,31 @@ def test_ranges_grow_from_one_frame_to_the_target() -> None:
     assert [frame for each in ranges for frame in each] == frames(steps)
 
 
+@pytest.mark.parametrize("stride", [1, 3])
+def test_jobs_request_the_same_ranges_wherever_they_resume(stride: int) -> None:
+    def asked(first: int, target: int) -> list[range]:
+        found: list[range] = []
+
+        def fetch(steps: Steps, then: Steps | None) -> list[Frame]:
+            found.append(steps.numbers)
+            return frames(steps)
+
+        steps = epoch(range(2 % stride + first * stride, 1000, stride))
+        assert sum(map(len, fetch_ranges(fetch, [steps], target))) == sum(map(len, found)) == len(steps)
+        return found
+
+    target = TARGET * 27 // 16
+    whole = asked(0, target)
+    assert max(map(len, whole)) == 26
+    assert asked(0, target + TARGET // 32) == whole  # as if the frames were a little smaller
+    for first in range(100):
+        again = asked(first, target)
+        assert len(again[0]) == 1  # the loop starts at once
+        later = [numbers for numbers in again if numbers[0] // stride >= first + 2 * 26]
+        assert later
+        assert {*later} <= {*whole}
+
+
 def test_range_has_at_least_one_frame() -> None:
     large = partial(frames, nbytes=64 * KIB)
     assert [len(each) for each in fetch_ranges(large, [epoch(range(4))], TARGET)] == [1] * 4
