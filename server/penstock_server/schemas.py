@@ -716,6 +716,10 @@ class HistoryInfo(_Schema):
     """Requested blocks that were cached."""
     misses: list[float | None]
     """Requested blocks that were not cached."""
+    throttled: list[float | None]
+    """Requests that a source of shards throttled."""
+    failed: list[float | None]
+    """Requests that failed at a source of shards."""
     cache_used_bytes: list[float | None]
     """Bytes of the cached blocks at the end of the bucket."""
 
@@ -752,6 +756,10 @@ class ServerInfo(_Schema):
     """Most bytes that they may take."""
     cache_hit_fraction: float | None
     """Fraction of the requested blocks that were cached; null without requests."""
+    source_requests_throttled: int | None
+    """Requests that an object store, the hub or a web server throttled in the last minute; they are repeated."""
+    source_requests_failed: int | None
+    """Requests that failed there in the last minute; they are repeated."""
     history: NotRequired[HistoryInfo]
     """The last hour."""
 

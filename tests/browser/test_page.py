@@ -151,7 +151,7 @@ def fake_jobs(has_history: bool) -> dict[str, Any]:
         "version": "0.1.0", "time": now, "started_at": now - 3540, "processes": 2, "tokens_per_second": 1e6,
         "bytes_per_second": 3e6, "batches_per_second": 41.0, "refusals_per_second": 0.0, "in_flight_bytes": 120_000_000,
         "in_flight_budget_bytes": 10**9, "cache_used_bytes": 3 * 10**9, "cache_budget_bytes": 8 * 10**9,
-        "cache_hit_fraction": 0.98,
+        "cache_hit_fraction": 0.98, "source_requests_throttled": 12, "source_requests_failed": 0,
     }  # fmt: skip
     if has_history:
         sums = {name: [None] * 20 + [30.0] * 100 for name in ("tokens", "bytes", "batches", "refusals", "hits", "misses")}
@@ -255,6 +255,8 @@ def test_server_view_plots_the_last_hour(open_page: Open) -> None:
     page.locator(".plots canvas").nth(4).wait_for()
     tiles = page.locator(".stats").inner_text()
     assert all(text in tiles for text in ("120.0 MB", "budget 1.0 GB", "3.0 GB", "room for 8.0 GB", "98 %", "2 processes"))
+    [trouble] = page.locator(".trouble").all_inner_texts()
+    assert trouble == "▲ The store of the shards throttles this server: 12 requests repeated in the last minute."
 
 
 def test_batch_shows_the_text_that_the_server_sends(server: Server, open_page: Open) -> None:

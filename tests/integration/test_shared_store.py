@@ -247,4 +247,5 @@ def test_store_that_fails_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFi
     catalog = servers.start()
     assert len(rows(catalog)) == len(TEXTS)
     assert "the store s3://nowhere/x fails: no connection; blocks are made without it meanwhile" in caplog.text
+    assert outcomes(catalog).keys() == {"failed"}  # no request is made for a while, so none is a miss
     servers.close()

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pyarrow as pa
 import pytest
 
 import penstock_server.sources.remote as remote
 import penstock_server.sources.remote_file as remote_file
 from penstock.spec import Spec
+from penstock_server.api.admission import InFlight
 from penstock_server.api.shown import ShownPaths
+from penstock_server.app import create_app
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import Catalog, open_catalog
-from penstock_server.problems import DatasetInvalid, ShardUnavailable, SnapshotGone
+from penstock_server.problems import DatasetInvalid, DatasetUnavailable, ShardUnavailable, SnapshotGone
 from penstock_server.recipes.allowed import AllowedFiles
 from penstock_server.settings import Settings
 from support.corpora import write, write_numbered, write_shards, write_tokenizer
 from support.engine import rows_of
 from support.hub import TOKEN, FileServer, file_server
-from support.servers import Serve
+from support.servers import Serve, pages, serving_app
 from support.stores import Uploaded, object_store
 
 TEXTS = [f"the {word} fox number {n}" for n in range(200) for word in ("quick", "brown")]
@@ -46,9 +49,9 @@ def write_ids(data: Path, *firsts: int) -> None:
 def open_url(tmp_path: Path) -> Iterator[Callable[..., Catalog]]:
     stores = list[BlockStore]()
 
-    def run(*places: Path | str, allowed: AllowedFiles | None = None) -> Catalog:
+    def run(*places: Path | str, allowed: AllowedFiles | None = None, waits: bool = False) -> Catalog:
         stores.append(BlockStore(tmp_path / f"cache-{len(stores)}"))
-        return open_catalog(places, None, stores[-1], allowed)
+        return open_catalog(places, None, stores[-1], allowed, waits=waits)
 
     yield run
     for store in stores:
@@ -318,6 +321,66 @@ def test_store_that_is_away_is_waited_for(
         assert opened.blocks.get([1])[0].num_rows == 20
         catalog.refresh("a.ids")
         assert catalog["a.ids"].error is None
+
+
+def test_server_starts_while_its_source_is_away(
+    data: Path, open_url: Callable[..., Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.3)
+    with hub(data, monkeypatch) as served:
+        served.failures = [503] * 1000
+        with pytest.raises(DatasetInvalid, match="does not respond as expected: 503"):
+            open_url("hf://datasets/org/name")
+        catalog = open_url("hf://datasets/org/name", waits=True)
+        with serving_app(create_app(catalog, InFlight(1 << 30))) as url:
+            assert httpx.get(f"{url}/readyz").status_code == 503
+            problem = httpx.get(f"{url}/v1/datasets/a.ids/spec").json()
+            assert (problem["status"], problem["type"]) == (503, "urn:penstock:problem:dataset-unavailable")
+            assert "does not respond as expected: 503" in problem["detail"]
+            assert httpx.get(f"{url}/metrics").text.count('penstock_source_requests_total{outcome="throttled"}') == 1
+            served.failures = []
+            catalog.poll()
+            catalog.refresh("a.ids")
+            assert httpx.get(f"{url}/readyz").status_code == 200
+            served.failures = [503, 429, 500]
+            assert tokens_of(catalog, "a.ids") == tokens_of(open_url(data), "a.ids")
+            server = httpx.get(f"{url}/v1/jobs").json()["server"]
+            assert (server["source_requests_throttled"], server["source_requests_failed"]) == (2, 1)
+
+
+def test_recipe_whose_source_is_away_is_waited_for(
+    data: Path, tmp_path: Path, open_url: Callable[..., Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.3)
+    (tmp_path / "recipes" / "ids").mkdir(parents=True)
+    (tmp_path / "recipes" / "ids" / "penstock.toml").write_text('shards = "hf://datasets/org/name/a/ids"\n')
+    with hub(data, monkeypatch) as served:
+        served.failures = [500] * 1000
+        allowed = AllowedFiles((tmp_path / "recipes",), sources=("hf://datasets/org",))
+        catalog = open_url(tmp_path / "recipes", allowed=allowed, waits=True)
+        with pytest.raises(DatasetUnavailable, match="does not respond as expected: 500"):
+            catalog.plan("ids", Spec(batch_size=2))
+        served.failures = []
+        catalog.refresh("ids")
+        assert tokens_of(catalog, "ids") == tokens_of(open_url(data), "a.ids")
+
+
+def test_bucket_in_another_region_is_reported(open_url: Callable[..., Catalog], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pages(lambda _: (301, b"<Error><Code>PermanentRedirect</Code></Error>")) as store:
+        for name, value in (("ENDPOINT_URL", store), ("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        with pytest.raises(DatasetInvalid, match="the bucket is in another region; set AWS_REGION"):
+            open_url("s3://bucket/corpus", waits=True)
+
+
+@pytest.mark.parametrize("answer", [b"no", b"{}", b"[]", b'[{"type": "file"}]', b'{"sha": "x"}', b"\xff"])
+def test_wrong_answer_of_the_hub_is_reported(
+    data: Path, open_url: Callable[..., Catalog], monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    with hub(data, monkeypatch) as served:
+        served.answer = answer
+        with pytest.raises(DatasetInvalid, match="name cannot be read: 127.0.0.1:[0-9]+ does not answer as the hub does"):
+            open_url("hf://datasets/org/name", waits=True)
 
 
 def test_refused_credentials_are_reported_without_them(

@@ -21,6 +21,7 @@ class FileServer:
 
     paths     /files/PATH, of the last commit; and the hub's, which redirect to /cdn/
     ignores_conditions  whether it sends a file that If-Match does not name
+    answer    what the hub's API answers in place of the truth
     failures  statuses to answer with, one for each of the next requests
     seen      number of requests by the first part of their path
     """
@@ -29,6 +30,7 @@ class FileServer:
         self.commits = [files]
         self.failures: list[int] = []
         self.ignores_conditions = False
+        self.answer: bytes | None = None
         self.seen = Counter[str]()
         self.tokens = Counter[str]()
         self.url = ""
@@ -73,6 +75,8 @@ def file_server(files: dict[str, bytes]) -> Iterator[FileServer]:
                 self._send(served.failures.pop(0), b"", is_head=is_head)
             elif kind in ("api", "datasets") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 self._send(401, b"", is_head=is_head)
+            elif kind == "api" and served.answer is not None:
+                self._send(200, served.answer, is_head=is_head)
             elif path == "/api/datasets/org/name/revision/main":
                 self._send(200, json.dumps({"sha": served.commit_id}).encode(), is_head=is_head)
             elif found := re.fullmatch(r"/api/datasets/org/name/tree/([0-9a-f]{40})(/.*)?", path):

@@ -22,7 +22,7 @@ from datetime import datetime
 from errno import ENOENT
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock_server.files import Damaged, Piece, map_sealed, sealed, unsealed, write_sealed
 from penstock_server.logs import Seldom
@@ -68,9 +68,16 @@ class SharedStore:
 
     def get(self, name: str) -> memoryview | None:
         """Return the content of a file, without its seal; None if the store does not have it, or fails."""
-        content = self._attempt(lambda: self._objects.get(name))
+
+        def request() -> Any:
+            try:
+                return self._objects.get(name)
+            except FileNotFoundError:
+                self._metrics.store_requests.labels("miss").inc()
+                raise
+
+        content = self._attempt(request)
         if content is None:
-            self._metrics.store_requests.labels("miss").inc()
             return None
         try:
             body = unsealed(memoryview(content), name)

@@ -67,13 +67,16 @@ class Catalog(CatalogView):
             views[identity.datasets] = CatalogView(visible, self._loading, identity.may_see)
         return views[identity.datasets]
 
-    def open(self) -> None:
-        """Open the datasets in the data folder. Raises DatasetInvalid: no dataset can be served; it lists the reasons."""
+    def open(self, *, waits: bool) -> None:
+        """Open the datasets in the data folder. With `waits`, a source may be away: a later poll opens its datasets.
+
+        Raises DatasetInvalid: no dataset can be served; it lists the reasons.
+        """
         with self._scanned() as (scan, loaders):
             for name, loader in loaders.items():
                 with suppress(DatasetInvalid):  # a request for the dataset raises the error
                     loader.refresh(scan.shards[name])
-        if self.is_serving:
+        if self.is_serving or (waits and self._names.scan.away):
             return
         reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
         if reasons:
@@ -160,8 +163,11 @@ class Catalog(CatalogView):
         return reason
 
 
-def open_data(settings: Settings) -> Catalog:
-    """Return the opened catalog of the settings. Raises DatasetInvalid. Raises SettingsError: the cache folder is unusable."""
+def open_data(settings: Settings, *, waits: bool = False) -> Catalog:
+    """Return the opened catalog of the settings; see Catalog.open.
+
+    Raises DatasetInvalid. Raises SettingsError: the cache folder is unusable.
+    """
     try:
         shared = place_of(settings.store) if settings.store else None
         store = BlockStore(settings.cache_dir, settings.cache_bytes, settings.num_decoders, settings.max_decoded_bytes, shared)
@@ -170,11 +176,16 @@ def open_data(settings: Settings) -> Catalog:
             f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. Name another with "
             f"--cache-dir."
         ) from error
-    return open_catalog(settings.data_dir, settings.tokenizer, store, settings.allowed_files)
+    return open_catalog(settings.data_dir, settings.tokenizer, store, settings.allowed_files, waits=waits)
 
 
 def open_catalog(
-    data_dir: Path | Sequence[Path | str], tokenizer: Path | None, store: BlockStore, allowed: AllowedFiles | None = None
+    data_dir: Path | Sequence[Path | str],
+    tokenizer: Path | None,
+    store: BlockStore,
+    allowed: AllowedFiles | None = None,
+    *,
+    waits: bool = False,
 ) -> Catalog:
     """Return the opened catalog of a folder, or of several places.
 
@@ -187,7 +198,7 @@ def open_catalog(
     places = (data_dir,) if isinstance(data_dir, Path) else tuple(data_dir)
     folders = tuple(place for place in places if isinstance(place, Path))
     catalog = Catalog(places, tokenizer, store, allowed or AllowedFiles(folders))
-    catalog.open()
+    catalog.open(waits=waits)
     with suppress(OSError):  # last: a served dataset may have been missing for long, or the clock was wrong
         drop_old_counts(store.cache.folder, time.time())
         drop_old_notes(store.cache.folder, time.time())

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.text import as_utf8
-from penstock_server.problems import DatasetInvalid
+from penstock_server.problems import DatasetInvalid, DatasetUnavailable
 from penstock_server.recipes.allowed import EVERYTHING, AllowedFiles
 from penstock_server.recipes.config import read_toml
 from penstock_server.recipes.infer import FILE_NAME
 from penstock_server.sources.recipe_files import SUFFIXES
 from penstock_server.sources.registry import RemoteRoot, Sources
-from penstock_server.sources.remote import RemoteFolder, is_shard
+from penstock_server.sources.remote import Away, RemoteFolder, is_shard
 from penstock_server.sources.stats import FileStat, is_settled
 from penstock_server.sources.urls import is_url
 
@@ -125,6 +125,7 @@ class Scan:
     remotes   where the shards of a dataset lie, if not in its folder, which has copies of the recipe's files then
     refused   names that cannot be served, with the reason
     unread    folders whose contents are unknown, with the reason: they cannot be listed, or are broken symlinks
+    away      those of them whose source does not respond for now
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
@@ -134,12 +135,18 @@ class Scan:
     remotes: dict[str, RemoteFolder] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     unread: dict[Path, str] = field(default_factory=dict)
+    away: set[Path] = field(default_factory=set)
     roots: tuple[Path, ...] = ()
 
     def why_unknown(self, name: str) -> str | None:
         """Return why it is unknown whether a dataset exists: its folder would be below one that cannot be read."""
         reasons = (self.why_unread(root.joinpath(*name.split("."))) for root in self.roots)
         return next(filter(None, reasons), None)
+
+    def is_away(self, name: str) -> bool:
+        """Return whether a dataset may exist in a source that does not respond for now."""
+        paths = (root.joinpath(*name.split(".")) for root in self.roots)
+        return any(not self.away.isdisjoint((path, *path.parents)) for path in paths)
 
     def why_unread(self, folder: Path) -> str | None:
         """Return why the contents of a folder, or of a parent, are unknown; None if they are known."""
@@ -187,6 +194,8 @@ def _scan_remote(root: RemoteRoot, scan: Scan, named: dict[str, list[Found]]) ->
         root.files.update(recipes)
     except OSError as error:
         scan.refused[root.name] = scan.unread[mirror] = _cannot_be_read(remote, error)
+        if isinstance(error, Away):
+            scan.away.add(mirror)
         return
     folders = {*shards, *(key.rpartition("/")[0] for key in recipes if key.endswith(f"/{FILE_NAME}"))}
     for folder in sorted(folders):
@@ -242,8 +251,10 @@ def _scan_folders(data_dir: Path, sources: Sources, allowed: AllowedFiles, scan:
         elif listing.shards or listing.has_recipe:
             try:
                 found = Found(folder, listing.shards) if listing.shards else _shards_elsewhere(folder, sources, allowed)
-            except DatasetInvalid as invalid:
-                scan.refused[name] = scan.unread[folder] = str(invalid)
+            except (DatasetInvalid, DatasetUnavailable) as problem:
+                scan.refused[name] = scan.unread[folder] = str(problem)
+                if isinstance(problem, DatasetUnavailable):
+                    scan.away.add(folder)
                 continue
             if found.shards or folder != data_dir:
                 named[name].append(found)
@@ -252,7 +263,10 @@ def _scan_folders(data_dir: Path, sources: Sources, allowed: AllowedFiles, scan:
 
 
 def _shards_elsewhere(folder: Path, sources: Sources, allowed: AllowedFiles) -> Found:
-    """Return the shards that the recipe of a folder without shards names. Raises DatasetInvalid: they cannot be listed."""
+    """Return the shards that the recipe of a folder without shards names.
+
+    Raises DatasetInvalid: they cannot be listed. Raises DatasetUnavailable: for now.
+    """
     try:
         url = read_toml(folder / FILE_NAME).get("shards")
     except DatasetInvalid:  # reading it as a mixture reports the error
@@ -267,7 +281,8 @@ def _shards_elsewhere(folder: Path, sources: Sources, allowed: AllowedFiles) -> 
         if shards := remote.shards():
             return Found(folder, shards, remote)
     except OSError as error:
-        raise DatasetInvalid(f"{folder}: {_cannot_be_read(remote, error)}") from None
+        problem = DatasetUnavailable if isinstance(error, Away) else DatasetInvalid
+        raise problem(f"{folder}: {_cannot_be_read(remote, error)}") from None
     raise DatasetInvalid(f"{folder}: {remote} holds no file that ends in .parquet. Correct shards in {FILE_NAME}.")
 
 

@@ -210,7 +210,7 @@ class CatalogView:
         return loader.open_snapshot(fingerprint)
 
     def _loader(self, name: str) -> DatasetLoader:
-        """Return the loader of a dataset. Raises UnknownDataset, DatasetInvalid (refused) or BadParameter (a mixture)."""
+        """Return the loader of a dataset. Raises UnknownDataset, DatasetInvalid, DatasetUnavailable, BadParameter."""
         names = self._names
         if name in names.datasets:
             return names.datasets[name]
@@ -218,7 +218,7 @@ class CatalogView:
         if is_visible:
             reason = names.scan.why_unknown(name) or names.refused.get(name)
             if reason:
-                raise DatasetInvalid(reason)
+                raise DatasetUnavailable(reason) if names.scan.is_away(name) else DatasetInvalid(reason)
         if mixture := names.mixtures.get(name):
             raise BadParameter(
                 f"{name} is a mixture: rows and snapshots belong to its datasets. Use one of "

@@ -35,19 +35,23 @@ from penstock_server.security.tokens import Identity
 log = logging.getLogger("penstock.monitor")
 
 _SECONDS = 1.0
-_RATES = {  # counters whose history is kept
-    "tokens": "penstock_tokens_total",
-    "bytes": "penstock_response_bytes_total",
-    "batches": "penstock_batches_total",
-    "refusals": "penstock_refusals_total",
-    "hits": "penstock_cache_hits_total",
-    "misses": "penstock_cache_misses_total",
+_RATES = {  # counters whose history is kept, each with labels that it must have
+    "tokens": ("penstock_tokens_total", {}),
+    "bytes": ("penstock_response_bytes_total", {}),
+    "batches": ("penstock_batches_total", {}),
+    "refusals": ("penstock_refusals_total", {}),
+    "hits": ("penstock_cache_hits_total", {}),
+    "misses": ("penstock_cache_misses_total", {}),
+    "throttled": ("penstock_source_requests_total", {"outcome": "throttled"}),
+    "failed": ("penstock_source_requests_total", {"outcome": "failed"}),
 }
 _OF_ALL_DATASETS = (
     *(f"{name}_per_second" for name in ("tokens", "bytes", "batches", "refusals")),
     "in_flight_bytes",
     "cache_used_bytes",
     "cache_hit_fraction",
+    "source_requests_throttled",
+    "source_requests_failed",
 )
 
 
@@ -121,7 +125,10 @@ class Monitor:
         place = self._place
         families = slot_counters(place.folder, place.slot) if place else self._metrics.registry.collect()
         samples = [sample for family in families for sample in family.samples]
-        return {name: sum(s.value for s in samples if s.name == counter) for name, counter in _RATES.items()}
+        return {
+            name: sum(s.value for s in samples if s.name == counter and labels.items() <= s.labels.items())
+            for name, (counter, labels) in _RATES.items()
+        }
 
     def _statuses(self) -> list[dict[str, Any]]:
         """Return the statuses of all processes of the server."""
@@ -169,6 +176,8 @@ class Monitor:
             "cache_used_bytes": cache.used_bytes,
             "cache_budget_bytes": cache.budget_bytes,
             "cache_hit_fraction": rates["hits"] / requested if requested else None,
+            "source_requests_throttled": round(rates["throttled"]),
+            "source_requests_failed": round(rates["failed"]),
         }
         if not sees_all:
             server |= dict.fromkeys(_OF_ALL_DATASETS)

@@ -79,7 +79,7 @@ def run(
         watcher.watch(certificates.paths, certificates.load)
     if settings.tokens or settings.tls_cert:
         signal.signal(signal.SIGHUP, lambda *_: watcher.wake())
-    catalog = open_data(settings)
+    catalog = open_data(settings, waits=settings.poll_seconds > 0)
     listen(listener, settings)
     if not ready:
         # After shutdown, uvicorn raises the stop signal again, and this process ends. A KeyboardInterrupt would first wait for

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from penstock_server.monitoring.metrics import Metrics
@@ -48,21 +49,19 @@ class Hub(Http):
         if _COMMIT.fullmatch(self._revision):
             return self._revision
         path = f"/api/datasets/{self._repository}/revision/{quote(self._revision, safe='')}"
-        answer, _ = self.get_json(f"{self._endpoint}{path}", self._headers())
-        return str(answer["sha"])
+        commit, _ = self.get_json(f"{self._endpoint}{path}", self._headers(), lambda answer: str(answer["sha"]))
+        return commit
 
     def _listed(self, commit: str) -> Iterator[tuple[str, FileStat]]:
         folder = f"/{quote(self._folder)}" if self._folder else ""
         url = f"{self._endpoint}/api/datasets/{self._repository}/tree/{commit}{folder}?recursive=true"
         while url:
-            entries, response = self.get_json(url, self._headers())
-            for entry in entries:
-                if entry["type"] == "file":
-                    key = entry["path"].removeprefix(f"{self._folder}/") if self._folder else entry["path"]
-                    content = entry.get("lfs", entry)["oid"]
-                    known = self._files.get(key)
-                    is_same = known is not None and known.version.partition(_AT)[0] == content
-                    yield key, known if known and is_same else FileStat(entry["size"], version=f"{content}{_AT}{commit}")
+            files, response = self.get_json(url, self._headers(), _files_of)
+            for path, size_bytes, content in files:
+                key = path.removeprefix(f"{self._folder}/") if self._folder else path
+                known = self._files.get(key)
+                is_same = known is not None and known.version.partition(_AT)[0] == content
+                yield key, known if known and is_same else FileStat(size_bytes, version=f"{content}{_AT}{commit}")
             url = response.links.get("next", {}).get("url", "")
 
     def _read(self, key: str, stat: FileStat, start: int, stop: int) -> bytes:
@@ -90,6 +89,12 @@ class Hub(Http):
         """Return the header with the token, which is read again for each request: it may be replaced during a long run."""
         token = os.environ.get("HF_TOKEN") or _stored_token()
         return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _files_of(entries: Any) -> list[tuple[str, int, str]]:
+    """Return the path, the bytes, and the hash of the content of each file of a tree."""
+    files = [entry for entry in entries if entry["type"] == "file"]
+    return [(str(file["path"]), int(file["size"]), str(file.get("lfs", file)["oid"])) for file in files]
 
 
 def _stored_token() -> str:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from datetime import datetime, timedelta
-from errno import EEXIST
+from errno import EACCES, EEXIST
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -151,6 +151,8 @@ class ObjectStore(Source):
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise forbidden(_status(error)) from None
         except exceptions.BaseError as error:
+            if "BareRedirect" in str(error):
+                raise PermissionError(EACCES, "the bucket is in another region; set AWS_REGION") from None
             status = _status(error)
             if status.startswith("4") and not status.startswith(("408", "429")):
                 raise forbidden(status) from None

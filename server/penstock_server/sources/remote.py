@@ -36,6 +36,13 @@ class Retryable(Exception):
         self.is_throttled = is_throttled
 
 
+class Away(OSError):
+    """The source does not respond as expected for now; later it may."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EIO, reason)
+
+
 def not_found() -> FileNotFoundError:
     """Return the error for an object that does not exist."""
     return FileNotFoundError(ENOENT, "there is no such object")
@@ -79,7 +86,7 @@ class Source(ABC):
         """Return the bytes of several ranges of an object, which are requested at the same time."""
         return [*self._threads.map(lambda bounds: self.read(key, stat, *bounds), ranges)]
 
-    def attempt(self, request: Callable[[], T], retry_seconds: float = _RETRY_SECONDS) -> T:
+    def attempt(self, request: Callable[[], T], retry_seconds: float | None = None) -> T:
         """Return the result of a request. After a failure, it tries again for some seconds, with random pauses that grow."""
         failed_at, pause = float("inf"), _MIN_PAUSE_SECONDS
         while True:
@@ -92,8 +99,8 @@ class Source(ABC):
             except Retryable as error:
                 self._metrics.source_requests.labels("throttled" if error.is_throttled else "failed").inc()
                 failed_at = min(failed_at, time.monotonic())
-                if time.monotonic() - failed_at > retry_seconds:
-                    raise OSError(EIO, f"{self.url} does not respond as expected: {error}") from None
+                if time.monotonic() - failed_at > (_RETRY_SECONDS if retry_seconds is None else retry_seconds):
+                    raise Away(f"{self.url} does not respond as expected: {error}") from None
                 delay = pause * random.uniform(0.5, 1.5)
                 if error.is_throttled:
                     self._pause_until = time.monotonic() + delay

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import httpx
@@ -12,6 +11,8 @@ import httpx
 from penstock_server.monitoring.metrics import Metrics
 from penstock_server.sources.remote import Changed, Retryable, Source, forbidden, not_found
 from penstock_server.sources.stats import FileStat
+
+T = TypeVar("T")
 
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # without progress, not in all
 _MAX_LIST_BYTES = 64 << 20
@@ -51,13 +52,13 @@ class Http(Source):
         if self._client:
             self._client.close()
 
-    def get_json(self, url: str, headers: Mapping[str, str] | None = None) -> tuple[Any, httpx.Response]:
-        """Return the JSON of a response, and the response."""
+    def get_json(self, url: str, headers: Mapping[str, str], parse: Callable[[Any], T]) -> tuple[T, httpx.Response]:
+        """Return what `parse` makes of the JSON of a response, and the response."""
         response = self.attempt(lambda: self.request("GET", url, headers))
         try:
-            return response.json(), response
-        except json.JSONDecodeError:
-            raise OSError(f"{self.url} did not answer with JSON") from None
+            return parse(response.json()), response
+        except (AttributeError, LookupError, TypeError, ValueError):
+            raise OSError(f"{urlsplit(url).netloc} does not answer as the hub does") from None
 
     def get_range(self, url: str, start: int, stop: int, headers: Mapping[str, str]) -> httpx.Response:
         """Return the response with bytes [start, stop) of a URL."""

@@ -30,6 +30,8 @@ export function ServerView({ jobs, datasets }) {
     <//>
     ${!seesAll && html`<p>Rates, memory and cache are those of all datasets together. Sign in with a token for all datasets to see them.</p>`}
     ${failure && html`<p class="trouble">▲ Blocks cannot be stored: ${shown(failure)}</p>`}
+    ${server.source_requests_throttled > 0 && html`<p class="trouble">▲ The store of the shards throttles this server: ${num(server.source_requests_throttled)} requests repeated in the last minute.</p>`}
+    ${server.source_requests_failed > 0 && html`<p class="trouble">▲ The store of the shards does not respond as expected: ${num(server.source_requests_failed)} requests repeated in the last minute.</p>`}
     ${counting.length > 0 && html`<h2>Counting tokens</h2>
       <${Table} name="counting" heads=${["dataset", "progress"]} rows=${counting.map((one) => ({ cells: [shown(one.name), html`<${Counted} of=${one} />`] }))} />`}
     ${seesAll && past && html`<h2>The last hour</h2><div class="plots">${plots(past)}</div>`}`;
