@@ -14,12 +14,16 @@ from random import Random
 from typing import Literal
 from urllib.parse import urlsplit
 
-Kind = Literal["delay", "cut", "truncate", "flip", "error", "garbage", "hang"]
+Kind = Literal["delay", "cut", "truncate", "flip", "error", "garbage", "hang", "throttle"]
 KINDS: tuple[Kind, ...] = ("delay", "cut", "truncate", "flip", "error", "garbage", "hang")
 
 _DELAY_SECONDS = 0.05
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
-_ERROR = b"HTTP/1.1 500 Oops\r\nContent-Length: 4\r\n\r\nOops"
+_ANSWERS: dict[Kind, bytes] = {
+    "error": b"HTTP/1.1 500 Oops\r\nContent-Length: 4\r\n\r\nOops",
+    "throttle": b"HTTP/1.1 503 Slow Down\r\nContent-Length: 40\r\n\r\n<Error><Code>SlowDown</Code></Error>\r\n\r\n",
+}
+_AT_ONCE: tuple[Kind, ...] = ("error", "garbage", "throttle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Strike:
     truncate  it is closed, as if all had been sent
     flip      a bit of the next byte is flipped, and it goes on
     error     the first request is answered with a 500, and `after_bytes` does not matter
+    throttle  the same, with the 503 of an object store that asks for fewer requests
     garbage   the same, with bytes that are no HTTP
     hang      nothing comes any more, and it stays open
     """
@@ -121,9 +126,9 @@ class ChaosProxy:
             strikes = self._strikes(self._num_connections)
             self._num_connections += 1
         strike = next(strikes, None)
-        if strike and strike.kind in ("error", "garbage"):
+        if strike and strike.kind in _AT_ONCE:
             self.num_faults[strike.kind] += 1
-            client.sendall(_ERROR if strike.kind == "error" else strike.garbage)
+            client.sendall(_ANSWERS.get(strike.kind, strike.garbage))
             return
         server.sendall(request)
         upstream = threading.Thread(target=_copy, args=(client, server), daemon=True)
@@ -162,7 +167,7 @@ class ChaosProxy:
                     answer[0] ^= 1 << strike.bit
                 client.sendall(answer[:1])
                 del answer[:1]
-                passed, strike = 0, next(later for later in strikes if later.kind not in ("error", "garbage"))
+                passed, strike = 0, next(later for later in strikes if later.kind not in _AT_ONCE)
             client.sendall(answer)
             passed += len(answer)
         return None

@@ -254,7 +254,8 @@ class RowGroupReader:
                 if not is_of(file, shard):
                     raise Changed
                 footer = self._footers.of(path, file, file_stat)
-                with open_parquet(file, metadata=footer, buffer_size=_BUFFER_BYTES, pre_buffer=False) as pages:
+                options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False, "page_checksum_verification": True}
+                with open_parquet(file, metadata=footer, **options) as pages:
                     yield file, file_stat, pages
         except FileNotFoundError:
             if not list_shards(path.parent):  # unmounted storage looks like an empty or missing folder

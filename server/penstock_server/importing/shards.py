@@ -111,7 +111,7 @@ def write_shards(
     try:
         for number, shard in groupby(_numbered(groups, shape.shard_bytes), itemgetter(0)):
             path = folder.absolute() / f"part-{number:05}.parquet"
-            with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+            with pq.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as writer:
                 for _, group in shard:
                     writer.write_table(group, row_group_size=group.num_rows)
                     num_rows, num_groups = num_rows + group.num_rows, num_groups + 1
