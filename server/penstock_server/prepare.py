@@ -17,7 +17,7 @@ from penstock_server.blocks.shared import SharedStore
 from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.describe import lengths_told, rows_held_out
 from penstock_server.cluster.units import MAX_ATTEMPTS, Failure, Units
-from penstock_server.cluster.worker import run_here
+from penstock_server.cluster.worker import Attempts, run_here
 from penstock_server.problems import BadParameter
 
 Runner: TypeAlias = Callable[[Units, Callable[[int], None]], list[Failure]]  # calls its argument with the number of units done
@@ -95,6 +95,7 @@ def _fill_store(opened: OpenSnapshot, shared: SharedStore, seq_lens: list[int], 
             if is_ours and not _is_prepared(opened, shared, seq_lens):
                 yield from _count(opened)
                 yield from _pack_all(opened, seq_lens)
+                Attempts(units).forget()  # one remains if its worker is killed after its unit is done
                 index.share(shared)
         if not is_ours:
             yield f"{name}: another process joins the counts of all row groups"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,15 @@ def test_three_workers_write_what_one_writes(data: Path, expected: Objects, tmp_
             assert done.returncode == 0, done.stderr
             assert "texts: prepared in " in done.stdout
     assert objects(tmp_path / "store") == expected
+
+
+def test_attempt_of_a_worker_that_died_after_its_unit_is_removed_at_the_end(opened: Opened) -> None:
+    assert run_here(opened.units, nothing) == []
+    opened.shared.write(f"attempts/{opened.units.names[5].removesuffix('.unit')}-1.attempt", [])
+    for _ in prepare(opened.snapshot, [], partial(run_here, index=0, of=1)):
+        pass
+    assert opened.shared.names("attempts") == set()
+    assert opened.snapshot.index.prepared
 
 
 def test_joining_reads_no_block(opened: Opened, tmp_path: Path, expected: Objects) -> None:

@@ -54,7 +54,7 @@ class Attempts:
             self._shared.remove(self._name(unit, number))
 
     def forget(self) -> None:
-        """Remove all attempts, so that units that have failed are tried again."""
+        """Remove all attempts. Units that have failed are tried again."""
         stems = {name.rpartition(".")[0] for name in self._units.names}
         for name in self._shared.names(ATTEMPTS):
             if name.rpartition("-")[0] in stems:
