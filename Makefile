@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test s3-test soak lock sbom audit trl-test trainers-test bench clean
+.PHONY: help install demo test lint check format docs slow-test property-test docker-test memory-test replicas-test s3-test soak lock sbom audit trl-test trainers-test bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -93,6 +93,9 @@ LOCKING := $(VENV)/locking
 $(LOCKING)/.installed:
 	$(PYTHON) -m venv $(LOCKING)
 	$(LOCKING)/bin/pip install --quiet cyclonedx-bom pip-audit pip-tools && touch $@
+
+replicas-test: install  ## kill and restart three servers for five minutes while four ranks read from them; needs a Docker engine
+	PENSTOCK_TEST_REPLICAS_SECONDS=300 $(BIN)/python -m pytest tests/docker/test_compose.py -k replicas -rs -s
 
 lock: $(LOCKING)/.installed  ## pin the packages of the server image, with the hashes of their files
 	$(LOCKING)/bin/pip-compile --quiet --generate-hashes --extra server --build-deps-for wheel --constraint constraints.txt \

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,24 +22,31 @@ from support.corpora import write_text, write_tokenizer
 from support.processes import until
 from support.servers import REASON, ROOT, compose_command
 
+SECONDS = int(os.environ.get("PENSTOCK_TEST_REPLICAS_SECONDS", "60"))
+REPLICAS = ["replica-1", "replica-2", "replica-3"]
+
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+
+def docker(*arguments: str) -> str:
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
 class Compose:
     """The project under a name and on a port of its own, over one data folder."""
 
-    def __init__(self, data: Path, tokenizer: str = "", sample: str = "") -> None:
-        port, replica_port, prometheus_port, grafana_port = (_free_port() for _ in range(4))
-        self.url, self.replica_url, self.prometheus_url, self.grafana_url = (
-            f"http://127.0.0.1:{port}" for port in (port, replica_port, prometheus_port, grafana_port)
+    def __init__(self, data: Path, tokenizer: str = "", sample: str = "", **environment: str) -> None:
+        port, replica_port, nginx_port, ray_port, prometheus_port, grafana_port = (_free_port() for _ in range(6))
+        self.url, self.replica_url, self.ray_url, self.prometheus_url, self.grafana_url = (
+            f"http://127.0.0.1:{port}" for port in (port, replica_port, ray_port, prometheus_port, grafana_port)
         )
         self._environment = {
             "COMPOSE_PROJECT_NAME": f"penstock-test-{port}", "PENSTOCK_PORT": str(port), "PENSTOCK_DATA": str(data),
             "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_CACHE_BYTES": "300MB",
-            "PENSTOCK_SAMPLE": sample, "PENSTOCK_REPLICA_PORT": str(replica_port),
-            "PENSTOCK_PROMETHEUS_PORT": str(prometheus_port),
-            "PENSTOCK_GRAFANA_PORT": str(grafana_port),
-        }  # fmt: skip
+            "PENSTOCK_SAMPLE": sample, "PENSTOCK_REPLICA_PORT": str(replica_port), "PENSTOCK_NGINX_PORT": str(nginx_port),
+            "PENSTOCK_RAY_PORT": str(ray_port), "PENSTOCK_SECONDS": str(SECONDS),
+            "PENSTOCK_PROMETHEUS_PORT": str(prometheus_port), "PENSTOCK_GRAFANA_PORT": str(grafana_port),
+        } | environment  # fmt: skip
         if subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode != 0:
             self._environment["DOCKER_BUILDKIT"] = "0"  # an older engine builds by itself
 
@@ -51,11 +61,11 @@ class Compose:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def container(self, service: str) -> str:
+        return self("ps", "--all", "--quiet", service).strip()
+
     def inspect(self, service: str, template: str) -> str:
-        container = self("ps", "--all", "--quiet", service).strip()
-        return subprocess.run(
-            ["docker", "inspect", "-f", template, container], capture_output=True, text=True, check=True
-        ).stdout.strip()  # fmt: skip
+        return docker("inspect", "-f", template, self.container(service))
 
     def get(self, path: str, url: str = "") -> httpx.Response:
         address = f"{url or self.url}{path}"
@@ -93,12 +103,12 @@ def write_data(folder: Path) -> None:
 
 
 @contextmanager
-def composed(data: Path, tokenizer: str = "", sample: str = "") -> Iterator[Compose]:
-    compose = Compose(data, tokenizer, sample)
+def composed(data: Path, tokenizer: str = "", sample: str = "", **environment: str) -> Iterator[Compose]:
+    compose = Compose(data, tokenizer, sample, **environment)
     try:
         yield compose
     finally:
-        profiles = [word for name in ("demo", "monitoring", "s3") for word in ("--profile", name)]
+        profiles = [word for name in ("demo", "monitoring", "s3", "replicas", "ray") for word in ("--profile", name)]
         compose(*profiles, "down", "--volumes")
 
 
@@ -175,6 +185,48 @@ def test_compose_serves_from_an_object_store_and_shares_its_work_there(project: 
     assert project("exec", "-T", "objects", "id", "-u").strip() == "10001"
     usage = project("exec", "-T", "replica-1", "penstock", "store", "usage", "--store", "s3://penstock/store")
     assert not usage.startswith("0 objects"), usage
+
+
+@pytest.mark.parametrize("servers", ["http://replica-{1..3}:8000", "http://nginx:8080"])
+def test_ranks_get_each_sample_once_while_replicas_are_killed(data: Path, servers: str) -> None:
+    """One replica at a time or two at once, by SIGKILL or after a drain. The ranks wait less than 1 % of their time."""
+    chance, done = random.Random(1), Counter[str]()
+    with composed(data, sample="yes", PENSTOCK_SERVERS=servers) as project:
+        project("--profile", "replicas", "up", "--detach", "--build")
+        containers = {name: project.container(name) for name in REPLICAS}
+        ranks = project.container("ranks")
+        while docker("inspect", "-f", "{{.State.Running}}", ranks) == "true":
+            names, signal = chance.sample(REPLICAS, chance.choice([1, 2])), chance.choice(["KILL", "KILL", "TERM"])
+            chosen = [containers[name] for name in names]
+            docker("kill", "--signal", signal, *chosen)
+            docker("wait", *chosen)
+            time.sleep(chance.uniform(0, 5))
+            docker("start", *chosen)
+            for name in names:
+                project.wait_until("{{.State.Health.Status}}", "healthy", name)
+            time.sleep(chance.uniform(0, 5))
+            done[f"{signal} of {len(names)}"] += 1
+        report = docker("logs", ranks)
+        assert docker("inspect", "-f", "{{.State.ExitCode}}", ranks) == "0", project("logs", "--no-color", "ranks")
+        lines = [json.loads(line) for line in report.splitlines() if line.startswith("{")]
+        print(dict(done), report, sep="\n")
+        assert "PROVEN: each sample that was due" in report
+        assert len(lines) == 4
+        assert done.total() > 2
+        assert max(line["wait_fraction"] for line in lines) < 0.01
+
+
+def test_compose_serves_what_a_cluster_of_ray_has_prepared(project: Compose) -> None:
+    project("--profile", "ray", "up", "--detach", "--build")
+    project.wait_until("{{.State.Health.Status}}", "healthy", "ray-server")
+    batch = "/v1/datasets/stories/epochs/0/ranks/0/batches/0?packing=concat&format=json"
+    far = project.get(batch, project.ray_url)
+    assert far.status_code == 200, far.text  # it does not count
+    until(lambda: project.get(batch, project.url).status_code == 200, 180)
+    assert far.json()["samples"] == project.json(batch)["samples"]
+    metrics = project.get("/metrics", project.ray_url).text
+    assert re.search(r'^penstock_store_requests_total{outcome="hit"} [1-9]', metrics, re.MULTILINE)
+    assert not re.search(r"^penstock_decode_seconds_count.* [1-9]", metrics, re.MULTILINE)
 
 
 def test_compose_names_a_missing_data_folder(data: Path) -> None:

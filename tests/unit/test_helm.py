@@ -324,9 +324,11 @@ def test_job_prepares_one_share_for_each_index() -> None:
         "penstock", "prepare", "--index", "$(JOB_COMPLETION_INDEX)", "--of", "8", "--pack-seq-len", "2048",
         "--pack-seq-len", "4096",
     ]  # fmt: skip
+    done = penstock(*[word.replace("$(JOB_COMPLETION_INDEX)", "7") for word in container["command"][1:]])
+    assert "no data folder or URL is given" in done.stderr  # it understands the options
     assert container["resources"] == {"limits": {"memory": "2Gi"}}
     assert environment(spec["template"]["spec"])["PENSTOCK_STORE"] == "s3://b/store"
-    assert spec["podFailurePolicy"]["rules"][0]["action"] == "Ignore"
+    assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["Ignore", "FailIndex"]
 
 
 def test_job_is_another_one_when_it_changes() -> None:
