@@ -342,6 +342,7 @@ def test_server_starts_while_its_source_is_away(
             catalog.poll()
             catalog.refresh("a.ids")
             assert httpx.get(f"{url}/readyz").status_code == 200
+            monkeypatch.setattr(remote, "_RETRY_SECONDS", 20.0)
             served.failures = [503, 429, 500]
             assert tokens_of(catalog, "a.ids") == tokens_of(open_url(data), "a.ids")
             server = httpx.get(f"{url}/v1/jobs").json()["server"]
