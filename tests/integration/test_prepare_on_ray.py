@@ -28,6 +28,7 @@ def cluster() -> Iterator[Any]:
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     yield cluster
+    ray.shutdown()  # a test connects this process
     cluster.shutdown()
 
 
