@@ -100,7 +100,7 @@ class Source(ABC):
                 self._metrics.source_requests.labels("throttled" if error.is_throttled else "failed").inc()
                 failed_at = min(failed_at, time.monotonic())
                 if time.monotonic() - failed_at > (_RETRY_SECONDS if retry_seconds is None else retry_seconds):
-                    raise Away(f"{self.url} does not respond as expected: {error}") from None
+                    raise Away(f"the store does not respond as expected: {error}") from None
                 delay = pause * random.uniform(0.5, 1.5)
                 if error.is_throttled:
                     self._pause_until = time.monotonic() + delay
