@@ -187,7 +187,7 @@ def test_compose_serves_from_an_object_store_and_shares_its_work_there(project: 
     assert not usage.startswith("0 objects"), usage
 
 
-@pytest.mark.parametrize("servers", ["http://replica-{1..3}:8000", "http://nginx:8080"])
+@pytest.mark.parametrize("servers", ["http://replica-{1..3}:8000", "http://nginx:8000"])
 def test_ranks_get_each_sample_once_while_replicas_are_killed(data: Path, servers: str) -> None:
     """One replica at a time or two at once, by SIGKILL or after a drain. The ranks wait less than 1 % of their time."""
     chance, done = random.Random(1), Counter[str]()
