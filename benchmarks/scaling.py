@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from scale.validate import validate
 
 _HERE = Path(__file__).parent
 _OUT = _HERE / "scale"
+_NUM_SAMPLES, _NUM_DOCUMENTS = 65_536, 16_000
 
 
 def main() -> None:
@@ -37,7 +39,7 @@ def main() -> None:
     for verb in _STEPS:
         step = verbs.add_parser(verb)
         step.add_argument("--work", type=Path, default=_HERE / "work", help="folder for the data of the measurements")
-        step.add_argument("--repeats", type=int, default=3, help="measurements of each figure, of which the median counts")
+        step.add_argument("--repeats", type=int, default=3, help="measurements of each figure; the median counts")
     light = verbs.add_parser("ranks", help="run light ranks in this process, as the first two steps do")
     light.add_argument("addresses")
     light.add_argument("dataset")
@@ -54,14 +56,15 @@ def main() -> None:
     results = Results.read(_OUT / "results.json")
     date = datetime.now(UTC).date().isoformat()
     results.machine[asked.verb] = [f"{date}.", *machine.describe()]
-    _STEPS[asked.verb](results, replace(ratios.full(asked.work, None), num_repeats=asked.repeats))
+    scale = replace(ratios.full(asked.work, None), num_samples=_NUM_SAMPLES, num_documents=_NUM_DOCUMENTS)
+    _STEPS[asked.verb](results, replace(scale, num_repeats=asked.repeats))
     results.write(_OUT / "results.json")
     draw(results, _OUT / "results.png")
     (_OUT / "RESULTS.md").write_text(page(results, "results.png"))
 
 
 def _calibrate(results: Results, scale: ratios.Scale) -> None:
-    results.costs = calibrate(scale)
+    results.costs = calibrate(scale, _tell)
 
 
 def _validate(results: Results, scale: ratios.Scale) -> None:
@@ -104,4 +107,5 @@ def _tell(what: str) -> None:
 _BEGAN = time.perf_counter()
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # as an error does, so that servers are ended, too
     main()

@@ -7,13 +7,14 @@ samples and bytes; least squares give the cost of each. `penstock prepare` gives
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ import numpy as np
 
 import data
 from corpus import SEQ_LEN
-from processes import Server, run, serving
+from processes import Server, adopt_orphans, run, serving
 from ratios import Scale
 from scale.model import Costs, Job
 from scale.ranks import Run
@@ -31,15 +32,21 @@ from servers import prepare, serve_command
 _SCRIPT = Path(__file__).parents[1] / "scaling.py"
 _RANKS = 16
 # (batch size, tokens of a sample, steps of a range): each cost is most of at least one of them.
-_SHAPES = ((1, 64, 1), (1, 64, 64), (64, 64, 1), (4, 1024, 16), (32, 1024, 1), (32, 1024, 16), (64, 1024, 32))
+_SHAPES = ((1, 64, 1), (1, 64, 64), (64, 64, 64), (4, 1024, 16), (32, 1024, 1), (32, 1024, 16), (64, 1024, 64))
 DATASET = "tokens"
 TOKEN_BYTES = 2
 
 
-def calibrate(scale: Scale) -> Costs:
-    """Measure all costs; `scale.num_repeats` times in turn, of which the medians count."""
+def calibrate(scale: Scale, tell: Callable[[str], None]) -> Costs:
+    """Return the medians of `scale.num_repeats` measurements of all costs."""
+    adopt_orphans()  # the processes that tokenize outlive the command by a moment, and their CPU time counts
+    tell("writing the corpus, and preparing it")
+    data.warm_cache(scale)
+    tell("serving ranges")
     server, client, turnaround = _serving_costs(scale)
+    tell("copying and decoding blocks")
     stored, decoded = _block_costs(scale)
+    tell("tokenizing")
     return Costs(
         request=server[0],
         batch=server[1],
@@ -155,5 +162,8 @@ def _cpu(parquet: Path, cache: Path, *flags: str) -> float:
     """Return the CPU seconds of `penstock prepare`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     prepare(parquet, cache, *flags)
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, 0):
+            pass
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MIB = 1 << 20
+BLOCK_BYTES = 8 * MIB
 _RANGE_BYTES = 8 * MIB  # of the client: RANGE_BYTES in penstock.prefetch
 _MIN_RANGES = 4  # likewise
 
@@ -98,7 +99,7 @@ class Blocks:
     """
 
     place: Literal["cached", "stored", "text"]
-    nbytes: int = 8 * MIB
+    nbytes: int = BLOCK_BYTES
     text_bytes_per_token: float = 2.0  # in Parquet, zstd
     connections_per_core: int = 5  # of a replica to the store: 4 threads that map blocks, and 1 that reads ahead
 

@@ -20,7 +20,7 @@ from scale.validate import Point
 
 _COLORS = "#0b6e75", "#d08a2d", "#7a4f9a"
 _COSTS = {
-    "request": ("a request", 1e6, "µs"),
+    "request": ("a request", 1e3, "ms"),
     "batch": ("a batch", 1e6, "µs"),
     "sample": ("a sample", 1e6, "µs"),
     "byte": ("a GB served", 1e9, "s"),
@@ -62,8 +62,8 @@ def page(results: Results, picture: str) -> str:
     lines += [f"- {step}: {' '.join(said)}" for step, said in results.machine.items()]
     if results.costs:
         lines += ["", "## Costs of the work", "", *_costs(results.costs)]
-    if results.points:
-        lines += ["", "## Measured and simulated", "", *_points(results.points)]
+    lines += ["", "## Measured and simulated", ""]
+    lines += _points(results.points) if results.points else ["Not measured yet: run `validate` on a quiet machine."]
     if results.sizes:
         lines += ["", "## What large runs need", "", *_sizes(results.sizes)]
     return "\n".join([*lines, "", f"![throughput, and cores of large runs]({picture})"]) + "\n"
@@ -129,8 +129,8 @@ def _sizes(sizes: Sequence[Size]) -> list[str]:
     head = ("ranks", "blocks", "tokens/s", "replicas", "disk each", "busy cores", "network", "first step after", "waits")
     money = ("ranks", "blocks", "run", "cores", "requests to the store", "replicas cost", "store costs")
     return [
-        f"{figures.RUN_TOKENS:.0e} tokens, {figures.TOKENS_PER_SECOND:,.0f} a second for each rank. The cheapest replicas with "
-        f"which ranks wait for under {MAX_WAITS:.1%} of the time, although one replica dies without a word for two minutes. "
+        f"{figures.RUN_TOKENS:,.0f} tokens, {figures.TOKENS_PER_SECOND:,.0f} a second for each rank. The cheapest replicas "
+        f"that keep waits under {MAX_WAITS:.1%} of the time, although one replica dies without a word for two minutes. "
         "`stored`: `penstock prepare` has filled the shared store. `text`: the replicas tokenize during the run.",
         "",
         *markdown([head, *map(_size, sizes)]),
@@ -167,31 +167,39 @@ def _money(size: Size) -> tuple[str, ...]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write a PNG: throughput on this machine, measured and simulated, and the cores of large runs."""
-    picture = Picture(figsize=(11, 4.2), dpi=120, layout="constrained")
-    left, right = picture.subplots(1, 2)
+    """Write a PNG: throughput on this machine, measured and simulated, and the cores of large runs; those that are known."""
+    panels = [panel for panel, known in ((_draw_points, results.points), (_draw_sizes, results.sizes)) if known]
+    picture = Picture(figsize=(5.5 * max(1, len(panels)), 4.2), dpi=120, layout="constrained")
+    for number, panel in enumerate(panels, start=1):
+        panel(picture.add_subplot(1, len(panels), number), results)
+    picture.savefig(path)
+
+
+def _draw_points(axes: Axes, results: Results) -> None:
     eager = [point for point in results.points if not point.pace]
     for count, color in zip(sorted({point.num_replicas for point in eager}), _COLORS, strict=False):
         points = [point for point in eager if point.num_replicas == count]
         ranks = [point.num_ranks for point in points]
-        left.plot(ranks, [point.simulated_bytes / 1e6 for point in points], color=color, label=f"{count} replicas, simulated")
-        left.plot(
+        axes.plot(ranks, [point.simulated_bytes / 1e6 for point in points], color=color, label=f"{count} replicas, simulated")
+        axes.plot(
             ranks, [point.measured_bytes / 1e6 for point in points], "o", color=color, label=f"{count} replicas, measured"
         )
-    _scaled(left, "MB/s on the cores of one machine")
+    _finish(axes, "MB/s on the cores of one machine")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_sizes(axes: Axes, results: Results) -> None:
     for place, color in zip(("stored", "text"), _COLORS, strict=False):
         sizes = [size for size in results.sizes if size.place == place]
-        right.plot([size.num_ranks for size in sizes], [size.num_cores for size in sizes], "o-", color=color, label=place)
-    right.set_yscale("log")
-    _scaled(right, "cores of all replicas, waits under 0.1 %")
-    picture.savefig(path)
+        axes.plot([size.num_ranks for size in sizes], [size.num_cores for size in sizes], "o-", color=color, label=place)
+    axes.set_yscale("log")
+    _finish(axes, "cores of all replicas, waits under 0.1 %")
 
 
-def _scaled(axes: Axes, title: str) -> None:
+def _finish(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xscale("log")
     axes.set_xlabel("ranks", fontsize=9)
-    axes.set_ylim(bottom=0 if axes.get_yscale() == "linear" else None)
     axes.legend(fontsize=7)
     axes.tick_params(labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)

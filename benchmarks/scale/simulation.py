@@ -16,11 +16,11 @@ from typing import Any
 
 from scale.model import Death, Outcome, Scenario
 
-_SLICE_SECONDS = 0.25  # of background work, before a request may have the core
+_SLICE_SECONDS = 0.5  # of background work, before a request may have the core
 _RETRY_SECONDS = 1.0  # after an error of the store
 _CLAIM_SECONDS = 20.0  # before another server makes the blocks of a dead one: _CLAIM_SECONDS in penstock_server.blocks.shared
 _AHEAD, _STEPS_AHEAD, _MAX_AHEAD = 1 << 13, 4, 1 << 16  # samples read ahead: see penstock_server.batches.member
-_AWAY_SECONDS, _MAX_AWAY_SECONDS = 30.0, 300.0  # see penstock.transport
+_LOOK_SECONDS = 20.0  # mean time between a rank's looks for a replica that was down: see penstock.servers
 
 _Process = deque[tuple[float, Callable[..., None], tuple[Any, ...]]]  # jobs; the first runs, or waits for a core
 
@@ -287,7 +287,8 @@ class _Simulation:
 
     _received   steps that each rank has received; `_at` has the number of ranks for each such number
     _parked     ranks with a full buffer, by the number of steps after which it has room
-    _away       (until, seconds) of ranks that have left their home replica
+    _server     replica of each rank now
+    _look_at    of ranks that are not at the replica that they prefer: when they see whether it is back
     """
 
     def __init__(self, scenario: Scenario, random: Random) -> None:
@@ -306,7 +307,7 @@ class _Simulation:
         self._parked = defaultdict[int, list[int]](list)
         self._server = [rank % shape.count for rank in range(num_ranks)]
         self._process = [random.randrange(shape.processes) for _ in range(num_ranks)]
-        self._away = dict[int, tuple[float, float]]()
+        self._look_at = dict[int, float]()
         self._num_begun = self._num_requests = self._num_failures = self._most_blocks = 0
         self._waits_since: float | None = 0.0
         self._wait_seconds = 0.0
@@ -434,24 +435,31 @@ class _Simulation:
         self._begin_step()
 
     def _server_of(self, rank: int) -> int:
-        if rank in self._away and self._clock.now < self._away[rank][0]:
-            return self._server[rank]
-        return rank % len(self._replicas)
+        """Return the number of a rank's replica. All replicas have even shares of the ranks."""
+        home, now = rank % len(self._replicas), self._clock.now
+        if rank in self._look_at and now >= self._look_at[rank]:
+            if self._replicas[home].is_up:
+                self._server[rank] = home
+                del self._look_at[rank]
+            else:
+                self._look_at[rank] = now + self._seconds_to_look()
+        return self._server[rank]
+
+    def _seconds_to_look(self) -> float:
+        return _LOOK_SECONDS * self._random.uniform(0.5, 1.5)
 
     def _fail(self, rank: int, replica: _Replica) -> None:
         """Go on with another replica, and with small ranges again."""
         self._num_failures += 1
         replica.ranks.discard(rank)
-        count, home, now = len(self._replicas), rank % len(self._replicas), self._clock.now
+        count, home = len(self._replicas), rank % len(self._replicas)
         if count == 1:
             self._clock.after(_RETRY_SECONDS, self._request, rank)
             return
-        if replica is self._replicas[home]:
-            away = min(2 * self._away[rank][1], _MAX_AWAY_SECONDS) if rank in self._away else _AWAY_SECONDS
-            self._away[rank] = now + away * self._random.uniform(0.5, 1.5), away
-            self._server[rank] = (home + 1 + rank // count % (count - 1)) % count
-        else:
-            self._server[rank] = (self._server[rank] + 1) % count
+        # The ranks of a lost replica spread evenly over the others.
+        at_home = self._server[rank] == home
+        self._server[rank] = ((home + 1 + rank // count % (count - 1)) if at_home else self._server[rank] + 1) % count
+        self._look_at[rank] = self._clock.now + self._seconds_to_look()
         self._size[rank] = 1
         self._request(rank)
 

@@ -1,4 +1,4 @@
-"""Searches for the cheapest replicas with which ranks wait for under a thousandth of the time, although one replica dies."""
+"""Searches for the cheapest replicas that keep waits under a thousandth of the time, although one of them dies."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scale import figures
-from scale.model import MIB, Blocks, Costs, Death, Job, Outcome, Replicas, Scenario
+from scale.model import BLOCK_BYTES, MIB, Blocks, Costs, Death, Job, Outcome, Replicas, Scenario
 from scale.simulation import simulate
 
 NUM_RANKS = (8, 64, 256, 1_000, 4_096, 8_192, 100_000)
 MAX_WAITS = 0.001
 SEQ_LEN = 8_192
 PREFETCH_BYTES = 16 * MIB  # eight minutes of a rank
-_PROCESSES = 8  # of a replica, at most; its other cores make blocks
-_SECONDS, _WARM_SECONDS, _DEATH_AT = 600.0, 200.0, 300.0
+_PROCESSES = 8  # of a replica, or a quarter of its cores if that is more; the other cores make blocks
+_SECONDS = 600.0
+_MAX_REPLICAS = 16  # of a size that is not the largest: each copies all blocks
 _TRIES = 3  # numbers of replicas of each size, from the smallest that can do the work
+_HEADROOM = 1.35  # of the cores that tokenize: for the share of a dead replica, and until text has arrived; less never suffices
+# From there on, four blocks are one, and half as long is simulated: otherwise a simulation takes an hour.
+_MANY_RANKS = 50_000
 
 Place = Literal["stored", "text"]
 
@@ -71,12 +75,16 @@ def smallest(num_ranks: int, place: Place, costs: Costs, tell: Callable[[str], N
         network = cores * figures.CORE_NETWORK_BYTES
         if network < bytes_per_second:  # each replica copies all blocks
             continue
-        work = training.tokens_per_second * costs.token if place == "text" else 0.0
+        work = training.tokens_per_second * costs.token * _HEADROOM if place == "text" else 0.0
         least = max(2, math.ceil(work / cores), math.ceil(bytes_per_second / network))
+        if least > _MAX_REPLICAS and cores < figures.SIZES[-1]:
+            continue
         for count in range(least, least + _TRIES):
-            if best and count * cores >= best[0]:
+            if best and count * cores > best[0]:
                 break
-            replicas = Replicas(count=count, cores=cores, processes=min(cores, _PROCESSES), network_bytes=network)
+            replicas = Replicas(
+                count=count, cores=cores, processes=max(min(cores, _PROCESSES), cores // 4), network_bytes=network
+            )
             outcome = simulate(_scenario(costs, training, replicas, place))
             tell(f"{num_ranks:,} ranks, {place}, {count} replicas of {cores} cores: waits {outcome.wait_fraction:.2%}")
             if outcome.wait_fraction <= MAX_WAITS:
@@ -86,7 +94,7 @@ def smallest(num_ranks: int, place: Place, costs: Costs, tell: Callable[[str], N
         raise ValueError(f"no replica of at most {figures.SIZES[-1]} cores feeds {num_ranks:,} ranks")
     _, replicas, outcome = best
     hours = figures.RUN_TOKENS / training.tokens_per_second / 3600
-    blocks = figures.RUN_TOKENS * training.token_bytes / Blocks(place=place).nbytes
+    blocks = figures.RUN_TOKENS * training.token_bytes / BLOCK_BYTES
     return Size(
         num_ranks=num_ranks,
         place=place,
@@ -101,13 +109,15 @@ def smallest(num_ranks: int, place: Place, costs: Costs, tell: Callable[[str], N
 
 
 def _scenario(costs: Costs, training: Job, replicas: Replicas, place: Place) -> Scenario:
+    many = training.num_ranks >= _MANY_RANKS
+    seconds = _SECONDS / 2 if many else _SECONDS
     return Scenario(
         costs=costs,
         job=training,
         replicas=replicas,
-        blocks=Blocks(place=place),
+        blocks=Blocks(place=place, nbytes=4 * BLOCK_BYTES if many else BLOCK_BYTES),
         store=figures.S3,
-        deaths=(Death(at=_DEATH_AT, replica=0),),
-        seconds=_SECONDS,
-        warm_seconds=_WARM_SECONDS,
+        deaths=(Death(at=seconds / 2, replica=0),),
+        seconds=seconds,
+        warm_seconds=seconds / 3,
     )

@@ -18,7 +18,7 @@ NUM_RANKS = (1, 8, 64, 256, 1_000)
 NUM_REPLICAS = (1, 2, 3)
 _JOB = Job(num_ranks=1, batch_size=4, seq_len=1024, step_seconds=0.0, token_bytes=TOKEN_BYTES, prefetch_bytes=MIB // 2)
 _PACES = (0.6, 1.2)  # of the simulated throughput: the ranks should not wait, or wait for a sixth of the time
-_SECONDS, _WARM_SECONDS = 2.0, 1.0
+_SECONDS, _WARM_SECONDS, _WARM_SECONDS_PER_RANK = 3.0, 1.0, 0.005  # until ranges have their full size
 _LOOPBACK_BYTES = 1e12  # a second: its time is in the costs
 
 
@@ -41,7 +41,7 @@ class Point:
 
 
 def validate(scale: Scale, costs: Costs, tell: Callable[[str], None]) -> Iterator[Point]:
-    """Yield the points; `scale.num_repeats` runs of each in turn, of which the medians count."""
+    """Yield the points, with the medians of `scale.num_repeats` runs of each."""
     for num_replicas in NUM_REPLICAS:
         with ExitStack() as stack:
             servers = [stack.enter_context(server_on("", scale)) for _ in range(num_replicas)]
@@ -55,7 +55,7 @@ def validate(scale: Scale, costs: Costs, tell: Callable[[str], None]) -> Iterato
                     step = num_ranks * job.step_bytes / throughput / pace if pace else 0.0
                     paced = replace(job, step_seconds=step)
                     runs = [
-                        light_ranks(servers, paced, seconds=_SECONDS, warm_seconds=_WARM_SECONDS)
+                        light_ranks(servers, paced, seconds=_SECONDS, warm_seconds=_warm_seconds(job))
                         for _ in range(scale.num_repeats)
                     ]
                     simulated = _on_this_machine(costs, paced, num_replicas)
@@ -80,6 +80,10 @@ def _with_own_cores(costs: Costs, job: Job, num_replicas: int) -> Outcome:
     return _simulate(costs, job, Replicas(count=num_replicas, cores=1, processes=1, network_bytes=_LOOPBACK_BYTES))
 
 
+def _warm_seconds(job: Job) -> float:
+    return _WARM_SECONDS + _WARM_SECONDS_PER_RANK * job.num_ranks
+
+
 def _simulate(costs: Costs, job: Job, replicas: Replicas) -> Outcome:
     scenario = Scenario(
         costs=costs,
@@ -87,8 +91,8 @@ def _simulate(costs: Costs, job: Job, replicas: Replicas) -> Outcome:
         replicas=replicas,
         blocks=Blocks(place="cached"),
         store=figures.S3,
-        seconds=_WARM_SECONDS + _SECONDS,
-        warm_seconds=_WARM_SECONDS,
+        seconds=_warm_seconds(job) + _SECONDS,
+        warm_seconds=_warm_seconds(job),
         latency_seconds=costs.turnaround,
         has_client_costs=bool(replicas.shared_cores),
     )
