@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 import machine
@@ -73,9 +74,12 @@ def _validate(results: Results, scale: ratios.Scale) -> None:
 
 def _size(results: Results, _: ratios.Scale) -> None:
     costs = _costs(results)
-    results.sizes = [
-        sizes.smallest(num_ranks, place, costs, _tell) for num_ranks in sizes.NUM_RANKS for place in ("stored", "text")
-    ]
+    results.sizes = []
+    for num_ranks, place in product(sizes.NUM_RANKS, sizes.PLACES):
+        try:
+            results.sizes.append(sizes.smallest(num_ranks, place, costs, _tell))
+        except ValueError as error:
+            _tell(f"not sized: {error}")
 
 
 _STEPS: dict[str, Callable[[Results, ratios.Scale], None]] = {"calibrate": _calibrate, "validate": _validate, "size": _size}

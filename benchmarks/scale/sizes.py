@@ -20,10 +20,11 @@ _SECONDS = 600.0
 _MAX_REPLICAS = 16  # of a size that is not the largest: each copies all blocks
 _TRIES = 3  # numbers of replicas of each size, from the smallest that can do the work
 _HEADROOM = 1.35  # of the cores that tokenize: for the share of a dead replica, and until text has arrived; less never suffices
-# From there on, four blocks are one, and half as long is simulated: otherwise a simulation takes an hour.
+# From there on, four blocks are one: otherwise a simulation takes an hour.
 _MANY_RANKS = 50_000
 
 Place = Literal["stored", "text"]
+PLACES: tuple[Place, ...] = ("stored", "text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,14 +111,13 @@ def smallest(num_ranks: int, place: Place, costs: Costs, tell: Callable[[str], N
 
 def _scenario(costs: Costs, training: Job, replicas: Replicas, place: Place) -> Scenario:
     many = training.num_ranks >= _MANY_RANKS
-    seconds = _SECONDS / 2 if many else _SECONDS
     return Scenario(
         costs=costs,
         job=training,
         replicas=replicas,
         blocks=Blocks(place=place, nbytes=4 * BLOCK_BYTES if many else BLOCK_BYTES),
         store=figures.S3,
-        deaths=(Death(at=seconds / 2, replica=0),),
-        seconds=seconds,
-        warm_seconds=seconds / 3,
+        deaths=(Death(at=_SECONDS / 2, replica=0),),
+        seconds=_SECONDS,
+        warm_seconds=_SECONDS / 3,
     )
