@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -16,18 +17,20 @@ import pytest
 
 from penstock_server import prepare as prepare_module
 from penstock_server.blocks import shared as shared_module
-from penstock_server.blocks.shared import SharedStore
+from penstock_server.blocks.shared import SeenClaims, SharedStore
 from penstock_server.blocks.store import BlockStore
 from penstock_server.catalog.catalog import open_catalog
 from penstock_server.catalog.dataset import OpenSnapshot
+from penstock_server.cluster import units as units_module
 from penstock_server.cluster import worker
 from penstock_server.cluster.on_ray import make_unit
-from penstock_server.cluster.units import Failure, Units
+from penstock_server.cluster.units import MAX_ATTEMPTS, Failure, Units
 from penstock_server.cluster.worker import Worker, run_here
 from penstock_server.monitoring.metrics import Metrics
-from penstock_server.prepare import prepare
-from penstock_server.problems import SnapshotGone
+from penstock_server.prepare import NotKept, prepare
+from penstock_server.problems import ShardUnavailable, SnapshotGone
 from penstock_server.settings import Settings
+from penstock_server.sources.remote import Retryable
 from support.corpora import write
 from support.processes import Fork, until
 from support.servers import Serve, penstock
@@ -65,6 +68,9 @@ class Opened:
         self.shared: SharedStore = self.blocks.shared
         self.units = Units(self.snapshot, self.shared)
 
+    def close(self) -> None:
+        self.blocks.close()
+
     def outcomes(self) -> dict[str, float]:
         samples = (sample for metric in self.blocks.metrics.store_requests.collect() for sample in metric.samples)
         return {sample.labels["outcome"]: sample.value for sample in samples if sample.name.endswith("_total")}
@@ -72,9 +78,8 @@ class Opened:
 
 @pytest.fixture
 def opened(data: Path, tmp_path: Path) -> Iterator[Opened]:
-    opened = Opened(data, tmp_path)
-    yield opened
-    opened.blocks.close()
+    with closing(Opened(data, tmp_path)) as opened:
+        yield opened
 
 
 def nothing(_: int) -> None:
@@ -230,14 +235,14 @@ def test_damaged_row_group_fails_after_three_attempts_and_the_rest_is_finished(t
     damage(path, 2)
     for index in "01":
         done = run(data, tmp_path, "store", "--index", index, "--of", "2")
-        assert done.returncode == 1
+        assert done.returncode == 3
         assert "texts: 1 row group failed in each of 3 attempts. All others are done.\n" in done.stderr
         assert "  row group 2 of part-001.parquet: texts: row group 2 of part-001.parquet cannot be read: " in done.stderr
         assert len(list(store.glob("attempts/*"))) == 3
     assert num_units(store) == NUM_GROUPS - 1
     assert not list(store.glob("*.manifest"))
     tried = {path: path.stat().st_mtime_ns for path in store.glob("attempts/*")}
-    assert run(data, tmp_path, "store").returncode == 1  # alone it tries again
+    assert run(data, tmp_path, "store").returncode == 3  # alone it tries again
     assert all(path.stat().st_mtime_ns > before for path, before in tried.items())
     path.write_bytes(whole)
     assert run(data, tmp_path, "store").returncode == 0
@@ -279,10 +284,140 @@ def test_unit_that_takes_another_worker_long_is_made_twice(
 
 def test_task_that_sees_other_data_is_refused(opened: Opened, data: Path, tmp_path: Path) -> None:
     settings = Settings.read({"data_dir": str(data), "store": str(tmp_path / "store"), "cache_dir": str(tmp_path)}, {})
-    assert make_unit(settings, "texts", opened.units.fingerprint, 3) is None
+    assert make_unit(settings, "texts", 3, opened.units.name(3)) is None
     assert opened.units.done() == {3}
-    with pytest.raises(SnapshotGone, match="snapshot .* on one machine and 0123456789abcdef on another. Wait until no file"):
-        make_unit(settings, "texts", "0123456789abcdef", 4)
+    for unit, name in ((4, opened.units.name(5)), (NUM_GROUPS, opened.units.name(4))):
+        with pytest.raises(SnapshotGone, match=f"row group {unit} of texts is not the same on all machines. Wait until no"):
+            make_unit(settings, "texts", unit, name)
+
+
+def test_units_in_another_store_are_reported(opened: Opened) -> None:
+    """As on a node where the path of the store is another folder."""
+    with pytest.raises(NotKept, match=f"the store {opened.shared.place} lacks 24 row groups that the nodes have made, so they"):
+        list(prepare(opened.snapshot, [], lambda _units, _advance: []))
+    assert opened.snapshot.index.find_manifest() is None
+
+
+def test_settings_of_a_task_have_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = {"data_dir": "data\ns3://b/data", "store": "store", "cache_dir": "cache", "assets": "/assets"}
+    settings = Settings.read(flags, {}).absolute()
+    assert settings.data_dir == (tmp_path / "data", "s3://b/data")
+    assert (settings.store, settings.cache_dir, settings.assets) == (f"{tmp_path}/store", tmp_path / "cache", Path("/assets"))
+    assert Settings.read(flags | {"store": "s3://b/store"}, {}).absolute().store == "s3://b/store"
+
+
+def test_outage_of_the_data_is_no_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(units_module, "_PAUSE_SECONDS", 0.1)
+    data = write_texts(tmp_path / "data", 5)
+    with closing(Opened(data, tmp_path)) as opened, ThreadPoolExecutor(1) as threads:
+        (data / "texts").rename(tmp_path / "unmounted")
+        (data / "texts").mkdir()
+        failures = threads.submit(run_here, opened.units, nothing)
+        until(lambda: caplog.text.count("No such file or directory. Retry") > MAX_ATTEMPTS * NUM_GROUPS)
+        (data / "texts").rmdir()
+        (tmp_path / "unmounted").rename(data / "texts")
+        assert failures.result(60) == []
+        assert opened.shared.names("attempts") == set()
+
+
+def test_long_outage_of_the_data_ends_the_worker_without_an_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units_module, "_PATIENT_SECONDS", 0.0)
+    data = write_texts(tmp_path / "data", 5)
+    with closing(Opened(data, tmp_path)) as opened:
+        (data / "texts").rename(tmp_path / "unmounted")
+        (data / "texts").mkdir()
+        with pytest.raises(ShardUnavailable, match="No such file or directory. Retry"):
+            run_here(opened.units, nothing)
+        until(lambda: not opened.shared.names("attempts"))
+
+
+def test_claim_is_renewed_in_a_pause_of_the_store(opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker that fails once must not look dead."""
+    monkeypatch.setattr(shared_module, "_RENEW_SECONDS", 0.05)
+    other = SharedStore(tmp_path / "store", Metrics())
+    with other.claimed("work"):
+        other._pause_until = time.monotonic() + 30.0
+        before = (tmp_path / "store" / "work.claim").read_bytes()
+        until(lambda: (tmp_path / "store" / "work.claim").read_bytes() != before)
+    other.close()
+
+
+def test_gap_between_looks_makes_no_claim_dead(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an outage of the store, in which nobody can renew a claim."""
+    monkeypatch.setattr(shared_module, "_RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(shared_module, "_CLAIM_SECONDS", 0.1)
+    opened.shared.write("work.claim", [])
+    seen: SeenClaims = {}
+    assert opened.shared.is_claimed("work", seen)
+    time.sleep(0.3)
+    assert opened.shared.is_claimed("work", seen)
+    until(lambda: not opened.shared.is_claimed("work", seen))
+
+
+def test_failed_request_of_a_preparation_is_repeated(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a claim of another worker would look like none."""
+    create, failures = opened.shared._objects.create, [Retryable("503", is_throttled=True)] * 2
+    opened.shared.write("work.claim", [])
+
+    def fail_twice(key: str, content: bytes) -> bool:
+        if failures:
+            raise failures.pop()
+        return create(key, content)
+
+    monkeypatch.setattr(opened.shared._objects, "create", fail_twice)
+    with opened.shared.claimed("work") as is_ours:
+        assert not is_ours
+    assert not failures
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_unit_has_not_failed_while_another_worker_makes_it_a_second_time(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_alive: bool
+) -> None:
+    """The claim of a dead worker ends."""
+    monkeypatch.setattr(shared_module, "_CLAIM_SECONDS", 0.3)
+    monkeypatch.setattr(shared_module, "_RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(worker, "_POLL_SECONDS", 0.05)
+    again = f"{opened.units.claim(7)}-again"
+    for number in (1, 2, 3):
+        opened.shared.write(f"attempts/{opened.units.names[7].removesuffix('.unit')}-{number}.attempt", [])
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        if is_alive:
+            other = stack.enter_context(closing(SharedStore(tmp_path / "store", Metrics())))
+            stack.enter_context(other.claimed(again))
+        else:
+            opened.shared.write(f"{again}.claim", [])
+        failures = threads.submit(Worker(opened.units, 0, 2).run, nothing)
+        until(lambda: len(opened.units.done()) == NUM_GROUPS - 1)
+        if is_alive:
+            time.sleep(1.0)
+            opened.units.make(7)
+        assert [failure.place for failure in failures.result(30)] == ([] if is_alive else ["row group 1 of part-001.parquet"])
+
+
+def test_worker_ends_though_a_thread_hangs_if_another_worker_made_its_unit(
+    data: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(worker, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(worker, "_REFRESH_SECONDS", 0.2)
+    may_end, make = threading.Event(), opened.units.make
+
+    def hang(unit: int) -> None:
+        if unit == 4:
+            may_end.wait(60)
+        make(unit)
+
+    monkeypatch.setattr(opened.units, "make", hang)
+    with closing(Opened(data, tmp_path)) as other, ThreadPoolExecutor(1) as threads:
+        failures = threads.submit(Worker(opened.units, 0, 2).run, nothing)
+        until(lambda: len(other.units.done()) == NUM_GROUPS - 1)
+        other.units.make(4)
+        assert failures.result(30) == []
+        may_end.set()
 
 
 def test_progress_is_printed_without_a_terminal(
@@ -334,6 +469,6 @@ def test_row_that_kills_its_process_fails_alone(tmp_path: Path) -> None:
         statuses.append(done.returncode)
         if done.returncode != -signal.SIGKILL:
             break
-    assert statuses == [-signal.SIGKILL] * 3 + [1]
+    assert statuses == [-signal.SIGKILL] * 3 + [3]
     assert "row group 2 of part-001.parquet: its process ended in each attempt" in done.stderr
     assert num_units(tmp_path / "store") == NUM_GROUPS - 1

@@ -6,7 +6,8 @@ so an object is written once and never changes. Losing the store costs time, nev
 A claim is an object that says that a server makes the blocks of a row group. Its owner rewrites it every few seconds. A claim
 that has not changed for longer belongs to a dead server, by the clock of the one that waits. Without claims only work is lost.
 
-A preparation needs to know what the store has. `write`, `has`, `names` and `ensure` repeat a failed request, and raise OSError.
+A preparation needs to know what the store has. It sets `is_patient`: then all requests are repeated, and raise OSError after
+ten minutes. `write`, `has`, `names`, `ensure` and `remove` do so in any case.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from penstock_server.sources.objects import SCHEMES, ObjectStore
 from penstock_server.sources.remote import Retryable
 
 T = TypeVar("T")
-SeenClaims = dict[str, tuple[bytes, float]]  # content of claims, and since when it is the same, in monotonic seconds
+SeenClaims = dict[str, tuple[bytes, float, float]]  # content of claims, seconds without a change, and when it was last read
 log = logging.getLogger("penstock.store")
 
-_CLAIM = ".claim"
+CLAIM = ".claim"
 _THREADS = 16  # they wait for the network
 _PENDING = 32  # objects that wait to be written, of some megabytes each
 _RENEW_SECONDS, _CLAIM_SECONDS, _POLL_SECONDS = 5.0, 20.0, 0.5
@@ -44,13 +45,13 @@ _PATIENT_SECONDS = 600.0  # of preparations, which no request waits for
 
 
 class SharedStore:
-    """Objects by name, at a URL or in a folder. Only methods that say so raise errors of the store.
+    """Objects by name, at a URL or in a folder. Only methods that say so raise errors of the store, or all if it `is_patient`.
 
     Raises DatasetInvalid: the URL is not valid.
     """
 
     def __init__(self, place: Path | str, metrics: Metrics) -> None:
-        self.place = str(place)
+        self.place, self.is_patient = str(place), False
         if isinstance(place, str) and place.partition("://")[0] not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise DatasetInvalid(f"the store {place} is not supported. Supported: {known}, and folders.")
@@ -91,7 +92,7 @@ class SharedStore:
 
     def put(self, name: str, pieces: Iterable[Piece], *, replaces: bool = False) -> None:
         """Write a file in the background, unless the store has it, or in its place. Waits while many others wait."""
-        if time.monotonic() < self._pause_until:
+        if self._is_paused:
             return
         content = sealed(pieces, name)  # a copy: the pieces may belong to a file that is evicted
         self._room.acquire()
@@ -111,7 +112,7 @@ class SharedStore:
 
         The claim ends when everything that was put until then is written.
         """
-        key = f"{name}{_CLAIM}"
+        key = f"{name}{CLAIM}"
         is_ours = self._attempt(lambda: self._objects.create(key, uuid.uuid4().bytes))
         if not is_ours:
             yield is_ours is None  # without the store, do the work
@@ -128,7 +129,7 @@ class SharedStore:
 
     def release(self, name: str) -> None:
         """End a claim of this process now."""
-        self._release(f"{name}{_CLAIM}", [])
+        self._release(f"{name}{CLAIM}", [])
 
     def wait(self, name: str, is_done: Callable[[], bool]) -> None:
         """Wait until the work that another server has claimed is done, or its claim has ended or is dead."""
@@ -138,18 +139,20 @@ class SharedStore:
 
     def is_claimed(self, name: str, seen: SeenClaims) -> bool:
         """Return whether a live server claims work; ends the claim of a dead one. `seen` is what earlier calls have seen."""
-        key, now = f"{name}{_CLAIM}", time.monotonic()
+        key = f"{name}{CLAIM}"
         content = self._attempt(lambda: bytes(self._objects.get(key)))
         if content is None:
             return False
-        before, since = seen.get(name, (b"", now))
-        if content != before:
-            seen[name] = content, now
-        elif now - since > _CLAIM_SECONDS:
+        now = time.monotonic()
+        before, age, read_at = seen.get(name, (b"", 0.0, now))
+        # A gap counts little: if the store failed meanwhile, a live server could not renew its claim either.
+        age = age + min(now - read_at, _RENEW_SECONDS) if content == before else 0.0
+        if age > _CLAIM_SECONDS:
             log.warning("the server that makes %s/%s does not respond; its work is taken over", self.place, name)
             del seen[name]
             self._attempt(lambda: self._objects.delete(key))
             return False
+        seen[name] = content, age, now
         return True
 
     def fetch_files(self, paths: Iterable[Path]) -> None:
@@ -176,7 +179,7 @@ class SharedStore:
 
     def names(self, folder: str) -> set[str]:
         """Return the names of all files in a folder of the store, without the folder. Raises OSError."""
-        return {name.removeprefix(f"{folder}/") for name, _, _ in self._objects.entries(folder)}
+        return {name.removeprefix(f"{folder}/") for name, _, _ in self._objects.entries(folder, _PATIENT_SECONDS)}
 
     def ensure(self, paths: Iterable[Path]) -> None:
         """Write the sealed files of this machine that the store lacks. Raises OSError, Damaged."""
@@ -187,10 +190,10 @@ class SharedStore:
         """Yield the name, the bytes and the time of the last write of each object. Raises OSError."""
         yield from self._objects.entries()
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, retry_seconds: float = _PATIENT_SECONDS) -> None:
         """Remove an object, if it is there. Raises OSError."""
         with suppress(FileNotFoundError):
-            self._objects.attempt(lambda: self._objects.delete(name))
+            self._objects.attempt(lambda: self._objects.delete(name), retry_seconds)
 
     def flush(self) -> None:
         """Wait until all files are written."""
@@ -214,7 +217,7 @@ class SharedStore:
 
     def _put(self, name: str, content: bytes, replaces: bool) -> None:
         write = self._objects.replace if replaces else self._objects.create
-        is_new = self._attempt(lambda: write(name, content))
+        is_new = None if self._is_paused else self._once(lambda: write(name, content))
         if is_new is not None:
             self._metrics.store_requests.labels("written" if is_new else "known").inc()
 
@@ -227,23 +230,33 @@ class SharedStore:
         with self._claiming:
             if key in self._claims:
                 self._claims.discard(key)
-                self._attempt(lambda: self._objects.delete(key))
+                self._once(lambda: self._objects.delete(key))
 
     def _renew(self) -> None:
         while not self._closed.wait(_RENEW_SECONDS):
             for key in list(self._claims):
                 with self._claiming:  # otherwise a released claim could be written again
-                    if key in self._claims:
-                        self._attempt(partial(self._objects.replace, key, uuid.uuid4().bytes))
+                    if key in self._claims:  # also in a pause, which is longer than a claim
+                        self._once(partial(self._objects.replace, key, uuid.uuid4().bytes))
 
     def _fetch(self, path: Path) -> None:
         if (body := self.get(path.name)) is not None:
             write_sealed(path, [body], "the shared store is asked for it again")
 
+    @property
+    def _is_paused(self) -> bool:
+        return time.monotonic() < self._pause_until
+
     def _attempt(self, request: Callable[[], T]) -> T | None:
-        """Return the result of a request; None if it fails. Then none is made for some seconds."""
-        if time.monotonic() < self._pause_until:
-            return None
+        """Return the result of a request; None if the object is missing. If the store fails: None, or see `is_patient`."""
+        if not self.is_patient:
+            return None if self._is_paused else self._once(request)
+        with suppress(FileNotFoundError):
+            return self._objects.attempt(request, _PATIENT_SECONDS)
+        return None
+
+    def _once(self, request: Callable[[], T]) -> T | None:
+        """Return the result of a request; None if it fails. Then none but of claims is made for some seconds."""
         try:
             return request()
         except FileNotFoundError:

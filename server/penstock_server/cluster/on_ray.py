@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from typing import Any
 
 from penstock.cli.output import CommandError
 from penstock_server.catalog.catalog import Catalog, open_data
-from penstock_server.cluster.units import MAX_ATTEMPTS, Failure, Units
-from penstock_server.problems import Problem, SnapshotGone
+from penstock_server.catalog.dataset import OpenSnapshot
+from penstock_server.cluster.units import MAX_ATTEMPTS, Failure, Units, patiently
+from penstock_server.problems import DatasetUnavailable, Problem, SnapshotGone
 from penstock_server.settings import Settings
 
 _AHEAD = 2  # tasks in flight for each core of the cluster, so that no core waits for the driver
@@ -33,8 +35,12 @@ def run_on_ray(address: str, settings: Settings, units: Units, advance: Callable
     try:
         if not ray.is_initialized():  # for the first of several datasets; Ray ends with this process
             ray.init(address or None)
-    except ConnectionError as error:
-        raise CommandError(f"no Ray cluster responds at {address}: {error}") from error
+    except (ConnectionError, ValueError, RuntimeError) as error:  # a wrong address, or another version of Ray or Python
+        place = address or os.environ.get("RAY_ADDRESS") or "this machine"
+        raise CommandError(
+            f"the Ray cluster at {place} cannot be used: {error}\n"
+            f"Give the address of its head node, such as HOST:6379, and use the cluster's versions of Ray and Python."
+        ) from error
     return _Driver(ray, settings, units).run(advance)
 
 
@@ -69,7 +75,7 @@ class _Driver:
         return [Failure(self._units.place(unit), self._reasons[unit][-1]) for unit in failed]
 
     def _submit(self, unit: int) -> None:
-        task = self._make.remote(self._settings, self._units.dataset, self._units.fingerprint, unit)
+        task = self._make.remote(self._settings, self._units.dataset, unit, self._units.names[unit])
         self._in_flight[task] = unit, time.monotonic()
 
     def _repeat_long_ones(self) -> None:
@@ -106,16 +112,16 @@ class _Driver:
                 self._waiting.append(unit)
 
 
-def make_unit(settings: Settings, dataset: str, fingerprint: str, unit: int) -> str | None:
-    """Make a unit in a process of Ray. Return the reason if it fails.
+def make_unit(settings: Settings, dataset: str, unit: int, name: str) -> str | None:
+    """Make the unit of this name in a process of Ray. Return the reason if it fails.
 
     Raises OSError: the store fails. Raises SnapshotGone, and the errors of data or settings that cannot be opened here.
     """
     units = _opened(settings, dataset)
-    if units.fingerprint != fingerprint:
+    if unit >= len(units) or units.name(unit) != name:
         raise SnapshotGone(
-            f"the data of {dataset} is snapshot {units.fingerprint} on one machine and {fingerprint} on another. Wait until no "
-            f"file changes, mount the same data and recipe everywhere, and run the command again."
+            f"row group {unit} of {dataset} is not the same on all machines. Wait until no file changes, mount the same data "
+            f"and recipe everywhere, install the same version of Penstock, and run the command again."
         )
     error = units.try_to_make(unit)
     return None if error is None else str(error)
@@ -126,11 +132,20 @@ def make_unit(settings: Settings, dataset: str, fingerprint: str, unit: int) -> 
 
 @cache
 def _opened(settings: Settings, dataset: str) -> Units:
-    opened = _catalog(settings)[dataset].latest
+    catalog = _catalog(settings)
+
+    def find() -> OpenSnapshot:
+        try:
+            return catalog[dataset].latest
+        except DatasetUnavailable:
+            catalog.poll()
+            raise
+
+    opened = patiently(find)
     assert opened.blocks.shared
     return Units(opened, opened.blocks.shared)
 
 
 @cache
 def _catalog(settings: Settings) -> Catalog:
-    return open_data(settings)
+    return open_data(settings, waits=True)

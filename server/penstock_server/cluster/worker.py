@@ -21,7 +21,7 @@ from penstock_server.problems import Problem
 
 ATTEMPTS, ATTEMPT_SUFFIX = "attempts", ".attempt"  # folder and suffix in the store
 _POLL_SECONDS = 2.0
-_PAUSE_SECONDS = 10.0  # of a thread, after an error that may pass
+_STOP_SECONDS = 2.0  # for requests of a process that stops
 _REFRESH_SECONDS, _LISTING_SHARE = 60.0, 50  # a list of a million units takes a thousand requests
 _WATCHED = 32  # units of others, at the end
 _LONG_SECONDS = 60.0  # then a unit of another worker is made a second time
@@ -53,6 +53,10 @@ class Attempts:
         for number in numbers:
             self._shared.remove(self._name(unit, number))
 
+    def withdraw(self, unit: int, number: int) -> None:
+        """Remove an attempt if the store responds soon."""
+        self._shared.remove(self._name(unit, number), _STOP_SECONDS)
+
     def forget(self) -> None:
         """Remove all attempts. Units that have failed are tried again."""
         stems = {name.rpartition(".")[0] for name in self._units.names}
@@ -71,6 +75,7 @@ class Worker:
         self._units, self._shared, self._attempts = units, units.shared, Attempts(units)
         self._index, self._of = index, of
         self._done, self._failed = units.done(), dict[int, str]()
+        self._seen: SeenClaims = {}  # by the thread that makes the rest
         self._running = dict[int, int]()  # number of the attempt at each unit of this process
         self._turn, self._stopped = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
@@ -96,7 +101,7 @@ class Worker:
         for thread in threads:
             thread.start()
         refresh_at = time.monotonic() + _REFRESH_SECONDS
-        while (alive := [thread for thread in threads if thread.is_alive()]) and not self._stopped.is_set():
+        while (alive := [thread for thread in threads if thread.is_alive()]) and not self._is_over:
             alive[0].join(_POLL_SECONDS)
             if self._of > 1 and (began_at := time.monotonic()) > refresh_at:
                 self._refresh()
@@ -105,6 +110,11 @@ class Worker:
         if self._error:
             raise self._error
         advance(len(self._done))
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing is left to do. Other workers may have made the unit of a thread that hangs."""
+        return self._stopped.is_set() or len(self._done | self._failed.keys()) == len(self._units)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -135,7 +145,6 @@ class Worker:
                         self._try(unit, is_alone=False)
 
     def _make_rest(self) -> None:
-        seen: SeenClaims = {}
         since = dict[int, float]()  # when another worker was first seen to make a unit
         while not self._stopped.is_set() and (watched := [*islice(self._left(), _WATCHED)]):
             is_idle = True
@@ -145,14 +154,14 @@ class Worker:
                     continue
                 claim, now = self._units.claim(unit), time.monotonic()
                 is_long = now - since.setdefault(unit, now) > max(_LONG_SECONDS, 2 * self._longest_seconds)
-                if not self._shared.is_claimed(claim, seen):
-                    is_long = False
-                elif not is_long:
+                is_second = self._shared.is_claimed(claim, self._seen)
+                # Also without a first claim: the maker may be dead, while the second one still works.
+                if (is_second and not is_long) or self._shared.is_claimed(_again(claim), self._seen):
                     continue
-                with self._shared.claimed(f"{claim}-again" if is_long else claim) as is_ours:
+                with self._shared.claimed(_again(claim) if is_second else claim) as is_ours:
                     if is_ours:
                         is_idle = False
-                        self._try(unit, is_alone=True, is_second=is_long)
+                        self._try(unit, is_alone=True, is_second=is_second)
                         since.pop(unit)
             if is_idle:
                 self._stopped.wait(_POLL_SECONDS)
@@ -172,7 +181,7 @@ class Worker:
             return
         number = self._attempts.begin(unit)
         if number is None:
-            if not is_second:
+            if is_alone and not is_second:  # otherwise another worker may still make it
                 self._failed[unit] = self._attempts.reason(unit)
             return
         self._running[unit] = number
@@ -187,17 +196,21 @@ class Worker:
             else:
                 self._attempts.remove(unit, range(1, number + 1))
                 self._done.add(unit)
-            if isinstance(error, Problem) and error.status == 503:
-                self._stopped.wait(_PAUSE_SECONDS)
         self._running.pop(unit, None)
 
     def _stop(self) -> None:
         """Remove the attempts and claims of this process: an interrupted unit has not failed."""
         self._stopped.set()
-        for unit, number in list(self._running.items()):
-            with suppress(OSError):
-                self._attempts.remove(unit, range(number, number + 1))
-            self._shared.release(self._units.claim(unit))
+        with suppress(OSError):  # without the store, attempts stay, and claims end after some seconds
+            for unit, number in list(self._running.items()):
+                self._attempts.withdraw(unit, number)
+                self._shared.release(self._units.claim(unit))
+                self._shared.release(_again(self._units.claim(unit)))
+
+
+def _again(claim: str) -> str:
+    """Return the claim of the worker that makes a unit a second time."""
+    return f"{claim}-again"
 
 
 def run_here(units: Units, advance: Callable[[int], None], index: int | None = None, of: int | None = None) -> list[Failure]:

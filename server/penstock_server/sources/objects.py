@@ -47,7 +47,7 @@ class ObjectStore(Source):
             for found in chunk:
                 yield found["path"], FileStat(found["size"], version=found["e_tag"] or found["version"] or "")
 
-    def _chunks(self, prefix: str | None = None) -> Iterator[Any]:
+    def _chunks(self, prefix: str | None = None, retry_seconds: float | None = None) -> Iterator[Any]:
         chunks, last = None, None
 
         def next_chunk() -> Any:
@@ -60,7 +60,7 @@ class ObjectStore(Source):
                 chunks = None
                 raise
 
-        while chunk := self.attempt(next_chunk):
+        while chunk := self.attempt(next_chunk, retry_seconds):
             yield chunk
             last = chunk[-1]["path"]
 
@@ -93,12 +93,12 @@ class ObjectStore(Source):
             return False
         return True
 
-    def entries(self, prefix: str | None = None) -> Iterator[tuple[str, int, datetime]]:
+    def entries(self, prefix: str | None = None, retry_seconds: float | None = None) -> Iterator[tuple[str, int, datetime]]:
         """Yield the key, the bytes and the time of the last write of each object, in any order. Raises OSError.
 
-        `prefix` is a folder of keys; None is all.
+        `prefix` is a folder of keys; None is all. `retry_seconds`: see `attempt`.
         """
-        for chunk in self._chunks(prefix):
+        for chunk in self._chunks(prefix, retry_seconds):
             yield from ((found["path"], found["size"], found["last_modified"]) for found in chunk)
 
     def replace(self, key: str, content: bytes) -> bool:
