@@ -113,7 +113,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="count and tokenize datasets ahead of time",
         description="Counts and caches the tokens of every dataset below DATA_DIR, so that no run waits for them. After "
         "a stop it resumes. With --store it fills the store. Several machines may share that work: by --index and --of, or by "
-        "--ray. Takes the environment variables of serve, too.",
+        "--ray. Takes the environment variables of serve, too. The exit status is 3 if row groups fail, 2 if the data or the "
+        "store is away, and 1 after other errors.",
     )
     _add_settings(prepare)
     _add_dataset(prepare)
@@ -249,7 +250,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     if not settings.store and ((arguments.of or 1) > 1 or arguments.ray is not None):
         raise CommandError("several machines need a store that all of them reach. Give --store, or set PENSTOCK_STORE.")
     from penstock_server.catalog.warnings import warn
-    from penstock_server.prepare import NotKept, plan, prepare
+    from penstock_server.prepare import NotKept, RowGroupsFailed, plan, prepare
 
     warn(partial(complain, "prepare"), settings.data_dir, datasets)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the claims and attempts
@@ -257,6 +258,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     if arguments.of:  # workers begin with different datasets, so that fewer wait at the end of each
         first = arguments.index * len(datasets) // arguments.of
         datasets = [*datasets[first:], *datasets[:first]]
+    statuses = {0, *[1] * len(failed)}
     for dataset in datasets:
         try:
             with _reporting(settings.store) if settings.store else nullcontext():
@@ -265,9 +267,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
                     report(line)
         except NotKept as loss:
             failed.append(f"{loss}")
+            statuses.add(3 if isinstance(loss, RowGroupsFailed) else 1)
         except Problem as problem:
             failed.append(f"{problem} What is done is kept; run the command again to go on.")
-    return _status("prepare", failed)
+            statuses.add(2 if problem.status == 503 else 1)
+    _status("prepare", failed)
+    return max(statuses, key=(0, 1, 3, 2).index)  # 2 first: the same command may go on later
 
 
 def _runner(arguments: argparse.Namespace, settings: Settings) -> Runner:
@@ -275,7 +280,7 @@ def _runner(arguments: argparse.Namespace, settings: Settings) -> Runner:
     if arguments.ray is not None:
         from penstock_server.cluster.on_ray import run_on_ray
 
-        return partial(run_on_ray, arguments.ray, settings)
+        return partial(run_on_ray, arguments.ray, settings.absolute())
     from penstock_server.cluster.worker import run_here
 
     return partial(run_here, index=arguments.index, of=arguments.of)

@@ -29,6 +29,10 @@ class NotKept(Exception):
     """A result could not be stored. The message says which, and the consequences."""
 
 
+class RowGroupsFailed(NotKept):
+    """Row groups failed in each attempt, and would fail again. All others are done."""
+
+
 def prepare(opened: OpenSnapshot, seq_lens: list[int], run: Runner = run_here) -> Iterator[str]:
     """Count a dataset's tokens, make its blocks and pack for packing=best_fit; yield progress messages.
 
@@ -36,7 +40,7 @@ def prepare(opened: OpenSnapshot, seq_lens: list[int], run: Runner = run_here) -
     other processes. Without one, the cache is filled up to its budget.
 
     Raises the errors of a block that cannot be read, and BadRow if the recipe does not replace bad rows. Raises NotKept at
-    the end. Raises OSError: the store fails.
+    the end, RowGroupsFailed before it. Raises OSError: the store fails.
     """
     if shared := opened.blocks.shared:
         yield from _fill_store(opened, shared, seq_lens, run)
@@ -83,22 +87,30 @@ def _duration(seconds: float) -> str:
 
 
 def _fill_store(opened: OpenSnapshot, shared: SharedStore, seq_lens: list[int], run: Runner) -> Iterator[str]:
-    """Make all units; then one process of those that prepare the snapshot joins the counts, packs, and writes the manifest."""
+    """Make all units; then one process of those that prepare the snapshot joins the counts, writes the manifest, and packs."""
     name, index, units = opened.name, opened.index, Units(opened, shared)
-    if not index.find_manifest():
+    if facts := index.find_manifest():
+        if facts["bad_rows"]:
+            yield from _count(opened)  # the recipe may allow fewer of them than when the manifest was written
+    else:
         with _progress(f"{name}: preparing", len(units), "row group") as advance:
             failures = run(units, advance)
         if failures:
-            raise NotKept(_told(name, failures))
+            raise RowGroupsFailed(_told(name, failures))
+        if num_lacking := len(units) - len(units.done()):
+            raise NotKept(
+                f"{name}: the store {shared.place} lacks {counted(num_lacking, 'row group')} that the nodes have made, so they "
+                f"write to another one. Give a URL, or a folder that all nodes mount, and run the command again."
+            )
     while not _is_prepared(opened, shared, seq_lens):
         with shared.claimed(opened.blocks.names.of_all) as is_ours:
             if is_ours and not _is_prepared(opened, shared, seq_lens):
                 yield from _count(opened)
-                yield from _pack_all(opened, seq_lens)
                 Attempts(units).forget()  # one remains if its worker is killed after its unit is done
                 index.share(shared)
+                yield from _pack_all(opened, seq_lens)
         if not is_ours:
-            yield f"{name}: another process joins the counts of all row groups"
+            yield f"{name}: another process joins the counts of all row groups, or packs"
             shared.wait(opened.blocks.names.of_all, lambda: _is_prepared(opened, shared, seq_lens))
     if facts := index.find_manifest():
         told = f"{counted(facts['row_groups'], 'row group')}, {counted(facts['tokens'], 'token')}"
@@ -144,6 +156,8 @@ def _pack_all(opened: OpenSnapshot, seq_lens: list[int]) -> Iterator[str]:
         yield f"{opened.name}: preference pairs are not packed"
     for split, seq_len in packings:
         yield _pack(opened, split, seq_len)
+        if shared := opened.blocks.shared:
+            shared.ensure([opened.index.bins_path(split, seq_len)])
 
 
 def _packings(opened: OpenSnapshot, seq_lens: list[int]) -> list[tuple[str, int]]:

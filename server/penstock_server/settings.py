@@ -129,6 +129,16 @@ class Settings:
             f"with penstock token create NAME --tokens FILE, and serve with --tokens FILE; or let everyone in with --insecure."
         )
 
+    def absolute(self) -> Settings:
+        """Return these settings with absolute paths, for a process in another working folder."""
+
+        def absolute(place: Any) -> Any:
+            return place.absolute() if isinstance(place, Path) else place
+
+        values = {f.name: absolute(getattr(self, f.name)) for f in fields(self)}
+        store = f"{absolute(place_of(self.store))}" if self.store else ""
+        return Settings(**values | {"data_dir": tuple(map(absolute, self.data_dir)), "store": store})
+
     @property
     def allowed_files(self) -> AllowedFiles:
         """What files of the data folder may do."""

@@ -57,7 +57,7 @@ def test_failed_units_are_named_and_the_rest_is_finished(cluster: Any, tmp_path:
     damage(data / "texts" / "part-001.parquet", 2)
     add_transform(data, "80 ", "os.kill(os.getpid(), 9)")
     done = run(data, tmp_path, "store", "--allow-transforms", "--ray", cluster.address)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "texts: 2 row groups failed in each of 3 attempts. All others are done.\n" in done.stderr
     assert "  row group 2 of part-001.parquet: texts: row group 2 of part-001.parquet cannot be read: " in done.stderr
     assert "  row group 4 of part-002.parquet: The worker died unexpectedly" in done.stderr

@@ -328,7 +328,9 @@ def test_job_prepares_one_share_for_each_index() -> None:
     assert "no data folder or URL is given" in done.stderr  # it understands the options
     assert container["resources"] == {"limits": {"memory": "2Gi"}}
     assert environment(spec["template"]["spec"])["PENSTOCK_STORE"] == "s3://b/store"
-    assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["Ignore", "FailIndex"]
+    rules = spec["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "FailIndex"]
+    assert rules[1]["onExitCodes"] == {"operator": "In", "values": [3]}
 
 
 def test_job_is_another_one_when_it_changes() -> None:
