@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 from penstock.text import counted
-from penstock_server.blocks.shared import SharedStore
+from penstock_server.blocks.shared import CLAIM, SharedStore
 from penstock_server.catalog.catalog import Catalog
 from penstock_server.catalog.dataset import FOOTERS
 from penstock_server.cluster.worker import ATTEMPT_SUFFIX
@@ -22,6 +22,7 @@ _KINDS = {
     MANIFEST: "manifests",
     ATTEMPT_SUFFIX: "attempts to make row groups",
     FOOTERS: "notes of footers",
+    CLAIM: "claims of servers and workers",
 }
 
 
@@ -39,17 +40,20 @@ def collect(shared: SharedStore, catalog: Catalog, now: datetime, age: timedelta
 
     Without `deletes` it only counts them. Raises OSError.
     """
-    needed, num_kept, sizes = needed_names(catalog), 0, list[int]()
+    needed, num_kept, sizes = needed_names(catalog), 0, dict[str, int]()
     for name, size, written_at in shared.objects():
-        is_named_by_content = any(name.endswith(suffix) for suffix in _KINDS) and not name.endswith(FOOTERS)
-        if not is_named_by_content or name.rpartition("/")[2].partition("-")[0] in needed or now - written_at < age:
+        is_known = any(name.endswith(suffix) for suffix in _KINDS) and not name.endswith(FOOTERS)
+        is_needed = name.rpartition("/")[2].partition("-")[0] in needed and not name.endswith(CLAIM)
+        if not is_known or is_needed or now - written_at < age:
             num_kept += 1
-            continue
-        sizes.append(size)
-        if deletes:
+        else:
+            sizes[name] = size
+    if deletes:
+        # In this order, what an interrupt leaves is never a manifest or a unit without its blocks.
+        for name in sorted(sizes, key=lambda name: (not name.endswith(MANIFEST), not name.endswith(UNIT_SUFFIX))):
             shared.remove(name)
     did = "removed" if deletes else "would be removed; use --delete to remove them"
-    yield f"{counted(len(sizes), 'object')} of {sum(sizes):,} bytes {did}"
+    yield f"{counted(len(sizes), 'object')} of {sum(sizes.values()):,} bytes {did}"
     yield f"{counted(num_kept, 'object')} kept"
 
 

@@ -174,7 +174,7 @@ class Blocks:
 
         Raises what `get` raises.
         """
-        with_rows, num_tokens, num_bytes, spent = np.flatnonzero(self._snapshot.rows_per_block), 0, 0.0, 0.0
+        with_rows, num_tokens, num_bytes, spent = np.flatnonzero(self._snapshot.rows_per_block), 0.0, 0.0, 0.0
         for index in with_rows[np.unique(np.linspace(0, len(with_rows) - 1, _SAMPLED_BLOCKS, dtype=np.int64))].tolist():
             at, began_at = self._snapshot.block(index), time.perf_counter()
             rows = self._reader.block(at)
@@ -184,10 +184,11 @@ class Blocks:
                 self._reader.encode(taken, at)  # not measured: it may start the processes that tokenize
             began_at = time.perf_counter()
             block = Block.of(self._reader.encode(taken, at))
-            share = len(taken.numbers) / max(1, len(rows.numbers))
-            spent += decoding * share + time.perf_counter() - began_at
-            num_tokens += sum(int(feature.tokens.lengths.sum()) for feature in block.features.values())
-            num_bytes += float(self._snapshot.bytes_per_block[index]) * share
+            # All columns are read, be it for few rows that the filter keeps.
+            scale = len(rows.numbers) / max(1, len(taken.numbers))
+            spent += decoding + scale * (time.perf_counter() - began_at)
+            num_tokens += scale * sum(int(feature.tokens.lengths.sum()) for feature in block.features.values())
+            num_bytes += float(self._snapshot.bytes_per_block[index])
         return max(1.0, num_tokens / spent * self._store.num_threads), max(1.0, num_bytes / spent * self._store.num_threads)
 
     def is_stored(self, index: int) -> bool:
