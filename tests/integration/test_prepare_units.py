@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from penstock_server import prepare as prepare_module
@@ -26,12 +28,16 @@ from penstock_server.cluster import worker
 from penstock_server.cluster.on_ray import make_unit
 from penstock_server.cluster.units import MAX_ATTEMPTS, Failure, Units
 from penstock_server.cluster.worker import Worker, run_here
+from penstock_server.index import index as index_module
 from penstock_server.monitoring.metrics import Metrics
-from penstock_server.prepare import NotKept, prepare
-from penstock_server.problems import ShardUnavailable, SnapshotGone
+from penstock_server.prepare import NotKept, plan, prepare
+from penstock_server.problems import BadParameter, ShardUnavailable, SnapshotGone
 from penstock_server.settings import Settings
+from penstock_server.sources import remote
 from penstock_server.sources.remote import Retryable
-from support.corpora import write
+from penstock_server.store_command import collect
+from support.corpora import write, write_numbered, write_shards
+from support.hub import TOKEN, file_server
 from support.processes import Fork, until
 from support.servers import Serve, penstock
 from support.units import NUM_GROUPS, Objects, add_transform, arguments, damage, fill, num_units, objects, run, write_texts
@@ -61,7 +67,7 @@ def expected(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Objects:
 class Opened:
     """The dataset, opened in this process with an empty cache and a store."""
 
-    def __init__(self, data: Path, tmp_path: Path, store: str = "store", dataset: str = "texts") -> None:
+    def __init__(self, data: Path | list[Path | str], tmp_path: Path, store: str = "store", dataset: str = "texts") -> None:
         self.blocks = BlockStore(tmp_path / f"cache-{time.monotonic_ns()}", shared=tmp_path / store)
         self.snapshot: OpenSnapshot = open_catalog(data, None, self.blocks)[dataset].latest
         assert self.blocks.shared
@@ -218,13 +224,14 @@ def test_dry_run_tells_what_is_to_do_and_writes_nothing(data: Path, expected: Ob
 def test_garbage_collection_keeps_counts_and_manifests_of_snapshots(data: Path, expected: Objects, tmp_path: Path) -> None:
     store = tmp_path / "store"
     fill(store, expected)
-    names = (f"units/{'0' * 32}-3.unit", f"{'0' * 32}-4.manifest", f"attempts/{'0' * 32}-3-1.attempt")
+    [needed] = [name.partition("-")[0] for name in expected if name.endswith(".manifest")]
+    names = (f"units/{'0' * 32}-3.unit", f"{'0' * 32}-4.manifest", f"{needed}.claim", f"{needed}-again.claim")
     fill(store, dict.fromkeys(names, b"x" * 1000))
     assert "counts of row groups: 25, " in penstock("store", "usage", "--store", store).stdout
     cleaned = penstock(
         "store", "gc", data, "--store", store, "--cache-dir", tmp_path / "cache", "--older-than", "0", "--delete"
     )
-    assert "3 objects of 3,000 bytes removed" in cleaned.stdout
+    assert "4 objects of 4,000 bytes removed" in cleaned.stdout
     assert objects(store) == expected
 
 
@@ -418,6 +425,80 @@ def test_worker_ends_though_a_thread_hangs_if_another_worker_made_its_unit(
         other.units.make(4)
         assert failures.result(30) == []
         may_end.set()
+
+
+def test_task_waits_for_a_source_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(units_module, "_PAUSE_SECONDS", 0.1)
+    shards = write_numbered(tmp_path / "numbers", 90)
+    with file_server({f"numbers/{path.name}": path.read_bytes() for path in shards.iterdir()}) as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        url, cache = "hf://datasets/org/name", str(tmp_path / "other")
+        with closing(Opened([url], tmp_path, dataset="numbers")) as opened:
+            served.failures = [503] * 20
+            settings = Settings.read({"data_dir": url, "store": opened.shared.place, "cache_dir": cache}, {})
+            assert make_unit(settings, "numbers", 1, opened.units.name(1)) is None
+            assert not served.failures
+            assert opened.units.done() == {1}
+
+
+def test_bad_rows_of_a_prepared_snapshot_are_refused_if_the_recipe_changes(tmp_path: Path) -> None:
+    rows = [[[1, 2], [None], [3]] * 20]
+    numbers = write_shards(tmp_path / "data" / "numbers", "input_ids", rows, type_=pa.list_(pa.int32()), row_group_size=20)
+    allowed, statuses, told = 'on_bad_row = "replace"\nmax_bad_share = 0.5', [], ""
+    for rule in (allowed, 'on_bad_row = "replace"\nmax_bad_share = 0.1', 'on_bad_row = "fail"', allowed):
+        (numbers / "penstock.toml").write_text(rule)
+        done = run(tmp_path / "data", tmp_path, "store")
+        statuses.append(done.returncode)
+        told += done.stderr
+    assert statuses == [0, 1, 1, 0]
+    assert "numbers: 20 of 60 rows (33.33%) are known to be bad, more than max_bad_share = 0.1 allows to replace." in told
+    assert "numbers: row 1 of row group 0 in part-000.parquet: " in told
+
+
+def test_manifest_is_written_though_a_packing_fails(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "_FEW_PARTS", 0)
+    with pytest.raises(BadParameter, match="packing=best_fit with samples of 1 token cuts"):
+        list(prepare(opened.snapshot, [1]))
+    assert opened.snapshot.index.find_manifest()
+
+
+def test_more_packings_than_memory_keeps_are_stored(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that the background could not write."""
+    monkeypatch.setattr(index_module, "_BINS_KEPT", 1)
+    monkeypatch.setattr(opened.shared, "put_file", nothing)
+    assert sum("of them padding" in line for line in prepare(opened.snapshot, [32, 64, 96])) == 9  # of 3 splits
+    assert all(opened.shared.has(opened.snapshot.index.bins_path("all", seq_len).name) for seq_len in (32, 64, 96))
+
+
+def test_dry_run_counts_rows_that_the_filter_leaves_out(tmp_path: Path) -> None:
+    data = write_texts(tmp_path / "data", 25)
+    with (data / "texts" / "penstock.toml").open("a") as recipe:
+        recipe.write("\nfilter = \"text = ''\"")
+    with closing(Opened(data, tmp_path)) as opened:
+        [_, told] = plan(opened.snapshot, None)
+        assert told.startswith("texts: 0:00:01 on this machine: ")
+
+
+def test_wrong_address_of_ray_is_refused(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'penstock[ray]'")
+    done = run(data, tmp_path, "store", "--ray", "http://127.0.0.1:8265")
+    assert done.returncode == 2
+    assert "prepare: the Ray cluster at http://127.0.0.1:8265 cannot be used: Invalid Ray address: " in done.stderr
+    assert "Give the address of its head node, such as HOST:6379, and use the cluster's versions of Ray and" in done.stderr
+
+
+def test_interrupted_garbage_collection_leaves_no_manifest_without_blocks(
+    opened: Opened, expected: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "store", expected)
+    other, removed = write_numbered(tmp_path / "data" / "numbers", 9).parent, list[str]()
+    monkeypatch.setattr(opened.shared, "remove", removed.append)
+    with closing(BlockStore(tmp_path / "other")) as store:
+        list(collect(opened.shared, open_catalog(other, None, store), datetime.now(UTC), timedelta(0), deletes=True))
+    assert [name.rpartition(".")[2] for name in removed[: 1 + NUM_GROUPS]] == ["manifest", *["unit"] * NUM_GROUPS]
+    assert {*removed} == {*expected}
 
 
 def test_progress_is_printed_without_a_terminal(

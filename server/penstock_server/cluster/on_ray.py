@@ -138,7 +138,7 @@ def _opened(settings: Settings, dataset: str) -> Units:
         try:
             return catalog[dataset].latest
         except DatasetUnavailable:
-            catalog.poll()
+            catalog.open(waits=True)  # at once, where a poll waits until files settle
             raise
 
     opened = patiently(find)
