@@ -314,16 +314,21 @@ def test_settings_of_a_task_have_absolute_paths(tmp_path: Path, monkeypatch: pyt
     assert Settings.read(flags | {"store": "s3://b/store"}, {}).absolute().store == "s3://b/store"
 
 
-def test_outage_of_the_data_is_no_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_outage_of_the_data_is_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units_module, "_PAUSE_SECONDS", 0.1)
     data = write_texts(tmp_path / "data", 5)
     with closing(Opened(data, tmp_path)) as opened, ThreadPoolExecutor(1) as threads:
+        made, make = list[int](), opened.units.make
+
+        def count(unit: int) -> None:
+            made.append(unit)
+            make(unit)
+
+        monkeypatch.setattr(opened.units, "make", count)
         (data / "texts").rename(tmp_path / "unmounted")
         (data / "texts").mkdir()
         failures = threads.submit(run_here, opened.units, nothing)
-        until(lambda: caplog.text.count("No such file or directory. Retry") > MAX_ATTEMPTS * NUM_GROUPS)
+        until(lambda: made.count(0) > MAX_ATTEMPTS)
         (data / "texts").rmdir()
         (tmp_path / "unmounted").rename(data / "texts")
         assert failures.result(60) == []
@@ -364,9 +369,11 @@ def test_gap_between_looks_makes_no_claim_dead(opened: Opened, monkeypatch: pyte
     until(lambda: not opened.shared.is_claimed("work", seen))
 
 
-def test_failed_request_of_a_preparation_is_repeated(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_request_of_a_preparation_is_repeated(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Otherwise a claim of another worker would look like none."""
-    create, failures = opened.shared._objects.create, [Retryable("503", is_throttled=True)] * 2
+    create, failures = opened.shared._objects.create, [Retryable("no connection"), Retryable("503", is_throttled=True)]
     opened.shared.write("work.claim", [])
 
     def fail_twice(key: str, content: bytes) -> bool:
@@ -378,6 +385,18 @@ def test_failed_request_of_a_preparation_is_repeated(opened: Opened, monkeypatch
     with opened.shared.claimed("work") as is_ours:
         assert not is_ours
     assert not failures
+    assert [record.message for record in caplog.records] == [
+        f"the store {opened.shared.place} fails: no connection; the request is repeated for up to ten minutes"
+    ]
+
+
+def test_data_that_goes_away_can_be_tried_again_later(tmp_path: Path) -> None:
+    data = write_texts(tmp_path / "data", 5)
+    folder, other = data / "texts", tmp_path / "unmounted"
+    add_transform(data, "40 ", f"os.path.exists('{other}') or (os.rename('{folder}', '{other}'), os.mkdir('{folder}'))")
+    done = penstock("prepare", data, "--cache-dir", tmp_path / "cache", "--allow-transforms")
+    assert done.returncode == 2
+    assert "cannot be read now: No such file or directory. Retry; " in done.stderr
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

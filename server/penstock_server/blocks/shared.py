@@ -169,13 +169,13 @@ class SharedStore:
     def write(self, name: str, pieces: Iterable[Piece], *, replaces: bool = False) -> bool:
         """Write a file now, unless the store has it, or in its place. Return whether it was written. Raises OSError."""
         content, write = sealed(pieces, name), self._objects.replace if replaces else self._objects.create
-        is_written = self._objects.attempt(lambda: write(name, content), _PATIENT_SECONDS)
+        is_written = self._repeated(lambda: write(name, content))
         self._metrics.store_requests.labels("written" if is_written else "known").inc()
         return is_written
 
     def has(self, name: str) -> bool:
         """Return whether the store has a file. Raises OSError."""
-        return self._objects.attempt(lambda: self._objects.has(name), _PATIENT_SECONDS)
+        return self._repeated(lambda: self._objects.has(name))
 
     def names(self, folder: str) -> set[str]:
         """Return the names of all files in a folder of the store, without the folder. Raises OSError."""
@@ -190,10 +190,10 @@ class SharedStore:
         """Yield the name, the bytes and the time of the last write of each object. Raises OSError."""
         yield from self._objects.entries()
 
-    def remove(self, name: str, retry_seconds: float = _PATIENT_SECONDS) -> None:
+    def remove(self, name: str, retry_seconds: float | None = None) -> None:
         """Remove an object, if it is there. Raises OSError."""
         with suppress(FileNotFoundError):
-            self._objects.attempt(lambda: self._objects.delete(name), retry_seconds)
+            self._repeated(lambda: self._objects.delete(name), retry_seconds)
 
     def flush(self) -> None:
         """Wait until all files are written."""
@@ -252,8 +252,21 @@ class SharedStore:
         if not self.is_patient:
             return None if self._is_paused else self._once(request)
         with suppress(FileNotFoundError):
-            return self._objects.attempt(request, _PATIENT_SECONDS)
+            return self._repeated(request)
         return None
+
+    def _repeated(self, request: Callable[[], T], retry_seconds: float | None = None) -> T:
+        """Return the result of a request, which is repeated if it fails. Raises OSError."""
+
+        def noted() -> T:
+            try:
+                return request()
+            except Retryable as error:
+                if not error.is_throttled and self._warnings.is_due():
+                    log.warning("the store %s fails: %s; the request is repeated for up to ten minutes", self.place, error)
+                raise
+
+        return self._objects.attempt(noted, _PATIENT_SECONDS if retry_seconds is None else retry_seconds)
 
     def _once(self, request: Callable[[], T]) -> T | None:
         """Return the result of a request; None if it fails. Then none but of claims is made for some seconds."""

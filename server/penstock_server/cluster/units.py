@@ -108,8 +108,9 @@ def patiently(work: Callable[[], T]) -> T:
         try:
             return work()
         except _Unavailable as problem:
-            failed_at = min(failed_at, time.monotonic())
+            if failed_at == float("inf"):
+                failed_at = time.monotonic()
+                log.warning("%s It is tried again for up to ten minutes.", problem)
             if time.monotonic() - failed_at >= _PATIENT_SECONDS:
                 raise
-            log.warning("%s Trying again.", problem)
             time.sleep(_PAUSE_SECONDS)

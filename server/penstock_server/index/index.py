@@ -5,7 +5,7 @@ row lengths           from the tokens of every block; for concat, best_fit, spli
                       each block in the cache
 bins                  from the row lengths; for best_fit
 
-A shared store has the same files, and after a preparation a manifest, which is written once, last.
+A shared store has the same files, and after a preparation a manifest, which is written once, after all blocks and counts.
 """
 
 from __future__ import annotations
