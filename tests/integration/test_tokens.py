@@ -230,7 +230,8 @@ def test_numbers_of_all_datasets_need_a_token_for_all(client: TestClient, caller
     assert missing <= {"cache_hit_fraction"}  # without a request for a block
     assert {*lengths.values()} == {120}
     rates = {f"{name}_per_second" for name in ("tokens", "bytes", "batches", "refusals")}
-    expected = rates | {"in_flight_bytes", "cache_used_bytes", "cache_hit_fraction"}
+    sources = {"source_requests_throttled", "source_requests_failed"}
+    expected = rates | sources | {"in_flight_bytes", "cache_used_bytes", "cache_hit_fraction"}
     assert shown(callers.reader) == shown(callers.team_admin) == (expected, dict.fromkeys(lengths, 0))
 
 

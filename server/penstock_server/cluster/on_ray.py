@@ -124,7 +124,7 @@ def make_unit(settings: Settings, dataset: str, unit: int, name: str) -> str | N
             f"and recipe everywhere, install the same version of Penstock, and run the command again."
         )
     error = units.try_to_make(unit)
-    return None if error is None else str(error)
+    return None if error is None else units.reason(unit, error)
 
 
 # A process makes many units, of several datasets.

@@ -87,12 +87,16 @@ class Units:
             patiently(lambda: self.make(unit))
         except (OSError, SnapshotGone, *_Unavailable):
             raise
-        except Problem as problem:
-            return problem
         except Exception as error:
-            log.exception("%s of %s cannot be prepared", self.place(unit), self.dataset)
             return error
         return None
+
+    def reason(self, unit: int, error: Exception) -> str:
+        """Return an error of a unit for people. Logs the traceback of an unexpected one."""
+        if isinstance(error, Problem):
+            return str(error)
+        log.error("%s of %s cannot be prepared", self.place(unit), self.dataset, exc_info=error)
+        return repr(error)
 
     def _first(self, unit: int) -> BlockAddress:
         return self._snapshot.block(self._snapshot.blocks_of_group(unit).start)

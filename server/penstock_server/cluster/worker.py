@@ -12,12 +12,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 from penstock_server.blocks.shared import SeenClaims
 from penstock_server.cluster.units import MAX_ATTEMPTS, Failure, Units
-from penstock_server.problems import Problem
 
 ATTEMPTS, ATTEMPT_SUFFIX = "attempts", ".attempt"  # folder and suffix in the store
 _POLL_SECONDS = 2.0
@@ -76,6 +75,7 @@ class Worker:
         self._index, self._of = index, of
         self._done, self._failed = units.done(), dict[int, str]()
         self._seen: SeenClaims = {}  # by the thread that makes the rest
+        self._beginning = set[int]()  # units that a thread claims now
         self._running = dict[int, int]()  # number of the attempt at each unit of this process
         self._turn, self._stopped = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
@@ -140,7 +140,7 @@ class Worker:
             if unit is None:
                 return
             if unit not in self._done:
-                with self._shared.claimed(self._units.claim(unit)) as is_ours:
+                with self._claimed(unit, self._units.claim(unit)) as is_ours:
                     if is_ours:
                         self._try(unit, is_alone=False)
 
@@ -158,13 +158,26 @@ class Worker:
                 # Also without a first claim: the maker may be dead, while the second one still works.
                 if (is_second and not is_long) or self._shared.is_claimed(_again(claim), self._seen):
                     continue
-                with self._shared.claimed(_again(claim) if is_second else claim) as is_ours:
+                with self._claimed(unit, _again(claim) if is_second else claim) as is_ours:
                     if is_ours:
                         is_idle = False
                         self._try(unit, is_alone=True, is_second=is_second)
                         since.pop(unit)
             if is_idle:
                 self._stopped.wait(_POLL_SECONDS)
+
+    @contextmanager
+    def _claimed(self, unit: int, claim: str) -> Iterator[bool]:
+        """Claim a unit, unless the worker stops."""
+        self._beginning.add(unit)
+        try:
+            if self._stopped.is_set():
+                yield False
+                return
+            with self._shared.claimed(claim) as is_ours:
+                yield is_ours
+        finally:
+            self._beginning.discard(unit)
 
     def _left(self) -> Iterator[int]:
         for turn in range(self._of):
@@ -185,14 +198,17 @@ class Worker:
                 self._failed[unit] = self._attempts.reason(unit)
             return
         self._running[unit] = number
+        self._beginning.discard(unit)
         if self._stopped.is_set() or (number > 1 and not is_alone):
             self._attempts.remove(unit, range(number, number + 1))
         else:
             began_at = time.monotonic()
             error = self._units.try_to_make(unit)
             self._longest_seconds = max(self._longest_seconds, time.monotonic() - began_at)
+            if self._stopped.is_set():
+                return  # `_stop` has removed the attempt. A process that ends makes units fail
             if error:
-                self._attempts.fail(unit, number, f"{error}" if isinstance(error, Problem) else f"{error!r}")
+                self._attempts.fail(unit, number, self._units.reason(unit, error))
             else:
                 self._attempts.remove(unit, range(1, number + 1))
                 self._done.add(unit)
@@ -201,6 +217,9 @@ class Worker:
     def _stop(self) -> None:
         """Remove the attempts and claims of this process: an interrupted unit has not failed."""
         self._stopped.set()
+        deadline = time.monotonic() + _STOP_SECONDS
+        while self._beginning and time.monotonic() < deadline:  # otherwise claims and attempts would stay
+            time.sleep(0.01)
         with suppress(OSError):  # without the store, attempts stay, and claims end after some seconds
             for unit, number in list(self._running.items()):
                 self._attempts.withdraw(unit, number)
