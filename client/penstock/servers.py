@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from random import uniform
@@ -56,14 +57,17 @@ class Servers:
     ) -> None:
         self._rank, self._world_size, self._access, self._clock = rank, world_size, access, clock
         self._name = addresses[0] if len(addresses) == 1 and _is_looked_up(addresses[0]) else None
-        self.addresses = by_preference(addresses, rank, world_size)
-        self._down_since = dict.fromkeys(self.addresses, 0.0)  # 0: not down
-        self._num_relapses = dict.fromkeys(self.addresses, 0)  # that a replica which was not down failed, since its last answer
-        self._not_before = dict.fromkeys(self.addresses, 0.0)
+        # In the order of preference. Replaced as a whole: another iteration may read it meanwhile.
+        self._replicas = {address: _Replica() for address in by_preference(addresses, rank, world_size)}
         self._answered_last = self.addresses[0]
         self._look_at = 0.0
         self._thread: threading.Thread | None = None
         self._seen: tuple[tuple[str, ...], str | None] | None = None  # by the thread: replicas, and one that is ready
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The replicas, the preferred ones first."""
+        return tuple(self._replicas)
 
     @property
     def current(self) -> str:
@@ -71,64 +75,69 @@ class Servers:
         return self._in_order()[0]
 
     def __len__(self) -> int:
-        return len(self.addresses)
+        return len(self._replicas)
 
     def to_try(self, *, also_busy: bool = False) -> list[str]:
         """Return the replicas to try now, each once, in order, without those whose Retry-After has not passed."""
         self._look_around()
         now = self._clock()
-        return [address for address in self._in_order() if also_busy or self._not_before[address] <= now]
+        return [address for address in self._in_order() if also_busy or self._of(address).not_before <= now]
 
     def seconds_until_ready(self) -> float:
         """Return the seconds until a replica may be asked; 0 for now."""
-        return max(0.0, min(self._not_before[address] for address in self.addresses) - self._clock())
+        return max(0.0, min(replica.not_before for replica in self._replicas.values()) - self._clock())
 
     def leave_alone(self, address: str, seconds: float) -> None:
         """Record that a replica requests no retry for `seconds`."""
-        self._not_before[address] = self._clock() + seconds
+        self._of(address).not_before = self._clock() + seconds
 
     def failed(self, address: str, after_seconds: float = 0.0) -> str:
         """Record that a replica failed and requests no retry for `after_seconds`. Return the next one."""
         self.leave_alone(address, after_seconds)
-        self._went_down(address)
-        if self._name and all(self._down_since.values()):
+        self._went_down(self._of(address))
+        if self._name and all(replica.down_since for replica in self._replicas.values()):
             self._look_at = self._clock()  # all may have got other IPs
         return self.current
 
     def leave(self, address: str) -> str:
         """Record an answer of a replica that will stop. Return the next one."""
-        self._not_before[address] = 0.0
-        if not self._down_since.get(address):
-            self._went_down(address)
-            self._num_relapses[address] = 0
+        replica = self._of(address)
+        replica.not_before = 0.0
+        if not replica.down_since:
+            self._went_down(replica)
+            replica.num_relapses = 0
         return self.current
 
     def answered(self, address: str) -> bool:
         """Record an answer. Return whether the rank prefers this replica to the one that answered before."""
-        self._not_before[address] = self._down_since[address] = 0.0
-        self._num_relapses[address] = 0
-        now = self._clock()
-        for other in self.addresses:  # such as replicas that still count the tokens: this one has done that
-            if self._not_before[other] > now and not self._down_since[other]:
+        replica, now = self._of(address), self._clock()
+        replica.not_before, replica.down_since, replica.num_relapses = 0.0, 0.0, 0
+        for other in self._replicas.values():  # such as replicas that still count the tokens: this one has done that
+            if other.not_before > now and not other.down_since:
                 self._went_down(other)
         before, self._answered_last = self._answered_last, address
         order = self.addresses
         return {address, before} <= {*order} and order.index(address) < order.index(before)
 
-    def _went_down(self, address: str) -> None:
+    def _of(self, address: str) -> _Replica:
+        """Return the health of a replica; of one that DNS no longer has, a record that nothing reads."""
+        return self._replicas.get(address) or _Replica()
+
+    def _went_down(self, replica: _Replica) -> None:
         now = self._clock()
-        self._num_relapses[address] = self._num_relapses.get(address, 0) + (not self._down_since.get(address))
-        self._down_since[address] = now
+        replica.num_relapses += not replica.down_since
+        replica.down_since = now
         if self._look_at <= now:
             self._look_at = _next_look(now)
 
     def _in_order(self) -> list[str]:
-        return sorted(self.addresses, key=self._down_since.__getitem__)
+        replicas = self._replicas
+        return sorted(replicas, key=lambda address: replicas[address].down_since)
 
     def _look_around(self) -> None:
         """Have the thread look if it is time, and note what it has seen."""
         now = self._clock()
-        has_reason = self._name or (len(self) > 1 and self._down_since[self.addresses[0]])
+        has_reason = self._name or (len(self) > 1 and self._of(self.addresses[0]).down_since)
         if has_reason and now >= self._look_at and not (self._thread and self._thread.is_alive()):
             self._look_at = _next_look(now)
             self._thread = thread = threading.Thread(target=self._look, args=(now,), name="penstock-look", daemon=True)
@@ -138,30 +147,46 @@ class Servers:
         seen, self._seen = self._seen, None
         if not seen:
             return
-        if seen[0] != self.addresses:
-            self._down_since = {address: self._down_since.get(address, now) for address in seen[0]}
-            self._not_before = {address: self._not_before.get(address, 0.0) for address in seen[0]}
-            self._num_relapses = {address: self._num_relapses.get(address, 0) for address in seen[0]}
-            self.addresses = seen[0]
-        if seen[1]:
-            self._down_since[seen[1]] = 0.0
+        addresses, ready = seen
+        if addresses != self.addresses:
+            known = self._replicas
+            self._replicas = {address: known.get(address) or _Replica(down_since=now) for address in addresses}
+        if ready:
+            self._of(ready).down_since = 0.0
 
     def _look(self, now: float) -> None:
         """Find the replicas, and one that is ready and preferred to all that are not down. Runs in the thread."""
-        replicas, down_since, num_relapses = self.addresses, self._down_since, self._num_relapses
-        if self._name and (found := replicas_of(self._name)) and {*found} != {*replicas}:
-            replicas = by_preference(found, self._rank, self._world_size)
-        for address in replicas:
-            if down_since.get(address) == 0:
+        known = self._replicas
+        addresses = tuple(known)
+        if self._name and (found := replicas_of(self._name)) and {*found} != {*addresses}:
+            addresses = by_preference(found, self._rank, self._world_size)
+        for address in addresses:
+            replica = known.get(address) or _Replica(down_since=now)
+            if not replica.down_since:
                 break
-            # 0, 20, 60, 140, 300 seconds
-            away_seconds = min(_LOOK_SECONDS * (2 ** max(0, num_relapses.get(address, 0) - 1) - 1), _MAX_AWAY_SECONDS)
-            if now - down_since.get(address, 0.0) < away_seconds:
-                continue
-            if is_ready(address, self._access):
-                self._seen = replicas, address
+            if now - replica.down_since >= replica.away_seconds and is_ready(address, self._access):
+                self._seen = addresses, address
                 return
-        self._seen = replicas, None
+        self._seen = addresses, None
+
+
+@dataclass(slots=True)
+class _Replica:
+    """Health of a replica. Times are those of the clock.
+
+    down_since    0: it is not down
+    num_relapses  how often it failed since its last answer, although it was not down
+    not_before    end of its Retry-After
+    """
+
+    down_since: float = 0.0
+    num_relapses: int = 0
+    not_before: float = 0.0
+
+    @property
+    def away_seconds(self) -> float:
+        """Seconds to leave it alone, also if it is ready: 0, 20, 60, 140, 300."""
+        return min(_LOOK_SECONDS * (2.0 ** max(0, self.num_relapses - 1) - 1), _MAX_AWAY_SECONDS)
 
 
 def by_preference(addresses: Iterable[str], rank: int, world_size: int) -> tuple[str, ...]:

@@ -199,7 +199,7 @@ class Worker:
             return
         self._running[unit] = number
         self._beginning.discard(unit)
-        if self._stopped.is_set() or (number > 1 and not is_alone):
+        if number > 1 and not is_alone:
             self._attempts.remove(unit, range(number, number + 1))
         else:
             began_at = time.monotonic()
