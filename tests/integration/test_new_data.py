@@ -65,6 +65,7 @@ def write_shard(path: Path, first: int, num_rows: int = 30) -> None:
 
 
 def refresh(server: Server, name: str = "numbers") -> httpx.Response:
+    server.upload()
     return httpx.post(f"{server.url}/v1/datasets/{name}/refresh", timeout=60)
 
 

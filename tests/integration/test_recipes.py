@@ -18,6 +18,7 @@ from penstock import DataError, RemoteDataset
 from support import corpora
 from support.corpora import CHATML, EOS, write_shards, write_tokenizer
 from support.servers import Serve, Server, penstock
+from support.stores import placed
 
 NUM_ROWS = 120
 
@@ -270,7 +271,8 @@ def test_counted_bad_rows_refuse_a_dataset_before_its_first_step(serve: Serve, t
     texts = ["fox" if n % 10 else "" for n in range(200)]
     write(data / "holes", {"text": texts}, 'on_bad_row = "replace"\ntokenizer = "../tokenizer.json"')
     write_tokenizer(data / "tokenizer.json")
-    assert penstock("prepare", data, "--cache-dir", cache).returncode == 1
+    with placed(data) as place:
+        assert penstock("prepare", place, "--cache-dir", cache).returncode == 1
     with serve(data, "--processes", "2", cache_dir=cache) as server:
         answers = [httpx.get(f"{server.url}/v1/datasets/holes/spec") for _ in range(6)]
         assert [answer.status_code for answer in answers] == [500] * 6

@@ -73,6 +73,11 @@ class Server:
         self._port = int(port)
         self.url = f"{scheme}://{host if host.startswith('127.') else '127.0.0.1'}:{self._port}"
 
+    def upload(self) -> None:
+        """Have the object store, if the server reads from it, follow the data folder now."""
+        if self._uploaded:
+            self._uploaded.update()
+
     def kill(self) -> None:
         """SIGKILL: no chance to say goodbye."""
         self._process.close()

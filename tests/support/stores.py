@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from random import SystemRandom
@@ -77,6 +78,16 @@ def free_port() -> int:
         port = SystemRandom().randrange(20_000, 65_535 - _GRPC)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + _GRPC)):
             return port
+
+
+@contextmanager
+def placed(folder: Path) -> Iterator[Path | str]:
+    """Yield where servers of the tests read a folder: itself, or its URL in the object store."""
+    if SOURCE != "s3":
+        yield folder
+        return
+    with closing(Uploaded(folder)) as uploaded:
+        yield uploaded.url
 
 
 class Uploaded:
