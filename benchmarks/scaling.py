@@ -31,7 +31,7 @@ from scale.validate import validate
 
 _HERE = Path(__file__).parent
 _OUT = _HERE / "scale"
-_NUM_SAMPLES, _NUM_DOCUMENTS = 65_536, 16_000
+_NUM_SAMPLES, _NUM_DOCUMENTS = 1 << 19, 16_000  # samples of a GB: an epoch of a thousand ranks has more steps than a range
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     asked.work.mkdir(exist_ok=True)
     results = Results.read(_OUT / "results.json")
     date = datetime.now(UTC).date().isoformat()
-    results.machine[asked.verb] = [f"{date}.", *machine.describe()]
+    results.machine[asked.verb] = [f"{date}, --repeats {asked.repeats}.", *machine.describe()]
     scale = replace(ratios.full(asked.work, None), num_samples=_NUM_SAMPLES, num_documents=_NUM_DOCUMENTS)
     _STEPS[asked.verb](results, replace(scale, num_repeats=asked.repeats))
     results.write(_OUT / "results.json")

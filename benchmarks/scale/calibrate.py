@@ -12,9 +12,10 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -23,9 +24,12 @@ import numpy as np
 
 import data
 from corpus import SEQ_LEN
+from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.shared import SharedStore
+from penstock_server.monitoring.metrics import Metrics
 from processes import Server, adopt_orphans, run, serving
 from ratios import Scale
-from scale.model import Costs, Job
+from scale.model import MIB, Costs, Job
 from scale.ranks import Run
 from servers import prepare, serve_command
 
@@ -134,15 +138,29 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
 def _block_costs(scale: Scale) -> tuple[float, float]:
     """Return the costs of a byte of a block from a shared folder, and from Parquet."""
     parquet = data.corpus(scale).parquet
-    nbytes = 2 * SEQ_LEN * scale.num_samples
-    stored, decoded = list[float](), list[float]()
+    copied, decoded = list[float](), list[float]()
     for _ in range(scale.num_repeats):
         with tempfile.TemporaryDirectory(dir=scale.work) as folder:
-            caches, store = [Path(folder) / name for name in ("one", "two", "three")], Path(folder) / "store"
-            decoded.append(_cpu(parquet, caches[0]) - (idle := _cpu(parquet, caches[0])))
-            prepare(parquet, caches[1], "--store", str(store))
-            stored.append(_cpu(parquet, caches[2], "--store", str(store)) - idle)
-    return median(stored) / nbytes, median(decoded) / nbytes
+            caches, store = [Path(folder) / name for name in ("one", "two")], Path(folder) / "store"
+            decoded.append(_cpu(parquet, caches[0], "--store", str(store)))
+            decoded[-1] -= _cpu(parquet, caches[0], "--store", str(store))
+            copied.append(_copied_byte(store, caches[1]))
+    return median(copied), median(decoded) / (2 * SEQ_LEN * scale.num_samples)
+
+
+def _copied_byte(store: Path, cache: Path) -> float:
+    """Return the CPU seconds for each byte of the blocks of a store, which a server copies into its cache."""
+    cache.mkdir()
+    with closing(SharedStore(store, Metrics())) as shared:
+        folder = CacheFolder(cache)
+        names = [name for name, nbytes, _ in shared.objects() if nbytes > MIB]
+        nbytes, before = 0, time.process_time()
+        for name in names:
+            body = shared.get(name)
+            assert body
+            folder.write(name, body)
+            nbytes += len(body)
+        return (time.process_time() - before) / nbytes
 
 
 def _token_cost(scale: Scale) -> float:

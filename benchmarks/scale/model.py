@@ -19,7 +19,7 @@ class Costs:
     client_request, client_byte     those of the light ranks that validate.py runs
     turnaround                      seconds from a request to its response over loopback, without the work of both
     stored_byte                     a block from the shared store into the cache, per byte
-    decoded_byte                    a block of ids from zstd Parquet into the cache, per byte
+    decoded_byte                    a block of ids from zstd Parquet into the cache and the shared store, per byte
     token                           text from Parquet into the cache, per token
     """
 

@@ -25,6 +25,7 @@ from processes import cpu_seconds
 from scale.model import Job
 
 _SINK = memoryview(bytearray(1 << 18))
+_AHEAD_SECONDS = 0.002  # steps begin so much early at most: timers are not precise enough for shorter ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +104,7 @@ class Ranks:
         self._at = defaultdict[int, int](int, {0: job.num_ranks})
         self._parked = defaultdict[int, list[asyncio.Event]](list)
         self._num_begun = self._num_requests = 0
+        self._free_at = 0.0  # when the step that was begun last ends
         self._arrived = asyncio.Event()
 
     async def run(self, warm_seconds: float, seconds: float, server_pids: list[int]) -> Run:
@@ -145,11 +147,12 @@ class Ranks:
         waited = 0.0
         while (now := time.perf_counter()) < until:
             await self._wait()
-            waited += time.perf_counter() - now
+            waited += max(0.0, time.perf_counter() - max(now, self._free_at))
             self._num_begun += 1
             for room in self._parked.pop(self._num_begun, ()):
                 room.set()
-            await asyncio.sleep(self._job.step_seconds)
+            self._free_at = max(time.perf_counter(), self._free_at) + self._job.step_seconds
+            await asyncio.sleep(max(0.0, self._free_at - time.perf_counter() - _AHEAD_SECONDS))
         return waited
 
     async def _wait(self) -> None:

@@ -90,7 +90,8 @@ def _points(points: Sequence[Point]) -> list[str]:
     return [
         "Light ranks take batches of 4 x 1,024 tokens from one to three servers of one process. All blocks are cached. Ranks "
         "and servers share the cores of one machine. The demand is that of the ranks over the simulated throughput; without "
-        "one, a step takes no time. Each figure is a median.",
+        "one, a step takes no time. Each figure is the median of `--repeats` runs. Before each run, a fixed one measures the "
+        "speed of the machine, and the simulation scales its costs by that.",
         "",
         f"The simulated throughput differs from the measured one by {error:.0%} in the median, and by "
         f"{abs(worst.simulated_bytes / worst.measured_bytes - 1):.0%} at most ({worst.num_ranks:,} ranks, {worst.num_replicas} "
@@ -129,8 +130,8 @@ def _sizes(sizes: Sequence[Size]) -> list[str]:
     head = ("ranks", "blocks", "tokens/s", "replicas", "disk each", "busy cores", "network", "first step after", "waits")
     money = ("ranks", "blocks", "run", "cores", "requests to the store", "replicas cost", "store costs")
     return [
-        f"{figures.RUN_TOKENS:,.0f} tokens, {figures.TOKENS_PER_SECOND:,.0f} a second for each rank. The cheapest replicas "
-        f"that keep waits under {MAX_WAITS:.1%} of the time, although one replica dies without a word for two minutes. "
+        f"{figures.RUN_TOKENS:.0e} tokens, {figures.TOKENS_PER_SECOND:,.0f} a second for each rank. The cheapest replicas with "
+        f"which ranks wait for under {MAX_WAITS:.1%} of the time, although one replica dies without a word for two minutes. "
         "`stored`: `penstock prepare` has filled the shared store. `text`: the replicas tokenize during the run.",
         "",
         *markdown([head, *map(_size, sizes)]),

@@ -20,8 +20,6 @@ _SECONDS = 600.0
 _MAX_REPLICAS = 16  # of a size that is not the largest: each copies all blocks
 _TRIES = 3  # numbers of replicas of each size, from the smallest that can do the work
 _HEADROOM = 1.35  # of the cores that tokenize: for the share of a dead replica, and until text has arrived; less never suffices
-# From there on, four blocks are one: otherwise a simulation takes an hour.
-_MANY_RANKS = 50_000
 
 Place = Literal["stored", "text"]
 PLACES: tuple[Place, ...] = ("stored", "text")
@@ -74,11 +72,12 @@ def smallest(num_ranks: int, place: Place, costs: Costs, tell: Callable[[str], N
     bytes_per_second = training.tokens_per_second * training.token_bytes
     for cores in figures.SIZES:
         network = cores * figures.CORE_NETWORK_BYTES
-        if network < bytes_per_second:  # each replica copies all blocks
-            continue
         work = training.tokens_per_second * costs.token * _HEADROOM if place == "text" else 0.0
         least = max(2, math.ceil(work / cores), math.ceil(bytes_per_second / network))
         if least > _MAX_REPLICAS and cores < figures.SIZES[-1]:
+            continue
+        # Each replica copies all blocks.
+        if bytes_per_second > network or least * bytes_per_second / BLOCK_BYTES > figures.S3.requests_per_second:
             continue
         for count in range(least, least + _TRIES):
             if best and count * cores > best[0]:
@@ -92,7 +91,9 @@ def smallest(num_ranks: int, place: Place, costs: Costs, tell: Callable[[str], N
                 best = count * cores, replicas, outcome
                 break
     if not best:
-        raise ValueError(f"no replica of at most {figures.SIZES[-1]} cores feeds {num_ranks:,} ranks")
+        raise ValueError(
+            f"no replicas of at most {figures.SIZES[-1]} cores feed {num_ranks:,} ranks from {place}: each copies all blocks"
+        )
     _, replicas, outcome = best
     hours = figures.RUN_TOKENS / training.tokens_per_second / 3600
     blocks = figures.RUN_TOKENS * training.token_bytes / BLOCK_BYTES
@@ -110,12 +111,11 @@ def smallest(num_ranks: int, place: Place, costs: Costs, tell: Callable[[str], N
 
 
 def _scenario(costs: Costs, training: Job, replicas: Replicas, place: Place) -> Scenario:
-    many = training.num_ranks >= _MANY_RANKS
     return Scenario(
         costs=costs,
         job=training,
         replicas=replicas,
-        blocks=Blocks(place=place, nbytes=4 * BLOCK_BYTES if many else BLOCK_BYTES),
+        blocks=Blocks(place=place),
         store=figures.S3,
         deaths=(Death(at=_SECONDS / 2, replica=0),),
         seconds=_SECONDS,
