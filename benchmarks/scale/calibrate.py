@@ -24,12 +24,12 @@ import numpy as np
 
 import data
 from corpus import SEQ_LEN
-from penstock_server.blocks.cache import CacheFolder
+from penstock_server.blocks.cache import SUFFIX, CacheFolder, Maps
 from penstock_server.blocks.shared import SharedStore
 from penstock_server.monitoring.metrics import Metrics
 from processes import Server, adopt_orphans, run, serving
 from ratios import Scale
-from scale.model import MIB, Costs, Job
+from scale.model import Costs, Job
 from scale.ranks import Run
 from servers import prepare, serve_command
 
@@ -142,8 +142,8 @@ def _block_costs(scale: Scale) -> tuple[float, float]:
     for _ in range(scale.num_repeats):
         with tempfile.TemporaryDirectory(dir=scale.work) as folder:
             caches, store = [Path(folder) / name for name in ("one", "two")], Path(folder) / "store"
-            decoded.append(_cpu(parquet, caches[0], "--store", str(store)))
-            decoded[-1] -= _cpu(parquet, caches[0], "--store", str(store))
+            command = (parquet, caches[0], "--store", str(store))
+            decoded.append(_cpu(*command) - _cpu(*command))  # the second one finds the blocks
             copied.append(_copied_byte(store, caches[1]))
     return median(copied), median(decoded) / (2 * SEQ_LEN * scale.num_samples)
 
@@ -152,15 +152,12 @@ def _copied_byte(store: Path, cache: Path) -> float:
     """Return the CPU seconds for each byte of the blocks of a store, which a server copies into its cache."""
     cache.mkdir()
     with closing(SharedStore(store, Metrics())) as shared:
-        folder = CacheFolder(cache)
-        names = [name for name, nbytes, _ in shared.objects() if nbytes > MIB]
-        nbytes, before = 0, time.process_time()
-        for name in names:
-            body = shared.get(name)
-            assert body
-            folder.write(name, body)
-            nbytes += len(body)
-        return (time.process_time() - before) / nbytes
+        maps = Maps(CacheFolder(cache), shared)
+        sizes = {name.removesuffix(SUFFIX): nbytes for name, nbytes, _ in shared.objects() if name.endswith(SUFFIX)}
+        before = time.process_time()
+        for key in sizes:
+            assert maps.read(key)
+        return (time.process_time() - before) / sum(sizes.values())
 
 
 def _token_cost(scale: Scale) -> float:

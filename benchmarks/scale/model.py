@@ -34,9 +34,9 @@ class Costs:
     decoded_byte: float
     token: float
 
-    def serve(self, num_batches: int, num_samples: int, nbytes: int) -> float:
-        """Return the core seconds of one request."""
-        return self.request + self.batch * num_batches + self.sample * num_samples + self.byte * nbytes
+    def serve(self, num_batches: int, num_samples: int, nbytes: int, num_requests: int = 1) -> float:
+        """Return the core seconds of requests. Amounts are of all of them."""
+        return self.request * num_requests + self.batch * num_batches + self.sample * num_samples + self.byte * nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

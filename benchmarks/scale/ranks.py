@@ -25,7 +25,7 @@ from processes import cpu_seconds
 from scale.model import Job
 
 _SINK = memoryview(bytearray(1 << 18))
-_AHEAD_SECONDS = 0.002  # steps begin so much early at most: timers are not precise enough for shorter ones
+_AHEAD_SECONDS = 0.002  # how early a step may begin: timers are not precise enough for shorter steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,8 +85,7 @@ def _costs_now(server: Server, costs: Costs) -> Costs:
     """Return the costs at the speed that the machine has now: that of a virtual one changes by half within minutes."""
     run = light_ranks([server], replace(_JOB, num_ranks=16))
     batches = run.served_bytes // _JOB.step_bytes
-    served = batches * (costs.batch + costs.sample * _JOB.batch_size + costs.byte * _JOB.step_bytes)
-    slowness = run.server_seconds / (run.num_requests * costs.request + served)
+    slowness = run.server_seconds / costs.serve(batches, batches * _JOB.batch_size, run.served_bytes, run.num_requests)
     return Costs(**{name: value * slowness for name, value in asdict(costs).items()})
 
 
@@ -104,12 +103,12 @@ def _warm_seconds(costs: Costs, job: Job, num_replicas: int) -> float:
     """Return the time after which ranges have their full size, and buffers are full."""
     steps = job.prefetch_bytes // job.step_bytes
     num_requests = job.range_steps.bit_length() + steps // job.range_steps
-    seconds = num_requests * costs.request + costs.serve(steps, steps * job.batch_size, job.prefetch_bytes)
+    seconds = costs.serve(steps, steps * job.batch_size, job.prefetch_bytes, num_requests)
     return 1.0 + 1.3 * job.num_ranks * seconds / min(num_replicas, num_cores())
 
 
 def _seconds(job: Job) -> float:
-    """Return the time to measure: in four ranges, the ranks fill their buffers four times."""
+    """Return the time to measure: that of four ranges at least, since ranks fill their buffers at the same time."""
     return max(_SECONDS, 4 * job.range_steps * job.step_seconds)
 
 
