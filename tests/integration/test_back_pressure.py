@@ -15,7 +15,7 @@ from penstock import RemoteDataset
 from support.corpora import write_numbered
 from support.processes import MIB, Watch, until
 from support.recorded import contents
-from support.servers import Serve, slow_readers
+from support.servers import Serve, rank_that_prefers, slow_readers
 
 NUM_ROWS = 480
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -28,8 +28,8 @@ def data(shared: Path) -> Path:
     return shared
 
 
-def dataset(*urls: str, retry_seconds: float = 60.0) -> RemoteDataset:
-    return RemoteDataset(list(urls), "numbers", batch_size=8, seq_len=64, retry_seconds=retry_seconds)
+def dataset(*urls: str, rank: int = 0, retry_seconds: float = 60.0) -> RemoteDataset:
+    return RemoteDataset(urls, "numbers", batch_size=8, seq_len=64, rank=rank, world_size=rank + 1, retry_seconds=retry_seconds)
 
 
 def test_slow_readers_do_not_delay_an_epoch(serve: Serve, data: Path) -> None:
@@ -83,10 +83,11 @@ def test_loop_waits_for_a_busy_server_longer_than_for_a_dead_one(serve: Serve, d
 
 def test_loop_moves_from_a_busy_server_to_a_free_one(serve: Serve, data: Path, tmp_path: Path) -> None:
     with serve(data, "--inflight-bytes", "0") as busy, serve(data) as free:
-        expected = [*map(contents, dataset(free.url))]
+        rank = rank_that_prefers(busy.url, free.url)
+        expected = [*map(contents, dataset(free.url, rank=rank))]
         with slow_readers(1, busy.url, BATCHES, WIDE) as slow:
             slow.wait_for_heads()
-            both = dataset(busy.url, free.url)
+            both = dataset(busy.url, free.url, rank=rank)
             assert [*map(contents, both)] == expected
             assert both.stats().num_retries == 1  # the busy one was asked once
 
