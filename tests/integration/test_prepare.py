@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -130,6 +131,17 @@ def test_prepare_keeps_to_the_cache_budget(data: Path, tmp_path: Path) -> None:
     [num_stored] = re.findall(full, done.stdout)
     assert 5 < int(num_stored) < 80
     assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.block")) <= 700_000
+
+
+def test_tokenizing_processes_do_not_import_pandas_each(data: Path, tmp_path: Path) -> None:
+    """pyarrow tries to import it for the first array of a process."""
+    importers = tmp_path / "importers"
+    (tmp_path / "installed").mkdir()
+    code = f"import os\nprint(os.getpid(), file=open({str(importers)!r}, 'a'))\nraise ImportError\n"
+    (tmp_path / "installed" / "pandas.py").write_text(code)
+    command = [sys.executable, "-m", "penstock", "prepare", str(data), "--cache-dir", str(tmp_path / "cache")]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")}, check=True, timeout=60)
+    assert len({*importers.read_text().splitlines()}) == 1
 
 
 def test_prepare_reports_a_cache_that_cannot_be_written(data: Path, tmp_path: Path) -> None:

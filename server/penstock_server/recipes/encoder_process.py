@@ -26,6 +26,9 @@ from penstock_server.recipes.config import recipe_of
 from penstock_server.recipes.encoders import LOADING_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY, nursery
 from penstock_server.recipes.recipe import Recipe, Rows
 
+# For its first array, pyarrow imports pandas, if that is installed, in a third of a second. Here it is once for all processes.
+pa.array([])
+
 _PR_SET_PDEATHSIG = 1
 # Runs of one character show most tokenizers that take exponential time or memory, before a row does.
 _TRIED = [*(64 * character + end for character in string.printable for end in ("!", "\n!")), string.printable, "é水🙂" * 16]
