@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -134,18 +134,23 @@ class BlockStore:
     def _decode(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup) -> None:
         """Makes the requested blocks of a row group, including those requested meanwhile, and resolves every future."""
         while wanted := self._wanted(group):
-            before = group.clock.seconds()
             with self._failing(group, wanted):
                 self._make(reader, first, group, wanted)
-            self._observe(reader.snapshot.name, before, group.clock.seconds())
         group.clock.enter("read")
         if len(self._groups) == 1:
             pa.default_memory_pool().release_unused()  # the buffers of decoding; until now decoding reused them
 
-    def _observe(self, dataset: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        for stage, histogram in (("decode", self.metrics.decode_seconds), ("tokenize", self.metrics.tokenize_seconds)):
-            if spent := after.get(stage, 0.0) - before.get(stage, 0.0):
-                histogram.labels(dataset).observe(spent)
+    @contextmanager
+    def _observed(self, dataset: str, clock: StageClock) -> Iterator[None]:
+        """Adds the time that a row group takes to the metrics."""
+        before = clock.seconds()
+        try:
+            yield
+        finally:
+            after = clock.seconds()
+            for stage, histogram in (("decode", self.metrics.decode_seconds), ("tokenize", self.metrics.tokenize_seconds)):
+                if spent := after.get(stage, 0.0) - before.get(stage, 0.0):
+                    histogram.labels(dataset).observe(spent)
 
     def _make(self, reader: RowGroupReader, first: BlockAddress, group: _RowGroup, wanted: list[int]) -> None:
         """Makes the requested blocks of a row group, unless they are stored by now, or another server makes them."""
@@ -172,7 +177,7 @@ class BlockStore:
         """Decodes a row group up to the last requested block, one at a time; stores its other blocks if the cache keeps all."""
         blocks = reader.snapshot.blocks_of_group(first.group)
         keeps_neighbours = True
-        with closing(reader.blocks(first)) as decoded:
+        with self._observed(reader.snapshot.name, group.clock), closing(reader.blocks(first)) as decoded:
             for at, parts in decoded:
                 name = reader.names.of(at.index)
                 is_useful = at.number in group.futures or keeps_neighbours
