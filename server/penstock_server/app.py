@@ -26,7 +26,7 @@ from penstock_server.monitoring.monitor import Monitor
 from penstock_server.monitoring.place import Place
 from penstock_server.page.routes import add_page
 from penstock_server.problems import NotServing
-from penstock_server.schemas import HealthInfo, ReadyInfo
+from penstock_server.schemas.monitoring import HealthInfo, ReadyInfo
 from penstock_server.security.tokens import STRANGER, Tokens
 
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."

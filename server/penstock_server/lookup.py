@@ -17,7 +17,7 @@ from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import BadParameter, RowOutOfRange
-from penstock_server.schemas import OccurrenceInfo, QuarantineInfo
+from penstock_server.schemas.batches import OccurrenceInfo, QuarantineInfo
 
 _MAX_OCCURRENCES = 1000  # in one answer
 _MAX_TURNS = 10_000  # likewise; each is an object

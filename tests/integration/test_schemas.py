@@ -11,36 +11,36 @@ import pyarrow as pa
 import pytest
 from pydantic import TypeAdapter
 
-from penstock_server import schemas
 from penstock_server.catalog.dataset import Change
+from penstock_server.schemas import batches, datasets, estimates, monitoring
 from support.corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
 from support.servers import Serve, Server
 
 BATCH = "/v1/datasets/pairs/epochs/0/ranks/0/batches/1"
 RESPONSES: list[tuple[str, Any]] = [
-    ("/healthz", schemas.HealthInfo),
-    ("/readyz", schemas.ReadyInfo),
-    ("/v1/datasets", schemas.DatasetsInfo),
-    ("/v1/datasets/pairs", schemas.DatasetInfo),
-    ("/v1/datasets/both", schemas.MixtureInfo),
-    ("/v1/datasets/pairs/spec?pad=longest", schemas.SpecInfo),
-    ("/v1/datasets/both/spec", schemas.SpecInfo),
-    ("/v1/datasets/pairs/plan?batch_size=4&tokens=100&target_tokens_per_second=100", schemas.PlanInfo),
-    ("/v1/datasets/both/plan?world_size=2", schemas.PlanInfo),
-    ("/v1/datasets/pairs/shuffle-report?batch_size=4", schemas.ShuffleReportInfo),
-    ("/v1/datasets/both/shuffle-report?world_size=2", schemas.ShuffleReportInfo),
-    ("/v1/datasets/pairs/rows/3", schemas.RowInfo),
-    ("/v1/datasets/holes/rows/1", schemas.RowInfo),
-    ("/v1/datasets/numbers/rows/0", schemas.RowInfo),
-    ("/v1/datasets/texts/rows/0", schemas.RowInfo),
-    ("/v1/datasets/pairs/rows/3/schedule", schemas.RowScheduleInfo),
-    ("/v1/datasets/holes/quarantine", schemas.QuarantineInfo),
-    (f"{BATCH}/provenance", schemas.ProvenanceInfo),
-    (f"{BATCH}?format=json", schemas.BatchInfo),
-    (f"{BATCH}?format=json&packing=concat&mark_documents=true&seq_len=32", schemas.BatchInfo),
-    (f"{BATCH}?format=json&packing=best_fit&seq_len=32&batch_size=2", schemas.BatchInfo),
-    (f"{BATCH}?format=json&task=seq2seq", schemas.BatchInfo),
-    (BATCH.replace("pairs", "both").replace("batches/1", "batches") + "?format=json&stop=2", list[schemas.BatchInfo]),
+    ("/healthz", monitoring.HealthInfo),
+    ("/readyz", monitoring.ReadyInfo),
+    ("/v1/datasets", datasets.DatasetsInfo),
+    ("/v1/datasets/pairs", datasets.DatasetInfo),
+    ("/v1/datasets/both", datasets.MixtureInfo),
+    ("/v1/datasets/pairs/spec?pad=longest", datasets.SpecInfo),
+    ("/v1/datasets/both/spec", datasets.SpecInfo),
+    ("/v1/datasets/pairs/plan?batch_size=4&tokens=100&target_tokens_per_second=100", estimates.PlanInfo),
+    ("/v1/datasets/both/plan?world_size=2", estimates.PlanInfo),
+    ("/v1/datasets/pairs/shuffle-report?batch_size=4", estimates.ShuffleReportInfo),
+    ("/v1/datasets/both/shuffle-report?world_size=2", estimates.ShuffleReportInfo),
+    ("/v1/datasets/pairs/rows/3", batches.RowInfo),
+    ("/v1/datasets/holes/rows/1", batches.RowInfo),
+    ("/v1/datasets/numbers/rows/0", batches.RowInfo),
+    ("/v1/datasets/texts/rows/0", batches.RowInfo),
+    ("/v1/datasets/pairs/rows/3/schedule", batches.RowScheduleInfo),
+    ("/v1/datasets/holes/quarantine", batches.QuarantineInfo),
+    (f"{BATCH}/provenance", batches.ProvenanceInfo),
+    (f"{BATCH}?format=json", batches.BatchInfo),
+    (f"{BATCH}?format=json&packing=concat&mark_documents=true&seq_len=32", batches.BatchInfo),
+    (f"{BATCH}?format=json&packing=best_fit&seq_len=32&batch_size=2", batches.BatchInfo),
+    (f"{BATCH}?format=json&task=seq2seq", batches.BatchInfo),
+    (BATCH.replace("pairs", "both").replace("batches/1", "batches") + "?format=json&stop=2", list[batches.BatchInfo]),
 ]
 
 
@@ -78,7 +78,7 @@ def test_refresh_follows_its_schema(server: Server) -> None:
 def test_problem_follows_its_schema(server: Server, path: str) -> None:
     response = httpx.get(f"{server.url}/v1/datasets/{path}", timeout=60)
     assert response.headers["Content-Type"] == "application/problem+json"
-    assert TypeAdapter(schemas.ProblemInfo).validate_json(response.content, strict=True, extra="forbid")
+    assert TypeAdapter(monitoring.ProblemInfo).validate_json(response.content, strict=True, extra="forbid")
 
 
 def nodes(node: Any) -> Iterator[dict[str, Any]]:

@@ -47,7 +47,7 @@ from penstock_server.batches.writer import body_of, frames_nbytes
 from penstock_server.blocks.block import Block
 from penstock_server.monitoring.jobs import RankRequest
 from penstock_server.problems import BadParameter, BlocksNotReady, IndexNotReady
-from penstock_server.schemas import BatchInfo, ProvenanceInfo
+from penstock_server.schemas.batches import BatchInfo, ProvenanceInfo
 from penstock_server.security.tokens import EVERYONE
 
 BatchFormat = Literal["msgpack", "json", "tokens"]

@@ -20,20 +20,9 @@ from penstock_server.catalog.dataset import Change
 from penstock_server.catalog.describe import describe_dataset, describe_mixture, describe_spec, describe_state
 from penstock_server.catalog.estimate import estimate, samples_by_dataset, show_lengths
 from penstock_server.lookup import find_row, show_quarantine, show_row
-from penstock_server.schemas import (
-    DatasetInfo,
-    DatasetsInfo,
-    EstimateInfo,
-    LengthsInfo,
-    MixtureInfo,
-    PlanInfo,
-    QuarantineInfo,
-    RowInfo,
-    RowScheduleInfo,
-    SharesInfo,
-    ShuffleReportInfo,
-    SpecInfo,
-)
+from penstock_server.schemas.batches import QuarantineInfo, RowInfo, RowScheduleInfo
+from penstock_server.schemas.datasets import DatasetInfo, DatasetsInfo, MixtureInfo, SpecInfo
+from penstock_server.schemas.estimates import EstimateInfo, LengthsInfo, PlanInfo, SharesInfo, ShuffleReportInfo
 from penstock_server.shuffle_report.report import report
 from penstock_server.sizing.report import plan_cache
 

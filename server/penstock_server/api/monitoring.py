@@ -12,7 +12,7 @@ from penstock_server.api.parameters import PROBLEMS, ParsedRoute
 from penstock_server.api.service import identity_of, require_scope
 from penstock_server.api.shown import Json
 from penstock_server.monitoring.monitor import Monitor
-from penstock_server.schemas import JobsInfo
+from penstock_server.schemas.monitoring import JobsInfo
 
 History = Annotated[Literal["false", "true"], Query(description="Whether to add the last hour.")]
 

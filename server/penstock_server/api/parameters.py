@@ -24,7 +24,7 @@ from penstock.text import cut, did_you_mean
 from penstock_server.api.service import catalog_of, service_of
 from penstock_server.batches.plan import Plan
 from penstock_server.problems import BadParameter
-from penstock_server.schemas import ProblemInfo
+from penstock_server.schemas.monitoring import ProblemInfo
 
 _REMEMBERED_QUERIES = 32
 _MAX_DIGITS = 20  # Python takes seconds to parse a megabyte of digits

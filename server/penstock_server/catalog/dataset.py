@@ -35,7 +35,7 @@ from penstock_server.catalog.snapshot import Snapshot, recipe_key
 from penstock_server.index.index import Index
 from penstock_server.problems import DatasetInvalid, SnapshotGone
 from penstock_server.recipes.allowed import AllowedFiles
-from penstock_server.schemas import described
+from penstock_server.schemas.common import described
 from penstock_server.sources.remote import RemoteFolder
 from penstock_server.sources.stats import SETTLED_SECONDS, FileStat, stat_of_file
 

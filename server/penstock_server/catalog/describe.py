@@ -11,7 +11,7 @@ from penstock_server.catalog.snapshot import Snapshot
 from penstock_server.catalog.view import DeclaredMixture
 from penstock_server.catalog.warnings import advice_on_run
 from penstock_server.index.row_lengths import RowLengths
-from penstock_server.schemas import DatasetInfo, MixtureInfo, SpecInfo, SplitInfo, TensorInfo
+from penstock_server.schemas.datasets import DatasetInfo, MixtureInfo, SpecInfo, SplitInfo, TensorInfo
 
 
 def summary(opened: OpenSnapshot) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan, advice_on_room
 from penstock_server.catalog.dataset import OpenSnapshot
 from penstock_server.index.row_lengths import BIN_STARTS
-from penstock_server.schemas import EstimateInfo, LengthsInfo, ShareInfo
+from penstock_server.schemas.estimates import EstimateInfo, LengthsInfo, ShareInfo
 
 
 class _Yield(NamedTuple):

@@ -29,7 +29,7 @@ from penstock_server.monitoring.jobs import Client, JobKey, JobRecord, Jobs, mer
 from penstock_server.monitoring.metrics import all_values, slot_counters
 from penstock_server.monitoring.place import Place
 from penstock_server.monitoring.view import describe_job, verdict
-from penstock_server.schemas import JobsInfo
+from penstock_server.schemas.monitoring import JobsInfo
 from penstock_server.security.tokens import Identity
 
 log = logging.getLogger("penstock.monitor")

@@ -8,7 +8,7 @@ from statistics import median
 from penstock.text import counted
 from penstock_server.monitoring.buckets import bucket_of
 from penstock_server.monitoring.jobs import WAITING_FRACTION, JobKey, JobRecord, RankRecord
-from penstock_server.schemas import DoingInfo, JobInfo, RankInfo, StragglerInfo, VerdictInfo
+from penstock_server.schemas.monitoring import DoingInfo, JobInfo, RankInfo, StragglerInfo, VerdictInfo
 
 _FAR_ABOVE = 0.2  # of wait fraction above the median of the job's ranks: such a rank is a straggler
 _REASONS = {  # of a wait, as a clause; {} is the shard, or a phrase for shards

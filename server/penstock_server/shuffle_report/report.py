@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock_server.batches.plan import Plan
 from penstock_server.order.arrays import IntArray, by_value, distinct, find
-from penstock_server.schemas import ScatterInfo
+from penstock_server.schemas.estimates import ScatterInfo
 from penstock_server.shuffle_report.confidence import Range, num_distinct, range_of_count, range_of_mean
 from penstock_server.shuffle_report.sample import Drawn, Source, draw
 

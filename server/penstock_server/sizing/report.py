@@ -11,7 +11,7 @@ from penstock_server.batches.plan import Plan
 from penstock_server.catalog.estimate import estimate
 from penstock_server.order.arrays import IntArray
 from penstock_server.problems import BadParameter
-from penstock_server.schemas import CachePointInfo, EstimateInfo, PaceInfo, PlanInfo, PrepareInfo
+from penstock_server.schemas.estimates import CachePointInfo, EstimateInfo, PaceInfo, PlanInfo, PrepareInfo
 from penstock_server.sizing.reads import BlockSizes, reads_of
 from penstock_server.sizing.touches import Touches, joined, touches_of
 
