@@ -70,7 +70,7 @@ $(VENV)/trainers/%/.installed: tests/frameworks/requirements/%.txt pyproject.tom
 lint: install  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 check: lint test  ## lint and test
 
