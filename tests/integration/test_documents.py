@@ -250,6 +250,7 @@ def asking() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_documented_client_commands_succeed(server: Server) -> None:
     assert len(asking()) == 5
     shown = []
@@ -274,6 +275,7 @@ def test_documented_curl_lines_succeed(server: Server) -> None:
         assert done.stdout.startswith("{")
 
 
+@pytest.mark.slow
 def test_documented_python_runs_and_its_ledger_is_proven(serve: Serve, tmp_path: Path) -> None:
     run("penstock sample small --rows 6400", tmp_path)
     server = serve(tmp_path / "small")
