@@ -26,7 +26,7 @@ from penstock_server.recipes.config import recipe_of
 from penstock_server.recipes.encoders import LOADING_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY, nursery
 from penstock_server.recipes.recipe import Recipe, Rows
 
-# For its first array, pyarrow imports pandas, if that is installed, in a third of a second. Here it is once for all processes.
+# For its first array, pyarrow imports pandas, if it is installed: a third of a second. Forks share what is imported here.
 pa.array([])
 
 _PR_SET_PDEATHSIG = 1
